@@ -55,9 +55,9 @@ def merge(earlier: Sequence[record.Row], later: Sequence[record.Row]) -> list[re
     return list(last.values())
 
 
-def key_of(row: record.Row) -> tuple[str, str, str, str]:
+def key_of(row: record.Row) -> tuple[str, str, str, str, int]:
     """What makes two rows rows of the same run."""
-    return row.piece, row.run, row.scale, row.text
+    return row.piece, row.run, row.scale, row.text, row.seen
 
 
 def read_published(folder: Path) -> list[record.Row]:

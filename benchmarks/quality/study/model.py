@@ -157,8 +157,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, blocks, norm and a tied output.
 
+    What enters a position is the sum of ``size.seen`` embeddings, of its token and of those before it, each from a
+    table of its own: one layer can then look for a place by the bytes that led to it.
+
     Args:
-        size: layers, width and heads. vocabulary: 256 for bytes. seed: of the initial weights.
+        size: layers, width, heads and ``seen``. vocabulary: 256 for bytes. seed: of the initial weights.
         fused: compile what stands between the attentions, while gradients are recorded.
     """
 
@@ -168,6 +171,7 @@ class LanguageModel(nn.Module):
         self.head_dim = size.width // size.heads
         self.fused = fused
         self.embedding = nn.Parameter(torch.empty(vocabulary, size.width))
+        self.before = nn.ParameterList(torch.empty(vocabulary, size.width) for _ in range(size.seen - 1))
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.Parameter(torch.ones(size.width))
         for name, parameter in self.named_parameters():
@@ -180,6 +184,8 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
         """tokens int64 [B, T] -> hidden states [B, T, E], ready for :meth:`logits`."""
         x = F.embedding(tokens, self.embedding)
+        for back, embedding in enumerate(self.before, 1):
+            x = x + F.pad(F.embedding(tokens[:, :-back], embedding), (0, 0, back, 0))
         table = rotary(tokens.shape[1], self.head_dim, x.device) if attention.positions == "own" else None
         fused = self.fused and torch.is_grad_enabled()
         for block in self.blocks:

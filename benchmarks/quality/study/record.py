@@ -44,7 +44,8 @@ class Row:
         status: "step" on the way, "final", "partial" (interrupted) or "error".
         scale: sizes of the run: full, quick or tiny. baseline: what the row is to be compared with.
         kind, positions, top_k, compression_rate, max_top_nodes, tree_layers, stride, span, window: of the attention.
-        context: tokens of a text of the evaluation. trained_context, batch, width, layers, parameters: of the model.
+        context: tokens of a text of the evaluation. trained_context, batch, width, layers, seen, parameters: of the
+            model.
         seed: of weights and texts. step, steps: done and planned. tokens: trained on. learning_rate: the highest.
         train_seconds: spent on the steps, evaluations and compilation not counted. step_ms: of a step at the beginning.
         texts: evaluated. bits_per_byte: of natural text, planted bytes left out.
@@ -82,6 +83,7 @@ class Row:
     batch: int
     width: int
     layers: int
+    seen: int = 1  # also of rows that were written before there was a choice
     parameters: int
     seed: int
     step: int

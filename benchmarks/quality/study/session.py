@@ -196,6 +196,7 @@ class Session:
             batch=size.batch,
             width=size.width,
             layers=size.layers,
+            seen=size.seen,
             parameters=setup.parameters,
             seed=setup.seed,
             step=progress.step,

@@ -146,33 +146,34 @@ FULL = Scale(
     name="full",
     corpus_bytes=131_072_000,
     conversion=Training(
-        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
+        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250, seen=4
     ),
     search=Training(
         512, 8, 300, 1, strings=8, letters=24, top_k=4, max_top_nodes=32, evaluate_every=25, texts=32, width=128,
         heads=2, kv_heads=1, learning_rate=1e-2, seen=4, weight_decay=0.0,
     ),
     scratch=Training(
-        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250
+        4096, 16, 3000, 6, strings=12, letters=48, top_k=16, max_top_nodes=256, evaluate_every=250, seen=4
     ),
     recall=Training(
         1024, 64, 4000, 2, width=256, heads=4, kv_heads=4, top_k=8, max_top_nodes=64, evaluate_every=500, texts=128,
-        learning_rate=5e-3,
+        learning_rate=5e-3, seen=2,
     ),
     conversion_long=Training(
         32_768, 4, 400, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=200, texts=16,
-        learning_rate=5e-4,
+        learning_rate=5e-4, seen=4,
     ),
     long=Training(
-        32_768, 4, 600, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=100, texts=16
+        32_768, 4, 600, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=100, texts=16,
+        seen=4,
     ),
     longest=Training(
         131_072, 1, 0, 6, strings=384, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=0, texts=8,
-        seconds=140.0,
+        seconds=140.0, seen=4,
     ),
     needle=Training(
         16_384, 4, 1500, 6, strings=48, letters=48, top_k=64, max_top_nodes=1024, evaluate_every=500, texts=16,
-        learning_rate=5e-4,
+        learning_rate=5e-4, seen=4,
     ),
     pairs=(4, 8, 16, 32, 64, 128, 256),
     needle_lengths=tuple(2**n for n in range(14, 21)),

@@ -27,14 +27,14 @@ def label(row: Row) -> str:
     return f"tree, {score}, s={row.stride}" + (", compact" if row.positions == "compact" else "")
 
 
-def run_of(row: Row) -> tuple[str, str]:
-    """What rows of one run of an experiment have in common: runs of the same name on two texts are two runs."""
-    return row.run, row.text
+def run_of(row: Row) -> tuple[str, str, int]:
+    """What rows of one run of an experiment have in common: on two texts, or of two models, one name is two runs."""
+    return row.run, row.text, row.seen
 
 
 def by_run(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each run, in the order of the runs."""
-    runs: dict[tuple[str, str], list[Row]] = {}
+    runs: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
         runs.setdefault(run_of(row), []).append(row)
     return list(runs.values())
@@ -137,7 +137,7 @@ def with_dense(rows: Sequence[Row]) -> list[Row]:
 
 def alike_of(row: Row) -> tuple[object, ...]:
     """What trainings that may be compared have in common."""
-    return row.text, row.trained_context, row.batch, row.layers, row.width, row.steps, row.seed
+    return row.text, row.trained_context, row.batch, row.layers, row.width, row.seen, row.steps, row.seed
 
 
 def trained(rows: Sequence[Row], piece: str) -> str:
@@ -170,7 +170,7 @@ def scratch(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         run, swapped, _ = row.run.partition(SWAPPED)
-        as_trained = trained_runs.get((run, row.text))
+        as_trained = trained_runs.get((run, row.text, row.seen))
         if row.piece == "scratch" and row.status == DONE and swapped and as_trained is not None:
             cells = [label(row), bits(row.bits_per_byte), found(row), digest(row)]
             lines.append([f"{label(as_trained)}, seed {row.seed}", *cells])
@@ -209,17 +209,22 @@ def long_clock(rows: Sequence[Row]) -> str:
 
 
 def recall(rows: Sequence[Row]) -> str:
-    """(c) Accuracy by the number of pairs."""
+    """(c) Accuracy by the number of pairs, a table for each kind of model, the latest first."""
     used = last_rows(rows, "recall")
-    if not used:
-        return ""
+    kinds = sorted({row.seen for row in used}, reverse=True)
+    return "\n\n".join(recall_of([row for row in used if row.seen == seen]) for seen in kinds)
+
+
+def recall_of(used: Sequence[Row]) -> str:
+    """The table of one kind of model."""
     pairs = sorted({row.pairs for row in used if row.pairs is not None})
     lines = []
     for run in by_run(used):
         mine = {row.pairs: row for row in run}
         cells = [percent(mine[n].accuracy) if n in mine else "" for n in pairs]
         lines.append([label(run[0]), f"{run[0].step}", *cells])
-    words = f"{used[0].context} tokens, {used[0].texts} texts for each number of pairs; {place(used)}."
+    texts = f"{used[0].context} tokens, {used[0].texts} texts for each number of pairs"
+    words = f"{texts}, `seen` {used[0].seen}; {place(used)}."
     return f"{words}\n\n{table(('attention', 'steps', *(f'{n} pairs' for n in pairs)), lines)}"
 
 

@@ -49,8 +49,9 @@ class Schedule:
 
 
 def make_optimizer(model: nn.Module, size: Training, device: str) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, embedding and norms do not."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name != "embedding"]
+    """AdamW; matrices decay, embeddings and norms do not."""
+    embeddings = ("embedding", "before.")
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(embeddings)]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": size.weight_decay}, {"params": others, "weight_decay": 0.0}],
