@@ -30,9 +30,11 @@ MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @functools.lru_cache(maxsize=2)
-def rotary(context: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def rotary(
+    context: int, head_dim: int, device: torch.device, base: float = ROTARY_BASE
+) -> tuple[Tensor, Tensor, Tensor]:
     """cos, sin [context, head_dim / 2] and positions [context] of a text."""
-    cos, sin = rope_cache(context, head_dim, ROTARY_BASE, device=device)
+    cos, sin = rope_cache(context, head_dim, base, device=device)
     return cos, sin, torch.arange(context, device=device)
 
 
@@ -168,7 +170,7 @@ class LanguageModel(nn.Module):
     def __init__(self, size: Training, vocabulary: int = 256, seed: int = 0, fused: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.head_dim = size.width // size.heads
+        self.head_dim, self.rotary_base = size.width // size.heads, size.rotary_base
         self.fused = fused
         self.embedding = nn.Parameter(torch.empty(vocabulary, size.width))
         self.before = nn.ParameterList(torch.empty(vocabulary, size.width) for _ in range(size.seen - 1))
@@ -186,7 +188,9 @@ class LanguageModel(nn.Module):
         x = F.embedding(tokens, self.embedding)
         for back, embedding in enumerate(self.before, 1):
             x = x + F.pad(F.embedding(tokens[:, :-back], embedding), (0, 0, back, 0))
-        table = rotary(tokens.shape[1], self.head_dim, x.device) if attention.positions == "own" else None
+        table = None
+        if attention.positions == "own":
+            table = rotary(tokens.shape[1], self.head_dim, x.device, self.rotary_base)
         fused = self.fused and torch.is_grad_enabled()
         for block in self.blocks:
             x = block(x, attention, table, fused)

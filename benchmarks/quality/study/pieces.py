@@ -269,6 +269,11 @@ def scratch_compact(scale: Scale) -> list[Run]:
     return [scratch_run("scratch", size, attention) for attention in settings]
 
 
+def scratch_fine(scale: Scale) -> list[Run]:
+    """(b) The true mass, which costs more."""
+    return [scratch_run("scratch", scale.scratch, scale.scratch.tree(1))]
+
+
 def scratch_strides(scale: Scale) -> list[Run]:
     """(b) Shared selections."""
     size = scale.scratch
@@ -384,6 +389,7 @@ PIECES = (
     Piece("recall", "multi-query associative recall", 5, recall, quick=True),
     Piece("scratch-compact", "from scratch: compact positions, a window", 9, scratch_compact, "scratch"),
     Piece("scratch-strides", "from scratch: shared selections", 9, scratch_strides, "scratch"),
+    Piece("scratch-fine", "from scratch: the true mass", 3.5, scratch_fine, "scratch"),
     Piece("conversion-32k", "the dense model at 32 768 bytes", 6, conversion_long),
     Piece("needle", "needles by depth up to 1M bytes: compact positions", 5, needle),
     Piece("long-128k", "131 072 bytes, equal time", 9, lambda s: long_texts("long-128k", s.longest, s)),

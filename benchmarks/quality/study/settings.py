@@ -83,7 +83,7 @@ class Training:
         context: bytes (or tokens) of a text. batch: texts per step. strings, letters: planted per text.
         seconds: 0, or the training time on the clock instead of ``steps``. texts: of an evaluation.
         evaluate_every: steps between two evaluations. seen: tokens that enter a position before the first layer, itself
-            and those before it. weight_decay: of matrices.
+            and those before it. weight_decay: of matrices. rotary_base: of own positions.
     """
 
     context: int
@@ -103,6 +103,7 @@ class Training:
     seconds: float = 0.0
     seen: int = 1
     weight_decay: float = 0.1
+    rotary_base: float = 10_000.0
 
     @property
     def budget(self) -> int:
@@ -161,7 +162,7 @@ FULL = Scale(
     ),
     conversion_long=Training(
         32_768, 4, 400, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=200, texts=16,
-        learning_rate=5e-4, seen=4,
+        learning_rate=5e-4, seen=4, rotary_base=85_000.0,
     ),
     long=Training(
         32_768, 4, 600, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=100, texts=16,
