@@ -514,7 +514,7 @@ def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys,
         assert "| dense |" in page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
     rows = study.report.read_published(tmp_path / "benchmarks" / "results" / "quality")
     assert len(rows) == len(lines.splitlines())
-    assert "| tree, mean, s=1, seed 0 | tree, span 1, s=1 |" in page
+    assert "| tree, mean, s=1, seed 0 | 4 | tree, span 1, s=1 |" in page
     for name in study.report.SHOWN.values():
         assert f"images/{name}_dark.png" in page
         assert (tmp_path / "docs" / "images" / f"{name}_light.png").is_file()

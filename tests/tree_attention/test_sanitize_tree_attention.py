@@ -130,3 +130,25 @@ def test_backward_under_lists_that_break_the_rules(stride: int, rope_base: float
             torch.randn_like(out), q, k, v, out, gmax, gsum, wild, *case.op_options()
         )
         assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("dtype_", [None, "int8"])
+@pytest.mark.parametrize("span", [None, 2])
+def test_rows_before_the_first_selection_of_a_long_text(span: int | None, dtype_: str | None) -> None:
+    """The tables of such a call end before the nodes of the top do."""
+    if dtype_ and span is None:
+        span = 16
+    case = tensor_core("rows", torch.bfloat16, T=4000, H=4, M=256, top_k=16, K=128, V=128)
+    q, k, v = case.make_qkv("cuda")
+    later = {"selection_span": span, "selection_dtype": dtype_}
+    for starts, length in (([0], 64), ([0, 100], 96)):
+        rows = torch.cat([q[:, start : start + length] for start in starts], 1)
+        for store_parents in (True, False):
+            *results, lists = torch.ops.htree.attention_rows(
+                rows, k, v, starts, *case.op_options(), store_parents, **later
+            )
+            assert results[0].isfinite().all()
+            gradients = torch.ops.htree.attention_rows_backward(
+                torch.randn_like(rows), rows, k, v, *results, lists, starts, *case.op_options(), **later
+            )
+            assert all(x.isfinite().all() for x in gradients)

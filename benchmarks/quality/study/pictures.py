@@ -52,7 +52,7 @@ def lines(
 
 
 def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
-    """(b)"""
+    """(b) The models of the text and kind that most were trained for."""
     rows = with_dense(rows)
     finished = {run_of(row) for row in last_rows(rows, "scratch")}
     used = [
@@ -60,11 +60,12 @@ def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
         for row in rows
         if row.piece == "scratch" and run_of(row) in finished and row.copies_found is not None
     ]
+    used = max(by_text(used), key=lambda mine: len({run_of(row) for row in mine}), default=[])
     curves = []
     for mine in by_run(used):
-        name = f"{label(mine[0])}, {mine[0].context} bytes, seed {mine[0].seed}"
-        if len(by_text(used)) > 1:
-            name += f", text {digest(mine[0])}"
+        name = label(mine[0])
+        if len({row.seed for row in used}) > 1:
+            name += f", seed {mine[0].seed}"
         curves.append((name, [row.step for row in mine], [100 * (row.copies_found or 0.0) for row in mine]))
     if curves:
         names = ("steps of training", "repeated letters found, %")

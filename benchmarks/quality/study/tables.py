@@ -41,8 +41,9 @@ def by_run(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def by_text(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each text, in the order of the texts."""
-    return [[row for row in rows if row.text == text] for text in dict.fromkeys(row.text for row in rows)]
+    """The rows of each text and kind of model, in the order of the rows."""
+    kinds = dict.fromkeys((row.text, row.seen) for row in rows)
+    return [[row for row in rows if (row.text, row.seen) == kind] for kind in kinds]
 
 
 def digest(row: Row) -> str:
@@ -104,8 +105,8 @@ def conversion_of(used: Sequence[Row]) -> str:
             [label(row), budget, str(row.tree_layers or ""), bits(row.bits_per_byte), found(row), share]
         )
     head = ("attention", "tokens per query", "layers", "bits per byte", "copies found", "of the dense ones")
-    words = f"{used[0].context} bytes, {used[0].texts} texts from {used[0].text}; {place(used)}."
-    return f"{words}\n\n{table(head, lines)}"
+    texts = f"{used[0].context} bytes, `seen` {used[0].seen}, {used[0].texts} texts from {used[0].text}"
+    return f"{texts}; {place(used)}.\n\n{table(head, lines)}"
 
 
 def conversion_long(rows: Sequence[Row]) -> str:
@@ -152,10 +153,10 @@ def trained(rows: Sequence[Row], piece: str) -> str:
         apart = "" if other is None else f"{(row.bits_per_byte or 0.0) - other:+.4f}"
         measured = [bits(row.bits_per_byte), apart, found(row), f"{row.copies_bits:.2f}", jump(rows, row)]
         budget = str(row.top_k * row.compression_rate or row.window or row.context)
-        place_of = [str(row.context), budget, str(row.seed), str(row.step)]
+        place_of = [str(row.context), budget, str(row.seen), str(row.seed), str(row.step)]
         lines.append([label(row), *place_of, f"{row.tokens / 1e6:.1f}", *measured, digest(row)])
     head = (
-        "attention", "bytes of a text", "tokens per query", "seed", "steps", "million bytes", "bits per byte",
+        "attention", "bytes of a text", "tokens per query", "seen", "seed", "steps", "million bytes", "bits per byte",
         "beyond dense", "copies found", "bits a letter", "half of them from step", "text, sha256",
     )  # fmt: skip
     words = f"{used[0].texts} texts of the evaluation; {place(used)}."
@@ -172,11 +173,11 @@ def scratch(rows: Sequence[Row]) -> str:
         run, swapped, _ = row.run.partition(SWAPPED)
         as_trained = trained_runs.get((run, row.text, row.seen))
         if row.piece == "scratch" and row.status == DONE and swapped and as_trained is not None:
-            cells = [label(row), bits(row.bits_per_byte), found(row), digest(row)]
+            cells = [str(row.seen), label(row), bits(row.bits_per_byte), found(row), digest(row)]
             lines.append([f"{label(as_trained)}, seed {row.seed}", *cells])
     if not lines:
         return first
-    head = ("trained with", "evaluated with", "bits per byte", "copies found", "text, sha256")
+    head = ("trained with", "seen", "evaluated with", "bits per byte", "copies found", "text, sha256")
     return f"{first}\n\nThe same weights with another attention:\n\n{table(head, lines)}"
 
 

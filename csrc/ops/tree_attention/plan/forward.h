@@ -255,7 +255,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
     config.masked_rows = choose_masked_rows(p, device, gather);
     config.fragment_rotations = config.gather == GatherKernel::kSharedGather && walks(p, config);
     config.dim_rotations = config.gather == GatherKernel::kPerList && walks(p, config);
-    config.dense_top = hopper_kernels(device) && dense_top_shape(p);
+    config.dense_top = hopper_kernels(device) && dense_top_shape(p) && walks(p, config);
   }
   const int64_t stride = p.args.selection_stride;
   // Bytes of a list: the running states of its queries, two lists, and the mask of one, and its marks.

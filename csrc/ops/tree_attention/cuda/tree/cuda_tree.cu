@@ -156,7 +156,7 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     const int64_t nodes = call.layers.back().num_nodes;
     call.top = lay_out_tiles(problem, nodes, static_cast<char*>(own(dense_layer_bytes(problem, nodes))));
   }
-  for (size_t i = 1; selects && i < tree.keys.size(); ++i) {
+  for (size_t i = 1; selects && walks(problem, config) && i < tree.keys.size(); ++i) {
     const auto layer_idx = static_cast<int64_t>(i);
     const int64_t rows = span_rows(problem, layer_idx);
     const bool int8 = scores_in_int8(problem);
