@@ -452,7 +452,7 @@ def tree_cache_pages(
     page_size: int,
     selection_stride: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Return the eight tensors after `tree_cache_pages_` on CUDA, which notes what is not possible.
+    """Return the eight tensors after `tree_cache_pages_` on CUDA, which notes what is not possible. They fit together.
 
     Of free_pages the part behind the count keeps what it held.
     """

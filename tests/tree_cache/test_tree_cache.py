@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from page_tables import STATE
 from torch import Tensor
 
 import htree_ops
@@ -298,8 +299,6 @@ def test_steps_of_the_page_table_are_those_of_the_reference(device: str) -> None
 
 # ---- what torch asks of ops
 
-STATE = ("block_table", "lengths", "held", "users", "free_pages", "errors", "list_pos", "plan")
-
 
 @pytest.mark.parametrize(
     "name",
@@ -563,34 +562,6 @@ def test_a_page_with_other_tokens_is_not_written() -> None:
             append(table, lengths)
     assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(pools, arguments[:2], strict=True))
     append([[0, 1, 1], [0, 3, 1]], [9, 9])
-
-
-BROKEN: dict[str, tuple[int, Any, type, str]] = {
-    "held": (2, [5, 0], ValueError, "held must lie between 0 and max_pages = 4, got 5"),
-    "lengths": (1, [9, 0], ValueError, "lengths must lie between 0 and the tokens of the pages held = 8"),
-    "negative length": (1, [-1, 0], ValueError, "lengths must lie between 0"),
-    "table": (0, [[77, -1, -1, -1], [-1] * 4], IndexError, r"block_table\[0, 0\] must be a page of the pool"),
-    "users": (3, [2, 0, 0, 0, 0, 0], ValueError, "users must be how often block_table has each page"),
-    "count": (4, [7, 5, 4, 3, 2, 1, 0], ValueError, "free_pages must begin with their number"),
-    "page twice": (4, [5, 4, 4, 3, 2, 1, 0], ValueError, "each once, got 4 at 2"),
-    "page in use": (4, [6, 5, 4, 3, 2, 1, 0], ValueError, "without users"),
-    "page of nowhere": (4, [1, -3, 4, 3, 2, 1, 0], ValueError, "pages of the pool"),
-}
-
-
-@pytest.mark.parametrize("step", ["append", "reserve", "truncate", "reorder"])
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_table_that_contradicts_itself_is_refused(name: str, step: str) -> None:
-    which, values, error, message = BROKEN[name]
-    state = state_of("cpu")
-    request = torch.tensor([6, 0], dtype=torch.int32)
-    options = {"capacity": 30, "page_size": 8}
-    ops.tree_cache_pages_(*state, request, "append", **options)
-    state[which].copy_(torch.tensor(values, dtype=torch.int32))
-    before = [x.clone() for x in state]
-    with pytest.raises(error, match=f"tree_cache_pages_: .*{message}"):
-        ops.tree_cache_pages_(*state, torch.tensor([1, 0], dtype=torch.int32), step, **options)
-    assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
 
 
 @pytest.mark.gpu

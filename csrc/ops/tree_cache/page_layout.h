@@ -79,6 +79,10 @@ enum PageError : int32_t {
   kMissingLeader = 16,  // a query whose leader is neither in the call nor in the ring
   kBadSequence = 32,    // request names a beam that does not exist
   kBadPage = 64,        // the table names a page that the pool does not have
+  // 128 is that of a cache with packed tokens (htree_ops/ops/tree_cache/leaves.py).
+  kBadHeld = 256,   // a length that the sequence's pages do not hold, or more pages than its row of the table
+  kBadUsers = 512,  // a page in the table without users, or one with others that gets tokens
+  kBadStack = 1024,  // a count of free pages out of range, or a free page that is none
 };
 
 // The steps that change the page table.

@@ -87,17 +87,10 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
                            std::string_view importance, std::optional<at::ArrayRef<double>> inv_freq,
                            const OptionalTensor& k_codes, const OptionalTensor& k_scales,
                            const OptionalTensor& v_codes, const OptionalTensor& v_scales) {
-  TreeOptions options;
-  options.compression_rate = compression_rate;
-  options.max_top_nodes = max_top_nodes;
-  options.top_k = top_k;
-  options.selection_stride = selection_stride;
-  options.selection_span = selection_span;
-  options.scale = scale;
-  options.rope_base = rope_base;
-  options.importance = std::string(importance);
-  if (inv_freq.has_value()) options.inv_freq = inv_freq->vec();
-  const PageOptions page_options = {page_size, compression_rate, max_top_nodes, selection_span};
+  const TreeOptions options(
+      {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
+      {selection_span, inv_freq, std::nullopt});
+  const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
   const auto given = std::count_if(std::begin(packed), std::end(packed),
                                    [](const OptionalTensor* x) { return x->has_value(); });
@@ -110,27 +103,17 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
   const PackedLeaves* const packed_leaves = leaves.has_value() ? &*leaves : nullptr;
   const Pools pools = {k_pool, v_pool, block_table, lengths, packed_leaves};
   AttentionOutputs outputs =
-      prepare_attention(pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, page_options);
+      prepare_attention(pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, pages);
   if constexpr (kKernel != nullptr) {
-    AttentionArgs args;
-    args.compression_rate = compression_rate;
-    args.max_top_nodes = max_top_nodes;
-    args.top_k = top_k;
-    args.selection_stride = selection_stride;
-    args.scale = tree_attention::resolve_scale(scale, q.size(2));
-    args.rotate = rope_base.has_value();
-    args.rope_base = rope_base.value_or(args.rope_base);
-    args.inv_freq = options.inv_freq.value_or(args.inv_freq);
-    args.importance = tree_attention::parse_importance("tree_cache_attention", importance);
     const auto dense = [](const OptionalTensor& x) {
       return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
     };
     const Tensor table = block_table.contiguous();
     const Tensor held = lengths.contiguous();
-    kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, page_options),
+    kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, pages),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
              rope_table},
-            args, outputs);
+            attention_args("tree_cache_attention", options, q.size(2)), outputs);
   }
   return outputs;
 }

@@ -26,6 +26,10 @@ struct PageOptions {
   std::optional<int64_t> selection_span;
 };
 
+inline PageOptions page_options(int64_t page_size, const TreeOptions& options) {
+  return {page_size, options.compression_rate, options.max_top_nodes, options.selection_span};
+}
+
 // The tokens of all pages in 8 or 4 bits. docs/semantics/tree_cache.md §7.5
 struct PackedLeaves {
   const Tensor& k_codes;   // uint8 [num_pages, H_kv, P, K or K/2] contiguous
@@ -97,6 +101,8 @@ struct AttentionInputs {
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
                                    const TreeOptions& options, const PageOptions& page_options);
+// The options as the kernels take them. Lists keep the width that was asked for.
+AttentionArgs attention_args(const char* op, const TreeOptions& options, int64_t key_dim);
 using Attention = void(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
                        const AttentionArgs& args, const AttentionOutputs& outputs);
 Attention attention_cpu, attention_cuda;

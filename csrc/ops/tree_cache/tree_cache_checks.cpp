@@ -279,6 +279,21 @@ AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& in
           tree_attention::new_tensor({batch, ring}, at::kInt, q)};
 }
 
+AttentionArgs attention_args(const char* op, const TreeOptions& options, int64_t key_dim) {
+  AttentionArgs args;
+  args.compression_rate = options.compression_rate;
+  args.max_top_nodes = options.max_top_nodes;
+  args.top_k = options.top_k;
+  args.selection_stride = options.selection_stride;
+  args.scale = tree_attention::resolve_scale(options.scale, key_dim);
+  args.rotate = options.rope_base.has_value();
+  args.rope_base = options.rope_base.value_or(args.rope_base);
+  args.inv_freq = options.inv_freq.value_or(args.inv_freq);
+  args.importance = tree_attention::parse_importance(op, options.importance);
+  args.selection_span = options.selection_span.value_or(0);
+  return args;
+}
+
 PageStep parse_step(std::string_view step) {
   constexpr std::pair<std::string_view, PageStep> kSteps[] = {{"append", PageStep::kAppend},
                                                               {"reserve", PageStep::kReserve},

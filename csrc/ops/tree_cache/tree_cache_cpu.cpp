@@ -311,6 +311,7 @@ class PageTable {
   // The caller keeps these tensors. Steps follow what stands in them, so it must fit together.
   void check_state() {
     std::vector<int32_t> users(static_cast<size_t>(num_pages_));
+    std::vector<int64_t> last(static_cast<size_t>(num_pages_), -1);  // the last sequence that has the page
     for (int64_t b = 0; b < batch_; ++b) {
       TORCH_CHECK_VALUE(held_[b] >= 0 && held_[b] <= max_pages_, kPagesOp,
                         ": held must lie between 0 and max_pages = ", max_pages_, ", got ", held_[b], " at ",
@@ -320,7 +321,11 @@ class PageTable {
                         held_[b] * page_size_, ", got ", lengths_[b], " at ", b);
       for (int64_t i = 0; i < held_[b]; ++i) {
         check_page(kPagesOp, pages(b), b, i, num_pages_);
-        ++users[static_cast<size_t>(pages(b)[i])];
+        const auto page = static_cast<size_t>(pages(b)[i]);
+        TORCH_CHECK_VALUE(last[page] != b, kPagesOp, ": a sequence must have a page once, got page ", page,
+                          " again at block_table[", b, ", ", i, "]");
+        last[page] = b;
+        ++users[page];
       }
     }
     for (int64_t page = 0; page < num_pages_; ++page) {
@@ -328,6 +333,13 @@ class PageTable {
       TORCH_CHECK_VALUE(users_[page] == count, kPagesOp,
                         ": users must be how often block_table has each page, ", count, " for page ", page,
                         ", got ", users_[page]);
+    }
+    for (int64_t b = 0; b < batch_; ++b) {
+      for (int64_t i = lengths_[b] / page_size_; i < held_[b]; ++i) {
+        TORCH_CHECK_VALUE(users_[pages(b)[i]] == 1, kPagesOp, ": only full pages can be shared, got page ",
+                          pages(b)[i], " at block_table[", b, ", ", i, "], of a sequence of ", lengths_[b],
+                          " tokens, with ", users_[pages(b)[i]], " users");
+      }
     }
     TORCH_CHECK_VALUE(*num_free_ >= 0 && *num_free_ <= num_pages_, kPagesOp,
                       ": free_pages must begin with their number, between 0 and num_pages = ", num_pages_,

@@ -339,6 +339,7 @@ void pages_cuda(const PageState& state, const PageRequest& request) {
   table.request = input<int32_t>(request.request);
   table.num_sequences = static_cast<int>(state.lengths.numel());
   table.max_pages = static_cast<int>(state.block_table.size(1));
+  table.num_pages = static_cast<int>(state.users.size(0));
   table.ring = static_cast<int>(state.list_pos.size(1));
   Tensor old, owner;
   if (request.step == PageStep::kReorder) {

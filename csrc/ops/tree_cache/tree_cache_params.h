@@ -155,6 +155,7 @@ struct PageTableParams {
   int32_t* owner = nullptr;  // [B], scratch of a reorder
   int num_sequences = 0;
   int max_pages = 0;
+  int num_pages = 0;
   int ring = 0;
 };
 struct PageStepParams {

@@ -58,6 +58,9 @@ ERRORS = {
     32: "was given a beam that is none",
     64: "has a page in its table that is none of the pool",
     TAIL_LOST: "was truncated inside a node whose tokens are left in fewer bits only",
+    256: "has a length that its pages do not hold, or more pages than its row of the table",
+    512: "has a page whose users are not those of the table: none, or others where it gets tokens",
+    1024: "found a contradiction in the free pages: their number, or one that has users or is none of the pool",
 }
 
 
@@ -575,19 +578,8 @@ class TreeKVCache:
             for name, value in self.options.to_dict().items()
             if name not in ("scope", "store_parents")
         }
-        sizes = {
-            name: getattr(self, name)
-            for name in (
-                "batch",
-                "num_kv_heads",
-                "head_dim",
-                "value_dim",
-                "capacity",
-                "page_size",
-                "num_pages",
-                "leaf_bits",
-            )
-        }
+        names = "batch num_kv_heads head_dim value_dim capacity page_size num_pages leaf_bits"
+        sizes = {name: getattr(self, name) for name in names.split()}
         listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
         return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"
 

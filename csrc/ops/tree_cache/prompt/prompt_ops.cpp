@@ -21,10 +21,6 @@ constexpr const char* kPromptOp = "tree_cache_prompt";
 using OptionalTensor = std::optional<Tensor>;
 using OptionalNumbers = std::optional<at::ArrayRef<double>>;
 
-PageOptions page_options(int64_t page_size, const TreeOptions& options) {
-  return {page_size, options.compression_rate, options.max_top_nodes, options.selection_span};
-}
-
 void check_heads(const char* op, const char* name, const SymInt& num_heads, const SymInt& kv_heads) {
   TORCH_CHECK_VALUE(holds(num_heads.sym_ge(1)) && same_size(num_heads % kv_heads, 0), op, ": ", name,
                     " must be a positive multiple of H_kv = ", kv_heads, ", got ", num_heads);
@@ -59,7 +55,7 @@ void check_copies(const char* op, const Tensor& copies, const Tensor& keys) {
                     copies.sym_strides());
 }
 
-// The last num_queries tokens of a text, with every option resolved. The lists keep the width that was asked for.
+// The last num_queries tokens of a text, with every option resolved.
 AttentionProblem problem_of(const char* op, const Tensor& keys, int64_t value_dim, int64_t num_sequences,
                             int64_t num_heads, int64_t tokens, int64_t num_queries,
                             const TreeOptions& options) {
@@ -72,18 +68,8 @@ AttentionProblem problem_of(const char* op, const Tensor& keys, int64_t value_di
   problem.key_dim = keys.size(3);
   problem.value_dim = value_dim;
   problem.half_dtype = keys.scalar_type() == at::kHalf || keys.scalar_type() == at::kBFloat16;
-  tree_attention::AttentionArgs& args = problem.args;
-  args.compression_rate = options.compression_rate;
-  args.max_top_nodes = options.max_top_nodes;
-  args.top_k = options.top_k;
-  args.selection_stride = options.selection_stride;
-  args.scale = tree_attention::resolve_scale(options.scale, problem.key_dim);
-  args.rotate = options.rope_base.has_value();
-  args.rope_base = options.rope_base.value_or(args.rope_base);
-  args.inv_freq = options.inv_freq.value_or(args.inv_freq);
-  args.importance = tree_attention::parse_importance(op, options.importance);
-  args.selection_span = options.selection_span.value_or(0);
-  args.starts = {tokens - num_queries};
+  problem.args = attention_args(op, options, problem.key_dim);
+  problem.args.starts = {tokens - num_queries};
   return problem;
 }
 
@@ -135,14 +121,9 @@ void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_poo
                  int64_t compression_rate, int64_t max_top_nodes, int64_t top_k, int64_t selection_stride,
                  std::optional<int64_t> selection_span, std::optional<double> rope_base,
                  OptionalNumbers inv_freq) {
-  TreeOptions options;
-  options.compression_rate = compression_rate;
-  options.max_top_nodes = max_top_nodes;
-  options.top_k = top_k;
-  options.selection_stride = selection_stride;
-  options.selection_span = selection_span;
-  options.rope_base = rope_base;
-  if (inv_freq.has_value()) options.inv_freq = inv_freq->vec();
+  const TreeOptions options(
+      {compression_rate, max_top_nodes, top_k, std::nullopt, rope_base, "lse_causal", selection_stride},
+      {selection_span, inv_freq, std::nullopt});
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPackOp, given, options, page_size, "end", end);
   check_heads(kPackOp, "num_heads", num_heads, k_pool.sym_size(1));
@@ -176,16 +157,9 @@ AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool
                      int64_t selection_stride, std::optional<int64_t> selection_span,
                      std::optional<double> scale, std::optional<double> rope_base,
                      std::string_view importance, OptionalNumbers inv_freq) {
-  TreeOptions options;
-  options.compression_rate = compression_rate;
-  options.max_top_nodes = max_top_nodes;
-  options.top_k = top_k;
-  options.selection_stride = selection_stride;
-  options.selection_span = selection_span;
-  options.scale = scale;
-  options.rope_base = rope_base;
-  options.importance = std::string(importance);
-  if (inv_freq.has_value()) options.inv_freq = inv_freq->vec();
+  const TreeOptions options(
+      {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
+      {selection_span, inv_freq, std::nullopt});
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPromptOp, given, options, page_size, "length", length);
   check_rank(kPromptOp, "q", q, 4, "[B, n, H, K]");
