@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests on a GPU machine: gpu.sh test|sanitize OUT LIMIT PYTHON [pytest arguments]
-# JOBS=N runs the tests in N processes that share the GPU.
+# JOBS=N runs the tests in N processes that share the GPUs: each sees all of them, and another one first.
 # Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda if that is newer.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -49,6 +49,17 @@ start_mps() {
   fi
 }
 
+# The GPUs that a part sees, those of the machine or of CUDA_VISIBLE_DEVICES, from another one on for each part.
+visible_to() {
+  local all=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd ,)}
+  local gpus first
+  IFS=, read -ra gpus <<<"$all"
+  [ ${#gpus[@]} -gt 0 ] || return 0
+  first=$((($1 - 1) % ${#gpus[@]}))
+  gpus=("${gpus[@]:first}" "${gpus[@]:0:first}")
+  (IFS=, && echo "${gpus[*]}")
+}
+
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
@@ -56,8 +67,9 @@ case $mode in
     rm -f "$out"/test-gpu-*.log # of an earlier run, which may have had more parts
     [ "$jobs" -eq 1 ] || start_mps
     for part in $(seq "$jobs"); do
-      timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider -o timeout=300 --shard "$part/$jobs" \
-        "$@" >"$out/test-gpu-$part.log" 2>&1 &
+      gpus=$(visible_to "$part")
+      env ${gpus:+CUDA_VISIBLE_DEVICES="$gpus"} timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider \
+        -o timeout=300 --shard "$part/$jobs" "$@" >"$out/test-gpu-$part.log" 2>&1 &
       running+=($!)
     done
     report &

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "gpu.sh"
 STUB = """#!/usr/bin/env bash
 case "$*" in
   *"--shard $FAILS "*) echo "FAILED tests/of_this_run.py"; exit 1 ;;
-  *) echo "1 passed [100%]" ;;
+  *) echo "1 passed on $CUDA_VISIBLE_DEVICES [100%]" ;;
 esac
 """
 
@@ -29,12 +29,12 @@ def stub(tmp_path: Path) -> Path:
     return path
 
 
-def run(out: Path, stub: Path, fails: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, stub: Path, fails: str, **more: str) -> subprocess.CompletedProcess[str]:
     """From a folder of its own, so that a library in build/cuda of the checkout is not put in place."""
     script = stub.parent / "tests" / "gpu.sh"
     script.parent.mkdir(exist_ok=True)
     shutil.copy(SCRIPT, script)
-    environment = os.environ | {"JOBS": "2", "FAILS": fails, "CUDA_MPS_PIPE_DIRECTORY": "given"}
+    environment = os.environ | {"JOBS": "2", "FAILS": fails, "CUDA_MPS_PIPE_DIRECTORY": "given"} | more
     command = ["bash", str(script), "test", str(out), "60", str(stub), "tests/some.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -50,3 +50,11 @@ def test_it_ends_with_its_parts_and_shows_their_failures_alone(tmp_path: Path, s
     assert "FAILED tests/of_this_run.py" in found.stdout
     assert "of_an_earlier_run" not in found.stdout
     assert run(out, stub, "none").returncode == 0
+
+
+def test_the_parts_begin_with_different_gpus(tmp_path: Path, stub: Path) -> None:
+    out = tmp_path / "out"
+    found = run(out, stub, "none", JOBS="4", CUDA_VISIBLE_DEVICES="0,2,5")
+    assert found.returncode == 0
+    seen = [(out / f"test-gpu-{part}.log").read_text().split()[3] for part in range(1, 5)]
+    assert seen == ["0,2,5", "2,5,0", "5,0,2", "0,2,5"]
