@@ -16,7 +16,10 @@ MODEL = (1, 131_072, 131_072, 32, 4, 128, 128)  # B, T, T_q, H, H_kv, K, V
 
 
 def describe(
-    sizes: tuple[int, ...] = MODEL, half: bool = True, backward: bool = False, **options: int | bool
+    sizes: tuple[int, ...] = MODEL,
+    half: bool = True,
+    backward: bool = False,
+    **options: int | bool | list[int],
 ) -> list[str]:
     call = host.TreeAttentionCall(sizes, half, **options)
     return (call.backward() if backward else call.forward()).split()
@@ -53,7 +56,9 @@ def test_everything_else_takes_the_general_kernels(
     assert path(sizes, half, **options, backward=True) == "general"
 
 
-def choices(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> dict[str, str]:
+def choices(
+    sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool | list[int]
+) -> dict[str, str]:
     return dict(word.split("=") for word in describe(sizes, half, **options)[1:])
 
 
@@ -79,6 +84,14 @@ def test_the_top_of_a_tree_is_dense_on_hopper(group: int, width: int, backward: 
 )
 def test_every_other_top_is_gathered(sizes: tuple[int, ...], options: dict[str, int]) -> None:
     assert choices(sizes, **options)["top"] == "gathered"
+
+
+@pytest.mark.parametrize("rows", [1, 216, 512, 513, 1024])
+def test_rows_before_the_first_selection_lay_out_no_top(rows: int) -> None:
+    """Their table of rotations is as long as the rows, and may end before the nodes of the top do."""
+    found = choices((1, 7000, rows, 8, 2, 128, 128), max_top_nodes=512, top_k=64, starts=[0])
+    assert found["top"] == ("gathered" if rows <= 512 else "dense")
+    assert found["layers"].startswith("dense_rows") == (rows <= 512)
 
 
 @pytest.mark.parametrize("stride", [1, 16])

@@ -85,9 +85,17 @@ def text_loss(
 
 
 def train_on_text(
-    session: Session, setup: Setup, model: LanguageModel, after: Callable[[Progress, str], None] | None = None
+    session: Session,
+    setup: Setup,
+    model: LanguageModel,
+    after: Callable[[Progress, str], None] | None = None,
+    between: Training | None = None,
 ) -> None:
-    """Trains with one attention on texts with planted strings and evaluates it on the way."""
+    """Trains with one attention on texts with planted strings and evaluates it on the way.
+
+    Args:
+        after: called before the evaluation at the end. between: the texts of every other step, None for the same.
+    """
     texts = held_out_texts(session, setup.size)
 
     def measure(status: str, progress: Progress) -> None:
@@ -98,8 +106,11 @@ def train_on_text(
             after(progress, status)
         session.write(setup, status, progress, **found)
 
-    loss_of = text_loss(session, model, setup.size, setup.seed, lambda _: setup.attention)
-    train(session, setup, model, loss_of, measure)
+    losses = [
+        text_loss(session, model, size, setup.seed, lambda _: setup.attention)
+        for size in (setup.size, between or setup.size)
+    ]
+    train(session, setup, model, lambda step: losses[step % 2](step), measure)
 
 
 def evaluate_runs(
@@ -173,12 +184,18 @@ def conversion(scale: Scale) -> list[Run]:
     return [Run("train: dense", work), *evaluate_runs("conversion", size, settings, load)]
 
 
+def _texts_of(size: Training) -> dict[str, int]:
+    """Length and planted strings of the texts."""
+    return {"context": size.context, "strings": size.strings, "letters": size.letters}
+
+
 def conversion_long(scale: Scale) -> list[Run]:
-    """(a) The same at 32 768 tokens, after some more dense training on texts of that length.
+    """(a) The same at 32 768 tokens, after some more dense training on texts of that length and of the earlier one.
 
     The weights are not kept: training and evaluations are one run.
     """
-    size = scale.conversion_long
+    size, short = scale.conversion_long, scale.conversion
+    as_many = size.batch * size.context // short.context  # texts of the earlier length with as many bytes
     strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
     settings = [dense()] + [size.tree(span, stride) for stride in strides for span in (None, 4, 2)]
     settings += [size.tree(span, 1, "compact") for span in (None, 2)]
@@ -195,7 +212,7 @@ def conversion_long(scale: Scale) -> list[Run]:
             for run in evaluate_runs("conversion-32k", size, settings, lambda _: model):
                 run.work(session)
 
-        train_on_text(session, setup, model, evaluate)
+        train_on_text(session, setup, model, evaluate, replace(size, **_texts_of(short) | {"batch": as_many}))
 
     return [Run("train: dense, longer texts", work)]
 

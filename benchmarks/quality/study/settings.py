@@ -161,7 +161,7 @@ FULL = Scale(
         learning_rate=5e-3, seen=2,
     ),
     conversion_long=Training(
-        32_768, 4, 400, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=200, texts=16,
+        32_768, 4, 800, 6, strings=96, letters=48, top_k=128, max_top_nodes=2048, evaluate_every=200, texts=16,
         learning_rate=5e-4, seen=4, rotary_base=85_000.0,
     ),
     long=Training(
