@@ -200,20 +200,17 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const int num_tokens = static_cast<int>(s.end - s.begin);
   const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
   const int64_t first_row = first_row_of(p, s);
-  // From this tile on, tiles hold the last row of the tensors.
-  const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
   const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, warp, num_warps, lane, chunks);
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
-  // A tile before this one is stored at its own number and does not hold the last row.
-  uint32_t plain_tiles = p.tables.block_table == nullptr ? last_tile : 0;
+  // A tile before this one is stored at its own number and may be copied as a whole. Pages hold whole tiles.
+  uint32_t plain_tiles = p.tables.block_table == nullptr ? whole_tiles(p, first_row) : 0;
   asm volatile("" : "+r"(plain_tiles));  // kept in a register
   const auto copy = [&](uint32_t to, int tile) {
     auto stored = static_cast<uint32_t>(tile);
     if (stored >= plain_tiles) {
       stored = stored_tile(p, s, tile);
-      if (stored >= last_tile) {
-        copy_last_tile(p, Tr::kD, first_row, to, stored, lane);
+      if (p.tables.block_table == nullptr && copy_last_tile(p, Tr::kD, first_row, to, stored, lane)) {
         return;
       }
     }
