@@ -91,6 +91,15 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&values)[2]) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(values[0]), "=r"(values[1]) : "r"(address));
+}
+__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&values)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(address));
+}
+
 // Loads the word kWord words behind `address` if `start`, made by start_of(), exceeds the threshold in the
 // upper bits of `threshold`. Otherwise its codes are not used, and any result will do: it returns the
 // address, which takes no register of its own.
@@ -235,13 +244,19 @@ __host__ __device__ constexpr int spread_of_rows(int pitch) {
 // Two rows of a tile: the address of the bitmap of the first row, the distance to that of the second, and for
 // each row the bit of shared memory up to which its codes have been counted. That is where the codes of the
 // current word begin, or, with 4 bits, those of the lane's byte of `last`, the word before. A row that is not
-// `present` reads as empty.
+// `present` reads as empty. kGroups: words of 32 channels of a row.
+template <int kBits, int kGroups>
 struct RowPair {
+  // Words that one instruction loads; a row begins at a multiple of so many. With 16 bits there are no
+  // registers for four.
+  static constexpr int kAtOnce = kGroups % 4 == 0 && kBits != 16 ? 4 : 2;
+
   uint32_t bitmap;
   uint32_t bitmap_step;
   uint32_t start[2];
   uint32_t last[2];
   bool present[2];
+  uint32_t words[2][kAtOnce];
 
   __device__ __forceinline__ RowPair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
                                      const bool (&present)[2])
@@ -251,20 +266,30 @@ struct RowPair {
         last{0, 0},
         present{present[0], present[1]} {}
 
-  // The bits of channels 32 * group to 32 * group + 31.
-  __device__ __forceinline__ uint32_t word(int half, int group) const {
-    const uint32_t bits = load_shared(bitmap + half * bitmap_step + 4 * group);
-    return present[half] ? bits : 0u;
+  // Loads the words of groups `first` to first + kAtOnce - 1, those of channels 32 * first and on.
+  __device__ __forceinline__ void load_words(int first) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_shared(bitmap + half * bitmap_step + 4 * first, words[half]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        words[half][i] = present[half] ? words[half][i] : 0u;
+      }
+    }
   }
 };
 
 // Expands the codes of group kGroup of both rows; it is called for the groups in their order.
-template <int kBits, int kGroup, bool kUpper>
-__device__ __forceinline__ void expand_group(RowPair& rows, const unsigned char* table, const LaneByte& lane,
-                                             Expanded<kBits> (&codes)[2]) {
+template <int kBits, int kGroup, bool kUpper, int kGroups>
+__device__ __forceinline__ void expand_group(RowPair<kBits, kGroups>& rows, const unsigned char* table,
+                                             const LaneByte& lane, Expanded<kBits> (&codes)[2]) {
+  constexpr int kAtOnce = RowPair<kBits, kGroups>::kAtOnce;
+  if constexpr (kGroup % kAtOnce == 0) {
+    rows.load_words(kGroup);
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t word = rows.word(half, kGroup);
+    const uint32_t word = rows.words[half][kGroup % kAtOnce];
     if constexpr (kBits == 4) {
       // Counts the codes of the 32 channels from the lane's byte of one word to that of the next. That takes
       // fewer instructions than below, but one more for the pipe that is busiest with the other widths.
