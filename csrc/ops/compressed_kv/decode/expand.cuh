@@ -117,12 +117,16 @@ __device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t star
   return value;
 }
 
-// Address of the aligned word that holds bit `bits` of shared memory. It hides the product from the compiler,
-// so that it is an integer multiplication: the pipe of shifts and logical operations is the busiest one.
+// x >> kBits as the upper half of a product: the pipe of shifts and logical operations is the busiest one. The
+// grid has one dimension, which the compiler does not know, or it would make this a shift again.
+template <int kBits>
+__device__ __forceinline__ uint32_t shift_down(uint32_t x) {
+  return __umulhi(x, gridDim.y << (32 - kBits));
+}
+
+// Address of the aligned word that holds bit `bits` of shared memory.
 __device__ __forceinline__ uint32_t word_address(uint32_t bits) {
-  uint32_t words;
-  asm("shr.b32 %0, %1, 5;" : "=r"(words) : "r"(bits));
-  return words * 4;
+  return shift_down<5>(bits) * 4;
 }
 
 // For load_reached. The result always exceeds a threshold of 0 and never one of 3. It exceeds 1 where the
