@@ -12,17 +12,21 @@ namespace htree::compressed_kv {
 // that a permutation reads.
 struct alignas(8) Selectors {
   uint32_t low;   // for channels 0 to 3; bit 31 is set for byte 255 alone
-  uint32_t high;  // for channels 4 to 7; with 16 bits the upper six are thresholds of words 2, 3 and 4
+  uint32_t high;  // for channels 4 to 7; with 16 and 8 bits the upper six or two are thresholds
 };
 
 // Each lane has its own copy, so that no two lanes meet in a bank: [256][32].
 constexpr int kSelectorBytes = 256 * 32 * static_cast<int>(sizeof(Selectors));
 
-// A stretch of codes may begin anywhere in its first word. With 4-bit and 8-bit codes all words that it may
-// have are read: a test would cost more. Words 2 to 4 of a stretch of 16-bit codes are read only by lanes
-// that need them, so that the others take no part in bank conflicts. This is the threshold of word `word`,
-// two bits, for a byte with `kept` bits set; start_of() says what exceeds it.
+// A stretch of codes may begin anywhere in its first word. The first two words are always read. The others are
+// read only by lanes that need them, so that the rest take no part in bank conflicts: with 16-bit codes words 2
+// to 4, with 8-bit codes word 2. This is the threshold of word `word`, two bits, for a byte with `kept` bits
+// set; start_of() says what exceeds it.
+template <int kBits>
 __device__ __forceinline__ uint32_t threshold_of(uint32_t kept, uint32_t word) {
+  if constexpr (kBits == 8) {
+    return kept > 5 ? 8 - kept : 3;
+  }
   return kept > 2 * word ? 0 : kept == 2 * word ? 1 : 3;
 }
 
@@ -41,10 +45,10 @@ __device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
     rank += kept;
   }
   uint32_t thresholds = 0;
-  if constexpr (kBits == 16) {
+  if constexpr (kBits != 4) {
 #pragma unroll
-    for (uint32_t word = 2; word <= 4; ++word) {
-      thresholds |= threshold_of(rank, word) << (34 - 2 * word);
+    for (uint32_t word = 2; word <= kBits / 4; ++word) {
+      thresholds |= threshold_of<kBits>(rank, word) << (34 - 2 * word);
     }
   }
   return {(selectors & 0xffffu) | (byte == 255 ? 0x80000000u : 0u), (selectors >> 16) | thresholds};
@@ -129,10 +133,12 @@ __device__ __forceinline__ uint32_t word_address(uint32_t bits) {
   return shift_down<5>(bits) * 4;
 }
 
-// For load_reached. The result always exceeds a threshold of 0 and never one of 3. It exceeds 1 where the
-// stretch whose first value is at bit `bits` of shared memory begins at the second value of its word.
+// For load_reached: where the stretch whose first value is at bit `bits` of shared memory begins in its word.
+// With 8 bits the upper two bits are the number of values before it. With 16 bits the result always exceeds a
+// threshold of 0 and never one of 3; it exceeds 1 where the stretch begins at the second value.
+template <int kBits>
 __device__ __forceinline__ uint32_t start_of(uint32_t bits) {
-  return (bits << 27) + 0x40000000u;
+  return (bits << 27) + (kBits == 16 ? 0x40000000u : 0u);
 }
 
 // The expanded codes of eight channels. With 4 bits: two registers of four bytes, which hold the codes as
@@ -196,12 +202,12 @@ __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t b
   if constexpr (kBits == 4) {
     return expand_nibbles<kUpper>(funnel(first, second, bits), s);
   } else if constexpr (kBits == 8) {
-    const uint32_t third = load_shared(address + 8);
+    const uint32_t third = load_reached<2>(address, start_of<8>(bits), s.high);
     const uint32_t low = funnel(first, second, bits);
     const uint32_t high = clear_last(funnel(second, third, bits), s);
     return {permute(low, high, s.low), permute(low, high, s.high)};
   } else {
-    const uint32_t start = start_of(bits);
+    const uint32_t start = start_of<16>(bits);
     const uint32_t words[5] = {first, second, load_reached<2>(address, start, s.high),
                                load_reached<3>(address, start, s.high * 4),
                                load_reached<4>(address, start, s.high * 16)};
