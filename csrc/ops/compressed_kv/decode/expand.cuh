@@ -105,19 +105,20 @@ __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&values)
 }
 
 // Loads the word kWord words behind `address` if `start`, made by start_of(), exceeds the threshold in the
-// upper bits of `threshold`. Otherwise its codes are not used, and any result will do: it returns the
-// address, which takes no register of its own.
+// upper bits of `threshold`. Otherwise its codes are not used, and any result will do: it returns `otherwise`,
+// for which a value that is not needed any more takes no register of its own.
 template <int kWord>
-__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold) {
-  uint32_t value = address;
+__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold,
+                                                 uint32_t otherwise) {
+  uint32_t value = otherwise;
   asm volatile(
       "{\n"
       ".reg .pred reached;\n"
       "setp.gt.u32 reached, %1, %2;\n"
-      "@reached ld.shared.u32 %0, [%0 + %3];\n"
+      "@reached ld.shared.u32 %0, [%3 + %4];\n"
       "}\n"
       : "+r"(value)
-      : "r"(start), "r"(threshold), "n"(4 * kWord));
+      : "r"(start), "r"(threshold), "r"(address), "n"(4 * kWord));
   return value;
 }
 
@@ -202,15 +203,18 @@ __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t b
   if constexpr (kBits == 4) {
     return expand_nibbles<kUpper>(funnel(first, second, bits), s);
   } else if constexpr (kBits == 8) {
-    const uint32_t third = load_reached<2>(address, start_of<8>(bits), s.high);
+    const uint32_t third = load_reached<2>(address, start_of<8>(bits), s.high, address);
     const uint32_t low = funnel(first, second, bits);
     const uint32_t high = clear_last(funnel(second, third, bits), s);
     return {permute(low, high, s.low), permute(low, high, s.high)};
   } else {
     const uint32_t start = start_of<16>(bits);
-    const uint32_t words[5] = {first, second, load_reached<2>(address, start, s.high),
-                               load_reached<3>(address, start, s.high * 4),
-                               load_reached<4>(address, start, s.high * 16)};
+    const uint32_t of_fourth = s.high * 4;
+    const uint32_t of_fifth = s.high * 16;
+    const uint32_t fifth = load_reached<4>(address, start, of_fifth, of_fifth);
+    const uint32_t fourth = load_reached<3>(address, start, of_fourth, of_fourth);
+    const uint32_t third = load_reached<2>(address, start, s.high, address);
+    const uint32_t words[5] = {first, second, third, fourth, fifth};
     uint32_t codes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
