@@ -140,7 +140,7 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
   const __half2 upper_bias = __float2half2_rn(-72.0f);  // (1024 + 128) / 16
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t x = i == 0 ? bytes : bytes >> 8;
+    const uint32_t x = i == 0 ? bytes : shift_down<8>(bytes);
     h[i] = as_bits(__hadd2(as_half2(mask_flip(x, 0x000f000fu, 0x64086408u)), bias));
     h[2 + i] = as_bits(__hfma2(as_half2(mask_flip(x, 0x00f000f0u, 0x64806480u)), sixteenth, upper_bias));
   }

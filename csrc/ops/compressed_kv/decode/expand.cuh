@@ -186,7 +186,7 @@ __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Sele
   const uint32_t even =
       kUpper ? mask_flip(codes * 16, 0xf0f0f0f0u, 0x80808080u) : mask_flip(codes, 0x0f0f0f0fu, 0x08080808u);
   const uint32_t odd = kUpper ? clear_last(mask_flip(codes, 0xf0f0f0f0u, 0x80808080u), s)
-                              : mask_flip(codes >> 4, 0x0f0f0f0fu, 0x08080808u);
+                              : mask_flip(shift_down<4>(codes), 0x0f0f0f0fu, 0x08080808u);
   return {permute(even, odd, s.low), permute(even, odd, s.high)};
 }
 
