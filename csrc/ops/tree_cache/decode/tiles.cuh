@@ -86,43 +86,71 @@ __device__ __forceinline__ uint4 expand_eight(uint32_t address, uint32_t scale) 
 
 // ---- rows and the ring
 
-// row_of() for r = 16: the pool row of a finished node, or kAbsentRow. A parent of -1 has children behind every token.
-// Packed tokens have pools of their own.
+// Where the table of pages says that a node's row is: a page of the pool, or one that the pool does not have where there
+// is no row, and the row in it.
+struct TableEntry {
+  uint32_t page;
+  uint32_t row;
+};
+
+// The first half of row_of() for r = 16: the entry of a finished node. A parent of -1 has children behind every token.
 template <class Tr>
-__device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
+__device__ __forceinline__ TableEntry entry_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
   const PageLayout& layout = block.attend().layout;
-  if (node > node_at(block.walk.query.token, layer)) {
-    return kAbsentRow;
+  TableEntry entry = {~0u, 0};
+  if (node <= node_at(block.walk.query.token, layer)) {
+    const int log2 = kDecodeRateLog2 * layer;  // of the tokens of a node
+    const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
+    entry.row = layout.first_row[layer] + node - (page * layout.page_size >> log2);
+    if (page < layout.max_pages) {
+      const int64_t table = static_cast<int64_t>(block.walk.query.sequence) * layout.max_pages;
+      entry.page = static_cast<uint32_t>(block.attend().sequences.block_table[table + page]);
+    }
   }
-  const int log2 = kDecodeRateLog2 * layer;  // of the tokens of a node
-  const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
-  const uint32_t in_page = node - (page * layout.page_size >> log2);
-  const Place place = {page, layout.first_row[layer] + in_page};
-  const int64_t page_rows = Tr::kLeafBits > 0 && layer == 0 ? layout.page_size : layout.key_rows();
-  const int64_t row = row_at(block.attend(), block.walk, place, page_rows, 1);
-  return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
+  return entry;
+}
+
+// The second half: the pool row, or kAbsentRow. Packed tokens have pools of their own. A pool has fewer than 2^31 rows.
+template <class Tr>
+__device__ __forceinline__ uint32_t row_of_entry(const DecodeBlock<Tr>& block, int layer,
+                                                 const TableEntry& entry) {
+  const PageLayout& layout = block.attend().layout;
+  const auto page_rows =
+      static_cast<uint32_t>(Tr::kLeafBits > 0 && layer == 0 ? layout.page_size : layout.key_rows());
+  const uint32_t row = (entry.page * layout.num_kv_heads + block.walk.head) * page_rows + entry.row;
+  return entry.page < layout.num_pages ? row : kAbsentRow;
 }
 
 // Writes the pool row of each candidate of the warp's slots to rows(which). Only this warp reads them.
 template <class Tr>
 __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                           const int32_t* list, uint32_t* rows) {
+  constexpr int kAtOnce = 32 / kDecodeRate;
+  constexpr int kBatch = 4;  // looks into the table that are on their way together
   const int tiles = block.params.plan.shares * slots.tiles;
   // Above the tokens the rightmost node is opened whatever its score, and may be unfinished: it is not read.
   const int readable = slots.num - (slots.layer > 0);
-  for (int index = block.lane / kDecodeRate; index < tiles; index += 32 / kDecodeRate) {
-    const int slot = slot_of_tile(block, slots, index);
-    const int child = block.lane % kDecodeRate;
-    if (slot < 0) {
-      continue;
+  const int child = block.lane % kDecodeRate;
+  for (int first = block.lane / kDecodeRate; first < tiles; first += kBatch * kAtOnce) {
+    int slot[kBatch];
+    TableEntry entries[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int index = first + i * kAtOnce;
+      slot[i] = index < tiles ? slot_of_tile(block, slots, index) : -1;
+      const int in_list = slots.first + slot[i];
+      entries[i] = {~0u, 0};
+      if (slot[i] >= 0 && in_list * kDecodeRate + child < readable) {
+        entries[i] =
+            entry_of_node(block, slots.layer, static_cast<uint32_t>(list[in_list]) * kDecodeRate + child);
+      }
     }
-    const int p = (slots.first + slot) * kDecodeRate + child;
-    uint32_t row = kAbsentRow;
-    if (p < readable) {
-      row = row_of_node(block, slots.layer,
-                        static_cast<uint32_t>(list[slots.first + slot]) * kDecodeRate + child);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (slot[i] >= 0) {
+        rows[slot[i] * kDecodeRate + child] = row_of_entry(block, slots.layer, entries[i]);
+      }
     }
-    rows[slot * kDecodeRate + child] = row;
   }
   __syncwarp();
 }
