@@ -113,19 +113,23 @@ __device__ __forceinline__ void begin_choice(const DecodeBlock<Tr>& block, const
 }
 
 // The list of the layer below, and the bits of the candidates that it opens. Stages that layer's queries on
-// the way, where they hide a wait.
+// the way: they are loaded and rotated while messages travel. A __syncthreads has to follow before they are read.
 template <class Tr>
 __device__ __forceinline__ void choose(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                        const LayerSlots& below, const float* weighed, const int32_t* list,
                                        int32_t* next, uint32_t parity) {
-  stage_decode_queries(block, below);
+  // At the position of the last candidate.
+  QueryStage<Tr> queries;
+  queries.load(block.attend(), block.walk, below.num - 1);
   if (!block.leads) {
     load_list(block, below.layer, next);
     mark_next(block, slots, list, next);
+    queries.store(block.attend(), block.queries());
     return;
   }
   make_normalizers(block, parity);
   send_keys(block, slots, weighed);
+  queries.store(block.attend(), block.queries());
   device::barrier_wait(&block.shared.keys_arrived, parity);
   write_selection(block, slots, list, next);
 }
@@ -152,11 +156,16 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     slots = slots_below(block, slots);
   }
   TileRing<Tr> ring(block);
+  // What comes from memory is on its way together.
+  stage_child_rotations(block);
+  QueryStage<Tr> queries;
+  queries.load(block.attend(), block.walk, slots.num - 1);
   find_rows(block, slots, block.list(current), block.rows(current));
-  stage_decode_queries(block, slots);
+  ring.ask_first(slots, block.rows(current));
+  queries.store(block.attend(), block.queries());
+  ring.wait_for_older();
   __syncthreads();
   device::cluster_wait();  // the barriers of the other blocks are ready
-  int asked = 0;
   bool first = true;
   for (uint32_t parity = 0;; parity ^= 1, current ^= 1) {
     const int32_t* list = block.list(current);
@@ -173,7 +182,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
         begin_choice(block, slots, block.span_scores());
       }
     }
-    score_layer(block, ring, slots, block.rows(current), asked);
+    score_layer(block, ring, slots, block.rows(current));
     if (chooses && !by_spans) {
       begin_choice(block, slots, block.scores());
     }
@@ -194,7 +203,9 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     if (slots.layer == 0) {
       return;
     }
-    asked = follows ? ring.ahead() : 0;
+    if (!follows) {
+      ring.ask_first(below, block.rows(current ^ 1));
+    }
     slots = below;
     first = false;
   }
@@ -241,7 +252,6 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += Tr::kThreads) {
     block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
   }
-  stage_child_rotations(block);
   walk_layers(block);
   device::wait_copies<0>();
   __syncwarp();

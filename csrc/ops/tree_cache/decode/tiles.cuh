@@ -185,6 +185,25 @@ class TileRing {
     device::commit_copies();
   }
 
+  // Asks for as many places as the ring holds ahead.
+  __device__ __forceinline__ void ask_first(const LayerSlots& slots, const uint32_t* rows) {
+#pragma unroll 1
+    for (int index = 0; index < ahead(); ++index) {
+      ask(slots, rows, index);
+    }
+  }
+
+  // Waits for the copies of this thread that are older than the first tiles.
+  __device__ __forceinline__ void wait_for_older() const {
+    if (stages_ == 4) {
+      device::wait_copies<3>();
+    } else if (stages_ == 3) {
+      device::wait_copies<2>();
+    } else {
+      device::wait_copies<1>();
+    }
+  }
+
   // Returns the oldest tile that was asked for and not yet taken, when it has arrived.
   __device__ __forceinline__ uint8_t* take() {
     if (stages_ == 4) {
@@ -201,6 +220,17 @@ class TileRing {
   }
 
  private:
+  // A pool row of T.
+  __device__ __forceinline__ const T* row_address(uint32_t row, bool values) const {
+    const auto& attend = block_.attend();
+    if (Tr::kSpans && values) {
+      // A page has more key rows than value rows.
+      const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
+      row -= block_.params.key_rows.quotient(row) * extra;
+    }
+    return (values ? attend.values : attend.keys) + int64_t{row} * Tr::kDim;
+  }
+
   __device__ __forceinline__ void copy_children(const LayerSlots& slots, const uint32_t* rows, int slot,
                                                 bool values) {
     if constexpr (Tr::kLeafBits > 0) {
@@ -216,23 +246,15 @@ class TileRing {
   template <class RowOf>
   __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
     constexpr int kRowsAtOnce = 32 / Tr::kChunks;
-    const auto& attend = block_.attend();
     const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
     const int chunk = block_.lane % Tr::kChunks;
-    const T* pool = (values ? attend.values : attend.keys) + chunk * 8;
 #pragma unroll
     for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
       const int row = first + block_.lane / Tr::kChunks;
-      uint32_t index = row_of(row);
+      const uint32_t index = row_of(row);
       const bool present = index != kAbsentRow;
-      index = present ? index : 0;
-      if (Tr::kSpans && values) {
-        // A page has more key rows than value rows.
-        const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
-        index -= block_.params.key_rows.quotient(index) * extra;
-      }
-      device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk), pool + int64_t{index} * Tr::kDim,
-                                   present ? 16 : 0);
+      device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk),
+                                   row_address(present ? index : 0, values) + chunk * 8, present ? 16 : 0);
     }
   }
 
