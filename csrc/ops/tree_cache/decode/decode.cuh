@@ -162,6 +162,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   queries.load(block.attend(), block.walk, slots.num - 1);
   find_rows(block, slots, block.list(current), block.rows(current));
   ring.ask_first(slots, block.rows(current));
+  ring.begin_layer(slots, block.rows(current));
   queries.store(block.attend(), block.queries());
   ring.wait_for_older();
   __syncthreads();
@@ -195,6 +196,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
         store_list(block, below.layer, entry, next);
       }
       find_rows(block, below, next, block.rows(current ^ 1));
+      ring.begin_layer(below, block.rows(current ^ 1));
     }
     // The keys of the layer below follow without a gap only where the values fill the ring.
     const bool follows = block.params.plan.shares * slots.tiles >= ring.ahead();

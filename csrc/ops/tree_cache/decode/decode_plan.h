@@ -53,6 +53,7 @@ struct DecodePlan {
       0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
   int shares = 0;  // of a block
   int stages = 0;  // tiles that a warp has room for
+  int fetched = 0;          // tiles that it brings to the L2 cache ahead of them
   int top_span_blocks = 0;  // blocks of a row and K/V head that score span means before the walk
   DecodePlaces places;
 };
@@ -119,6 +120,16 @@ constexpr int kTopSpanBlocks = 4;
 // Static shared memory of the kernel is part of what a block may have.
 constexpr int kDecodeStaticBytes = 8 * 1024;
 
+// What the L2 cache holds for tiles that no ring has room for yet: less than half of it, because other data lives there.
+constexpr int64_t kFetchedBytes = 20 << 20;
+
+// Tiles that each warp may bring to the L2 cache, of as many blocks as run at a time: one on a multiprocessor.
+inline int fetched_tiles(const DecodeProblem& problem, int processors, int cluster) {
+  const int64_t blocks = std::min<int64_t>(problem.rows * cluster, processors);
+  const int warps = decode_warps(padded_heads(problem.group), problem.spans, problem.top_k);
+  return static_cast<int>(kFetchedBytes / (blocks * warps * kDecodeRate * problem.key_dim * 2));
+}
+
 // `wanted_cluster` 0 lets the sizes decide; a test may ask for a number.
 inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int most_cluster,
                               int wanted_cluster = 0) {
@@ -147,6 +158,7 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int 
           .cluster = cluster,
           .shares = kShares / cluster,
           .stages = stages,
+          .fetched = fetched_tiles(problem, processors, cluster),
           .top_span_blocks = static_cast<int>(ceil_div(int64_t{processors} * kTopSpanBlocks, problem.rows)),
           .places = decode_places(problem, cluster, stages)};
       if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "device/hopper/tma.cuh"
 #include "ops/tree_cache/decode/block.cuh"
 
 namespace htree::tree_cache {
@@ -183,6 +184,7 @@ class TileRing {
       asked_ = asked_ + 1 == stages_ ? 0 : asked_ + 1;
     }
     device::commit_copies();
+    fetch(slots, rows, index + block_.params.plan.fetched);
   }
 
   // Asks for as many places as the ring holds ahead.
@@ -190,6 +192,15 @@ class TileRing {
 #pragma unroll 1
     for (int index = 0; index < ahead(); ++index) {
       ask(slots, rows, index);
+    }
+  }
+
+  // Brings the first places of a layer's sequence to the L2 cache, as soon as their rows are known. ask() keeps up the
+  // distance.
+  __device__ __forceinline__ void begin_layer(const LayerSlots& slots, const uint32_t* rows) const {
+#pragma unroll 1
+    for (int index = 0; index < block_.params.plan.fetched; ++index) {
+      fetch(slots, rows, index);
     }
   }
 
@@ -220,6 +231,43 @@ class TileRing {
   }
 
  private:
+  // The ring has room for few tiles. What comes behind them is fetched from memory while the warp is busy with others.
+  __device__ __forceinline__ void fetch(const LayerSlots& slots, const uint32_t* rows, int index) const {
+    const int tiles = block_.params.plan.shares * slots.tiles;
+    const bool values = index >= tiles;
+    if (slots.layer < 0 || index >= 2 * tiles) {
+      return;
+    }
+    const int slot = slot_of_tile(block_, slots, values ? index - tiles : index);
+    if (slot < 0) {
+      return;
+    }
+    const uint32_t* children = rows + slot * kDecodeRate;
+    if constexpr (Tr::kLeafBits > 0) {
+      if (has_codes<Tr>(slots)) {
+        const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
+        const uint32_t row = children[0];
+        if (row != kAbsentRow && block_.lane == 0) {
+          device::bulk_fetch(pool.codes + int64_t{row} * Tr::kCodeBytes, kDecodeRate * Tr::kCodeBytes);
+          device::bulk_fetch(pool.scales + row, kDecodeRate * sizeof(uint16_t));
+        }
+        return;
+      }
+    }
+    // Children stand side by side, but for those that fill a page, or share one with few others, and the last ones.
+    if (children[0] != kAbsentRow && children[kDecodeRate - 1] - children[0] == kDecodeRate - 1) {
+      if (block_.lane == 0) {
+        device::bulk_fetch(row_address(children[0], values), Tr::kTileBytes);
+      }
+      return;
+    }
+    constexpr int kLines = Tr::kRowBytes / 128;
+    const int child = block_.lane / kLines;
+    if (child < kDecodeRate && children[child] != kAbsentRow) {
+      device::fetch_line(row_address(children[child], values) + block_.lane % kLines * 64);
+    }
+  }
+
   // A pool row of T.
   __device__ __forceinline__ const T* row_address(uint32_t row, bool values) const {
     const auto& attend = block_.attend();
