@@ -4,8 +4,8 @@
 #include "device/divmod.cuh"
 #include "device/hopper/mbarrier.cuh"
 #include "device/mma.cuh"
-#include "device/select.cuh"
 #include "ops/tree_cache/decode/decode_plan.h"
+#include "ops/tree_cache/decode/mark_largest.cuh"
 #include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 
@@ -54,10 +54,10 @@ struct DecodeShared {
   device::Barrier keys_arrived;  // keys of the other blocks
   alignas(16) LogSum shares[kShares][16];
   LogSum warps[kDecodeMostWarps][16];
-  float ready[kShares];  // a word from every block, because one without candidates has no keys to send
+  KeyRange ranges[kShares];  // of the keys of the other blocks; they also say that these have read the sums
+  KeyRange warp_ranges[kDecodeMostWarps];
   float normalizer[16];
-  device::RadixScratch radix;
-  uint32_t counts[2][kDecodeMostWarps];  // candidates of a warp that are larger than the threshold, and equal
+  MarkScratch mark;
 };
 
 template <typename T>

@@ -137,7 +137,7 @@ __device__ __forceinline__ void choose(const DecodeBlock<Tr>& block, const Layer
 // From the top layer of the row to the tokens. `current` is the half of lists and rows that belongs to a layer.
 template <class Tr>
 __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
-  const int64_t entry = block.leads ? ring_entry(block.attend(), block.walk) : -1;
+  const int entry = block.leads ? static_cast<int>(ring_entry(block.attend(), block.walk)) : -1;
   LayerSlots slots = top_slots(block);
   int current = 0;
   if (block.leads) {

@@ -162,10 +162,9 @@ class TileRing {
  public:
   using T = typename Tr::T;
 
-  __device__ __forceinline__ explicit TileRing(const DecodeBlock<Tr>& block)
-      : block_(block), memory_(block.ring()), stages_(block.params.plan.stages) {}
+  __device__ __forceinline__ explicit TileRing(const DecodeBlock<Tr>& block) : block_(block) {}
 
-  __device__ __forceinline__ int ahead() const { return stages_ - 1; }
+  __device__ __forceinline__ int ahead() const { return stages() - 1; }
 
   // Asks for place `index` of a layer's sequence: its keys, then its values. Places without a tile
   // count too, because waiting counts. It takes the room of the tile before the last one that was taken.
@@ -181,7 +180,7 @@ class TileRing {
           copy_rotation((slots.first + slot) * kDecodeRate);
         }
       }
-      asked_ = asked_ + 1 == stages_ ? 0 : asked_ + 1;
+      asked_ = asked_ + 1 == stages() ? 0 : asked_ + 1;
     }
     device::commit_copies();
     fetch(slots, rows, index + block_.params.plan.fetched);
@@ -206,9 +205,9 @@ class TileRing {
 
   // Waits for the copies of this thread that are older than the first tiles.
   __device__ __forceinline__ void wait_for_older() const {
-    if (stages_ == 4) {
+    if (stages() == 4) {
       device::wait_copies<3>();
-    } else if (stages_ == 3) {
+    } else if (stages() == 3) {
       device::wait_copies<2>();
     } else {
       device::wait_copies<1>();
@@ -217,20 +216,24 @@ class TileRing {
 
   // Returns the oldest tile that was asked for and not yet taken, when it has arrived.
   __device__ __forceinline__ uint8_t* take() {
-    if (stages_ == 4) {
+    if (stages() == 4) {
       device::wait_copies<2>();
-    } else if (stages_ == 3) {
+    } else if (stages() == 3) {
       device::wait_copies<1>();
     } else {
       device::wait_copies<0>();
     }
     __syncwarp();
-    uint8_t* tile = memory_ + taken_ * Tr::kStageBytes;
-    taken_ = taken_ + 1 == stages_ ? 0 : taken_ + 1;
+    uint8_t* tile = block_.ring() + taken_ * Tr::kStageBytes;
+    taken_ = taken_ + 1 == stages() ? 0 : taken_ + 1;
     return tile;
   }
 
  private:
+  __device__ __forceinline__ int stages() const {
+    return block_.params.plan.stages;
+  }
+
   // The ring has room for few tiles. What comes behind them is fetched from memory while the warp is busy with others.
   __device__ __forceinline__ void fetch(const LayerSlots& slots, const uint32_t* rows, int index) const {
     const int tiles = block_.params.plan.shares * slots.tiles;
@@ -294,7 +297,7 @@ class TileRing {
   template <class RowOf>
   __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
     constexpr int kRowsAtOnce = 32 / Tr::kChunks;
-    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
+    const uint32_t tile = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes);
     const int chunk = block_.lane % Tr::kChunks;
 #pragma unroll
     for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
@@ -311,7 +314,7 @@ class TileRing {
   __device__ __forceinline__ void copy_codes(const uint32_t* rows, bool values) {
     constexpr int kChunks = Tr::kCodeBytes / 16, kRowsAtOnce = 32 / kChunks;
     const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
-    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
+    const uint32_t tile = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes);
     const bool present = rows[block_.lane % kDecodeRate] != kAbsentRow;
     const int count = __popc(__ballot_sync(device::kFullMask, present)) / 2;  // two lanes saw each token
     const int64_t first_row = count > 0 ? rows[0] : 0;
@@ -337,7 +340,7 @@ class TileRing {
     if (options.cos == nullptr) {
       return;
     }
-    const uint32_t to = device::shared_address(memory_ + asked_ * Tr::kStageBytes + Tr::kTileBytes);
+    const uint32_t to = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes + Tr::kTileBytes);
     if (block_.lane < 2 * kPacks) {
       const float* table = block_.lane < kPacks ? options.cos : options.sin;
       device::copy_async_16(to + block_.lane * 16,
@@ -346,8 +349,6 @@ class TileRing {
   }
 
   const DecodeBlock<Tr>& block_;
-  uint8_t* memory_;
-  int stages_;
   int asked_ = 0;  // stage of the next tile to ask for
   int taken_ = 0;  // stage of the next tile to take
 };
