@@ -125,12 +125,16 @@ struct DecodeBlock {
 
 // Row `at` of the chunk and its K/V heads. Every thread of the block calls it.
 template <class Tr>
-__device__ __forceinline__ WalkRow find_row(const AttendParams<typename Tr::T>& attend, int64_t at) {
-  const int64_t heads = attend.layout.num_kv_heads;
+__device__ __forceinline__ WalkRow find_row(const AttendParams<typename Tr::T>& attend, uint32_t at) {
+  const uint32_t heads = attend.layout.num_kv_heads;
   WalkRow walk;
   walk.at = at;
-  walk.row = attend.chunk.first + walk.at / heads;
-  walk.head = static_cast<int>(walk.at % heads);
+  walk.row = attend.chunk.first + at / heads;
+  walk.head = static_cast<int>(at % heads);
+  if (attend.sequences.num_sequences == 1) {
+    walk.query = describe_row(attend, walk.row, 0);
+    return walk;
+  }
   int begun = 0;  // sequences that begin at or before the row
   for (int first = 0; first < attend.sequences.num_sequences; first += Tr::kThreads) {
     const int sequence = first + static_cast<int>(threadIdx.x);
