@@ -2,6 +2,9 @@
 // has to choose, the blocks exchange sums and importances through their shared memory.
 #pragma once
 
+#include <cstddef>
+
+#include "device/hopper/kernel_overlap.cuh"
 #include "device/hopper/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/decode/scores.cuh"
@@ -10,6 +13,17 @@
 #include "ops/tree_cache/decode/values.cuh"
 
 namespace htree::tree_cache {
+
+// Nothing has been added yet.
+template <class Tr>
+__device__ __forceinline__ void clear_states(const DecodeBlock<Tr>& block) {
+  constexpr int kWords = sizeof(DecodeState<Tr>) / 4;
+  static_assert(offsetof(DecodeState<Tr>, max) == 0);
+  auto* words = reinterpret_cast<float*>(block.states());
+  for (int i = threadIdx.x; i < block.params.plan.shares * kWords; i += Tr::kThreads) {
+    words[i] = i % kWords < Tr::kHeads ? kNoScore : 0.0f;
+  }
+}
 
 // A row that is ignored is 0, one without lists NaN.
 template <class Tr>
@@ -224,11 +238,23 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   DecodeBlock<Tr> block = {.params = params,
                            .shared = shared,
                            .dynamic = dynamic,
-                           .walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster),
+                           .walk = {},
                            .leads = true,
                            .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
                            .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
                            .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
+  // All that needs no global memory comes before the wait for earlier kernels.
+  if (threadIdx.x == 0) {
+    device::barrier_init(&shared.sums_arrived, 1);
+    device::barrier_init(&shared.keys_arrived, 1);
+    device::fence_barrier_init();
+  }
+  clear_states(block);
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
+  block.walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster);
   if (!counts(block.walk.query)) {
     if (params.leaders) {
       store_nothing(block);
@@ -239,21 +265,8 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (block.leads != params.leaders) {
     return;
   }
-  if (threadIdx.x == 0) {
-    device::barrier_init(&shared.sums_arrived, 1);
-    device::barrier_init(&shared.keys_arrived, 1);
-    device::fence_barrier_init();
-  }
   __syncwarp();
   device::cluster_arrive_relaxed();
-  const int words = params.plan.shares * static_cast<int>(sizeof(DecodeState<Tr>) / 4);
-  for (int i = threadIdx.x; i < words; i += Tr::kThreads) {
-    reinterpret_cast<float*>(block.states())[i] = 0.0f;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += Tr::kThreads) {
-    block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
-  }
   walk_layers(block);
   device::wait_copies<0>();
   __syncwarp();
@@ -273,7 +286,8 @@ cudaError_t launch_decode_kernel(const DecodeParams<typename Tr::T>& params, cud
                        {.grid = static_cast<unsigned>(rows * params.plan.cluster),
                         .threads = Tr::kThreads,
                         .shared_bytes = params.plan.places.bytes,
-                        .cluster = params.plan.cluster},
+                        .cluster = params.plan.cluster,
+                        .overlaps = true},
                        stream, params);
 }
 
