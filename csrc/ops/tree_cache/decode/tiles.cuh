@@ -257,8 +257,7 @@ class TileRing {
         return;
       }
     }
-    // Children stand side by side, but for those that fill a page, or share one with few others, and the last ones.
-    if (children[0] != kAbsentRow && children[kDecodeRate - 1] - children[0] == kDecodeRate - 1) {
+    if (side_by_side(slots, children)) {
       if (block_.lane == 0) {
         device::bulk_fetch(row_address(children[0], values), Tr::kTileBytes);
       }
@@ -269,6 +268,13 @@ class TileRing {
     if (child < kDecodeRate && children[child] != kAbsentRow) {
       device::fetch_line(row_address(children[child], values) + block_.lane % kLines * 64);
     }
+  }
+
+  // Whether all children of a slot are there, in neighbouring rows: where pages hold whole parents.
+  __device__ __forceinline__ bool side_by_side(const LayerSlots& slots, const uint32_t* children) const {
+    const int log2 = kDecodeRateLog2 * (slots.layer + 1);  // of the tokens of a parent
+    return log2 < 32 && (block_.attend().layout.page_size & ((1u << log2) - 1)) == 0 &&
+           children[kDecodeRate - 1] != kAbsentRow;
   }
 
   // A pool row of T.
@@ -290,22 +296,24 @@ class TileRing {
         return;
       }
     }
-    copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
-  }
-
-  // row_of(i) is the pool row of row i of the tile.
-  template <class RowOf>
-  __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
     constexpr int kRowsAtOnce = 32 / Tr::kChunks;
+    const uint32_t* children = rows + slot * kDecodeRate;
     const uint32_t tile = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes);
-    const int chunk = block_.lane % Tr::kChunks;
+    const int chunk = block_.lane % Tr::kChunks, first_row = block_.lane / Tr::kChunks;
+    if (side_by_side(slots, children)) {
+      const T* from = row_address(children[0] + first_row, values) + chunk * 8;
 #pragma unroll
+      for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
+        device::copy_async_16(tile + pack_offset<Tr>(first + first_row, chunk), from + first * Tr::kDim);
+      }
+      return;
+    }
+#pragma unroll 2
     for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
-      const int row = first + block_.lane / Tr::kChunks;
-      const uint32_t index = row_of(row);
-      const bool present = index != kAbsentRow;
-      device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk),
-                                   row_address(present ? index : 0, values) + chunk * 8, present ? 16 : 0);
+      const uint32_t row = children[first + first_row];
+      const bool present = row != kAbsentRow;
+      device::copy_async_16_prefix(tile + pack_offset<Tr>(first + first_row, chunk),
+                                   row_address(present ? row : 0, values) + chunk * 8, present ? 16 : 0);
     }
   }
 
