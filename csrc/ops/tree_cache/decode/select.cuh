@@ -18,6 +18,34 @@ __device__ __forceinline__ LogSum merge_log_sums(const LogSum& a, const LogSum& 
   return {max, sum_a + sum_b};
 }
 
+// merge_log_sums() of load(0), load(1) and so on up to kNum, in this order and to the last bit. The maxima come first, so
+// that the exponentials do not wait for one another.
+template <int kNum, class Load>
+__device__ __forceinline__ LogSum fold_log_sums(Load&& load) {
+  const auto factor = [](float from, float to) {
+    return from == to ? 1.0f : device::exp2_flushed(from - to);
+  };
+  LogSum items[kNum];
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) {
+    items[i] = load(i);
+  }
+  LogSum all = items[0];
+  float kept[kNum];
+#pragma unroll
+  for (int i = 1; i < kNum; ++i) {
+    const float max = fmaxf(all.max, items[i].max);
+    kept[i] = factor(all.max, max);
+    items[i].sum = __fmul_rn(items[i].sum, factor(items[i].max, max));
+    all.max = max;
+  }
+#pragma unroll
+  for (int i = 1; i < kNum; ++i) {
+    all.sum = __fadd_rn(__fmul_rn(all.sum, kept[i]), items[i].sum);
+  }
+  return all;
+}
+
 // log2 of the sum; an infinite maximum is the result, and a NaN stays.
 __device__ __forceinline__ float log2_of(const LogSum& sum) {
   if (sum.sum != sum.sum) {
@@ -69,11 +97,7 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
       LogSum sums[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        sums[i] = block.shared.warps[0][head + i];
-#pragma unroll
-        for (int warp = 1; warp < Tr::kWarps; ++warp) {
-          sums[i] = merge_log_sums(sums[i], block.shared.warps[warp][head + i]);
-        }
+        sums[i] = fold_log_sums<Tr::kWarps>([&](int warp) { return block.shared.warps[warp][head + i]; });
       }
       auto* to = reinterpret_cast<float4*>(&block.shared.shares[block.rank * shares + share][head]);
       const auto packed = make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
@@ -103,10 +127,7 @@ __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, u
     const int head = block.lane % Tr::kHeads;
     LogSum sum = {kNoScore, 0.0f};
     if (block.lane < block.attend().group) {
-      sum = block.shared.shares[0][head];
-      for (int share = 1; share < kShares; ++share) {
-        sum = merge_log_sums(sum, block.shared.shares[share][head]);
-      }
+      sum = fold_log_sums<kShares>([&](int share) { return block.shared.shares[share][head]; });
     }
     float normalizer = log2_of(sum);
     if (joint) {
