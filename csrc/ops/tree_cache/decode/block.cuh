@@ -50,8 +50,10 @@ struct LogSum {
 };
 
 struct DecodeShared {
-  device::Barrier sums_arrived;  // log sums of all shares of the cluster
-  device::Barrier keys_arrived;  // keys of the other blocks
+  device::Barrier sums_arrived;    // log sums of all shares of the cluster
+  device::Barrier keys_arrived;    // keys of the other blocks
+  device::Barrier states_welcome;  // an arrival from every other block, which has room for states
+  device::Barrier states_arrived;  // states of the other blocks
   alignas(16) LogSum shares[kShares][16];
   LogSum warps[kDecodeMostWarps][16];
   KeyRange ranges[kShares];  // of the keys of the other blocks; they also say that these have read the sums

@@ -43,6 +43,77 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   }
 }
 
+// ---- where many blocks share a row, each sends the others what they store: a message that counts its bytes needs no
+// fence for the whole device, which a barrier of the cluster would begin with
+
+// Columns of a block, of all heads one after another.
+template <class Tr>
+__device__ __forceinline__ int gathered_columns(const DecodeBlock<Tr>& block) {
+  return Tr::kHeads * Tr::kDim / block.params.plan.cluster;
+}
+
+// Where a block has what a share says of its columns; behind them stand maximum and sum of their head and the next.
+template <class Tr>
+__device__ __forceinline__ float* gathered_share(const DecodeBlock<Tr>& block, int share) {
+  auto* all = reinterpret_cast<float*>(block.dynamic + block.params.plan.places.gathered);
+  return all + share * (gathered_columns(block) + kGatheredSums);
+}
+
+// One thread calls it, before the cluster's barriers are ready.
+template <class Tr>
+__device__ __forceinline__ void init_states_barriers(const DecodeBlock<Tr>& block) {
+  const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
+  if (!block.params.plan.gathers) {
+    return;
+  }
+  const int bytes = (kShares - shares) * (gathered_columns(block) + kGatheredSums) * 4;
+  device::barrier_init(&block.shared.states_welcome, static_cast<uint32_t>(cluster - 1));
+  device::barrier_init(&block.shared.states_arrived, 1);
+  device::barrier_arrive_expect(&block.shared.states_arrived, static_cast<uint32_t>(bytes));
+}
+
+// Tells the other blocks that this one has made its last scores: states come where its queries and rotations stood. A
+// __syncthreads has followed the scores.
+template <class Tr>
+__device__ __forceinline__ void let_states_come(const DecodeBlock<Tr>& block) {
+  const int other = static_cast<int>(threadIdx.x);
+  if (block.params.plan.gathers && other < block.params.plan.cluster && other != block.rank) {
+    device::barrier_arrive_remote(&block.shared.states_welcome, static_cast<uint32_t>(other));
+  }
+}
+
+// Brings the states to where store_row() reads them. Every thread calls it, after a __syncthreads that follows the last
+// change of the states.
+template <class Tr>
+__device__ __forceinline__ void gather_states(const DecodeBlock<Tr>& block) {
+  if (!block.params.plan.gathers) {
+    device::cluster_sync();
+    return;
+  }
+  const int shares = block.params.plan.shares, columns = gathered_columns(block);
+  device::barrier_wait(&block.shared.states_welcome, 0);
+  for (int other = block.warp; other < block.params.plan.cluster; other += Tr::kWarps) {
+    const int head = other * columns / Tr::kDim, next = min(head + 1, Tr::kHeads - 1);
+    for (int share = 0; share < shares; ++share) {
+      const DecodeState<Tr>& state = block.states()[share];
+      float* to = gathered_share(block, block.rank * shares + share);
+      for (int at = block.lane * 4; at < columns + kGatheredSums; at += 4 * device::kWarpSize) {
+        const float4 pack =
+            at < columns ? *reinterpret_cast<const float4*>(&state.out[0][0] + other * columns + at)
+                         : make_float4(state.max[head], state.sum[head], state.max[next], state.sum[next]);
+        if (other == block.rank) {
+          *reinterpret_cast<float4*>(to + at) = pack;
+        } else {
+          device::send_to_block(reinterpret_cast<float4*>(to + at), &block.shared.states_arrived,
+                                static_cast<uint32_t>(other), pack);
+        }
+      }
+    }
+  }
+  __syncthreads();  // the block's own are there
+  device::barrier_wait(&block.shared.states_arrived, 0);
+}
+
 // Merges the states of all shares. The blocks of the cluster divide the outputs, and four lanes the shares of one.
 template <class Tr>
 __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
@@ -51,7 +122,8 @@ __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
   const auto& attend = block.attend();
   const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
   const int num = attend.group * Tr::kDim;
-  const int outputs = (num + cluster - 1) / cluster;
+  const bool gathers = block.params.plan.gathers;
+  const int outputs = gathers ? gathered_columns<Tr>(block) : (num + cluster - 1) / cluster;
   const int64_t row = (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
   for (int first = block.warp * kAtOnce; first < outputs; first += Tr::kWarps * kAtOnce) {
     const int in_block = first + block.lane / kLanes;
@@ -63,6 +135,14 @@ __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int share = block.lane % kLanes * kEach + i;
+      if (gathers) {
+        const float* columns = gathered_share(block, share);
+        const float* sums = columns + outputs + (head - block.rank * outputs / Tr::kDim) * 2;
+        max[i] = exists ? sums[0] : 0.0f;
+        sum[i] = exists ? sums[1] : 0.0f;
+        out[i] = exists ? columns[in_block] : 0.0f;
+        continue;
+      }
       const DecodeState<Tr>& state = block.states()[share % shares];
       const uint32_t from = share / shares;
       max[i] = device::load_from_block(&state.max[head], from);
@@ -202,6 +282,9 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
       begin_choice(block, slots, block.scores());
     }
     __syncthreads();
+    if (slots.layer == 0) {
+      let_states_come(block);
+    }
     LayerSlots below;
     if (slots.layer > 0) {
       below = slots_below(block, slots);
@@ -247,6 +330,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (threadIdx.x == 0) {
     device::barrier_init(&shared.sums_arrived, 1);
     device::barrier_init(&shared.keys_arrived, 1);
+    init_states_barriers(block);
     device::fence_barrier_init();
   }
   clear_states(block);
@@ -270,11 +354,13 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   walk_layers(block);
   device::wait_copies<0>();
   __syncwarp();
-  device::cluster_sync();
+  gather_states(block);
   store_row(block);
-  __syncwarp();
-  device::cluster_arrive_relaxed();  // no block ends while another reads its states
-  device::cluster_wait();
+  if (!params.plan.gathers) {
+    __syncwarp();
+    device::cluster_arrive_relaxed();  // no block ends while another reads its states
+    device::cluster_wait();
+  }
 #endif
 }
 
