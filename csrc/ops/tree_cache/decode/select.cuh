@@ -154,12 +154,20 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
   const int group = block.attend().group;
   KeyRange range;
   for (int i = threadIdx.x; i < own; i += Tr::kThreads) {
+    // All heads of a candidate come in whole packs: one by one the lanes would meet in the banks.
+    float4 packs[Tr::kHeads / 4];
+#pragma unroll
+    for (int pack = 0; pack < Tr::kHeads / 4; ++pack) {
+      packs[pack] = reinterpret_cast<const float4*>(scores + i * Tr::kHeads)[pack];
+    }
     float importance = 0.0f;
 #pragma unroll
     for (int head = 0; head < Tr::kHeads; ++head) {
       if (head < group) {
+        const float4& pack = packs[head / 4];
+        const float score = head % 4 == 0 ? pack.x : head % 4 == 1 ? pack.y : head % 4 == 2 ? pack.z : pack.w;
         const float base = shared.normalizer[head];
-        const float weight = device::exp2_flushed(scores[i * Tr::kHeads + head] - base);
+        const float weight = device::exp2_flushed(score - base);
         importance += base == kNoScore ? 0.0f : weight;
       }
     }
