@@ -183,7 +183,7 @@ class TileRing {
       asked_ = asked_ + 1 == stages() ? 0 : asked_ + 1;
     }
     device::commit_copies();
-    fetch(slots, rows, index + block_.params.plan.fetched);
+    fetch(slots, rows, index + block_.params.plan.fetched, 1);
   }
 
   // Asks for as many places as the ring holds ahead.
@@ -197,9 +197,10 @@ class TileRing {
   // Brings the first places of a layer's sequence to the L2 cache, as soon as their rows are known. ask() keeps up the
   // distance.
   __device__ __forceinline__ void begin_layer(const LayerSlots& slots, const uint32_t* rows) const {
+    const int count = block_.params.plan.fetched;
 #pragma unroll 1
-    for (int index = 0; index < block_.params.plan.fetched; ++index) {
-      fetch(slots, rows, index);
+    for (int first = 0; first < count; first += device::kWarpSize) {
+      fetch(slots, rows, first, min(count - first, device::kWarpSize));
     }
   }
 
@@ -234,35 +235,45 @@ class TileRing {
     return block_.params.plan.stages;
   }
 
-  // The ring has room for few tiles. What comes behind them is fetched from memory while the warp is busy with others.
-  __device__ __forceinline__ void fetch(const LayerSlots& slots, const uint32_t* rows, int index) const {
+  // The ring has room for few tiles. What comes behind them is fetched from memory while the warp is busy with others:
+  // `count` places from `first` on, up to 32. A lane takes a place whose rows stand side by side.
+  __device__ __forceinline__ void fetch(const LayerSlots& slots, const uint32_t* rows, int first,
+                                        int count) const {
     const int tiles = block_.params.plan.shares * slots.tiles;
+    if (slots.layer < 0 || first >= 2 * tiles) {
+      return;
+    }
+    const int index = first + block_.lane;
     const bool values = index >= tiles;
-    if (slots.layer < 0 || index >= 2 * tiles) {
-      return;
+    int slot = -1;
+    if (block_.lane < count && index < 2 * tiles) {
+      slot = slot_of_tile(block_, slots, values ? index - tiles : index);
     }
-    const int slot = slot_of_tile(block_, slots, values ? index - tiles : index);
-    if (slot < 0) {
-      return;
-    }
-    const uint32_t* children = rows + slot * kDecodeRate;
+    const uint32_t* children = rows + max(slot, 0) * kDecodeRate;
     if constexpr (Tr::kLeafBits > 0) {
       if (has_codes<Tr>(slots)) {
         const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
-        const uint32_t row = children[0];
-        if (row != kAbsentRow && block_.lane == 0) {
-          device::bulk_fetch(pool.codes + int64_t{row} * Tr::kCodeBytes, kDecodeRate * Tr::kCodeBytes);
-          device::bulk_fetch(pool.scales + row, kDecodeRate * sizeof(uint16_t));
+        if (slot >= 0 && children[0] != kAbsentRow) {
+          device::bulk_fetch(pool.codes + int64_t{children[0]} * Tr::kCodeBytes,
+                             kDecodeRate * Tr::kCodeBytes);
+          device::bulk_fetch(pool.scales + children[0], kDecodeRate * sizeof(uint16_t));
         }
         return;
       }
     }
-    if (side_by_side(slots, children)) {
-      if (block_.lane == 0) {
-        device::bulk_fetch(row_address(children[0], values), Tr::kTileBytes);
-      }
-      return;
+    const bool together = slot >= 0 && side_by_side(slots, children);
+    if (together) {
+      device::bulk_fetch(row_address(children[0], values), Tr::kTileBytes);
     }
+    uint32_t scattered = __ballot_sync(device::kFullMask, slot >= 0 && !together);
+    for (; scattered != 0; scattered &= scattered - 1) {
+      const int lane = __ffs(static_cast<int>(scattered)) - 1;
+      fetch_rows(rows + __shfl_sync(device::kFullMask, slot, lane) * kDecodeRate, first + lane >= tiles);
+    }
+  }
+
+  // The same for one place whose rows stand anywhere, by all lanes.
+  __device__ __forceinline__ void fetch_rows(const uint32_t* children, bool values) const {
     constexpr int kLines = Tr::kRowBytes / 128;
     const int child = block_.lane / kLines;
     if (child < kDecodeRate && children[child] != kAbsentRow) {
@@ -301,10 +312,12 @@ class TileRing {
     const uint32_t tile = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes);
     const int chunk = block_.lane % Tr::kChunks, first_row = block_.lane / Tr::kChunks;
     if (side_by_side(slots, children)) {
-      const T* from = row_address(children[0] + first_row, values) + chunk * 8;
+      auto from = reinterpret_cast<uint64_t>(row_address(children[0] + first_row, values) + chunk * 8);
+      asm volatile("" : "+l"(from));  // one address, and what is added stands in the instructions
 #pragma unroll
       for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
-        device::copy_async_16(tile + pack_offset<Tr>(first + first_row, chunk), from + first * Tr::kDim);
+        device::copy_async_16(tile + pack_offset<Tr>(first + first_row, chunk),
+                              reinterpret_cast<const void*>(from + first * Tr::kRowBytes));
       }
       return;
     }
