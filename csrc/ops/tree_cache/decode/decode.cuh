@@ -228,6 +228,22 @@ __device__ __forceinline__ void choose(const DecodeBlock<Tr>& block, const Layer
   write_selection(block, slots, list, next);
 }
 
+// Brings the table of pages of a single sequence to the L2 cache while its length is on its way. The blocks of a cluster
+// share the lines.
+template <class Tr>
+__device__ __forceinline__ void fetch_table(const DecodeBlock<Tr>& block) {
+  constexpr uint32_t kLine = 128 / sizeof(int32_t);
+  const CacheSequences& sequences = block.attend().sequences;
+  if (sequences.num_sequences > 1) {
+    return;  // the sequence is not known yet
+  }
+  const uint32_t cluster = block.params.plan.cluster, step = Tr::kThreads * cluster * kLine;
+  const uint32_t first = (threadIdx.x * cluster + block.rank) * kLine;
+  for (uint32_t entry = first; entry < block.attend().layout.max_pages; entry += step) {
+    device::fetch_line(sequences.block_table + entry);
+  }
+}
+
 // From the top layer of the row to the tokens. `current` is the half of lists and rows that belongs to a layer.
 template <class Tr>
 __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
@@ -338,6 +354,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (threadIdx.x == 0) {
     device::let_next_kernel_begin();
   }
+  fetch_table(block);
   block.walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster);
   if (!counts(block.walk.query)) {
     if (params.leaders) {
