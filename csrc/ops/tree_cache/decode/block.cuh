@@ -4,8 +4,8 @@
 #include "device/divmod.cuh"
 #include "device/hopper/mbarrier.cuh"
 #include "device/mma.cuh"
-#include "device/select.cuh"
 #include "ops/tree_cache/decode/decode_plan.h"
+#include "ops/tree_cache/decode/mark_largest.cuh"
 #include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 
@@ -50,14 +50,16 @@ struct LogSum {
 };
 
 struct DecodeShared {
-  device::Barrier sums_arrived;  // log sums of all shares of the cluster
-  device::Barrier keys_arrived;  // keys of the other blocks
+  device::Barrier sums_arrived;    // log sums of all shares of the cluster
+  device::Barrier keys_arrived;    // keys of the other blocks
+  device::Barrier states_welcome;  // an arrival from every other block, which has room for states
+  device::Barrier states_arrived;  // states of the other blocks
   alignas(16) LogSum shares[kShares][16];
   LogSum warps[kDecodeMostWarps][16];
-  float ready[kShares];  // a word from every block, because one without candidates has no keys to send
+  KeyRange ranges[kShares];  // of the keys of the other blocks; they also say that these have read the sums
+  KeyRange warp_ranges[kDecodeMostWarps];
   float normalizer[16];
-  device::RadixScratch radix;
-  uint32_t counts[2][kDecodeMostWarps];  // candidates of a warp that are larger than the threshold, and equal
+  MarkScratch mark;
 };
 
 template <typename T>
@@ -125,12 +127,16 @@ struct DecodeBlock {
 
 // Row `at` of the chunk and its K/V heads. Every thread of the block calls it.
 template <class Tr>
-__device__ __forceinline__ WalkRow find_row(const AttendParams<typename Tr::T>& attend, int64_t at) {
-  const int64_t heads = attend.layout.num_kv_heads;
+__device__ __forceinline__ WalkRow find_row(const AttendParams<typename Tr::T>& attend, uint32_t at) {
+  const uint32_t heads = attend.layout.num_kv_heads;
   WalkRow walk;
   walk.at = at;
-  walk.row = attend.chunk.first + walk.at / heads;
-  walk.head = static_cast<int>(walk.at % heads);
+  walk.row = attend.chunk.first + at / heads;
+  walk.head = static_cast<int>(at % heads);
+  if (attend.sequences.num_sequences == 1) {
+    walk.query = describe_row(attend, walk.row, 0);
+    return walk;
+  }
   int begun = 0;  // sequences that begin at or before the row
   for (int first = 0; first < attend.sequences.num_sequences; first += Tr::kThreads) {
     const int sequence = first + static_cast<int>(threadIdx.x);
