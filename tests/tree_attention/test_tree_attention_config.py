@@ -16,7 +16,10 @@ MODEL = (1, 131_072, 131_072, 32, 4, 128, 128)  # B, T, T_q, H, H_kv, K, V
 
 
 def describe(
-    sizes: tuple[int, ...] = MODEL, half: bool = True, backward: bool = False, **options: int | bool
+    sizes: tuple[int, ...] = MODEL,
+    half: bool = True,
+    backward: bool = False,
+    **options: int | bool | list[int],
 ) -> list[str]:
     call = host.TreeAttentionCall(sizes, half, **options)
     return (call.backward() if backward else call.forward()).split()
@@ -53,7 +56,9 @@ def test_everything_else_takes_the_general_kernels(
     assert path(sizes, half, **options, backward=True) == "general"
 
 
-def choices(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> dict[str, str]:
+def choices(
+    sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool | list[int]
+) -> dict[str, str]:
     return dict(word.split("=") for word in describe(sizes, half, **options)[1:])
 
 
@@ -442,3 +447,28 @@ def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int
     assert queries < 524_288
     tasks = queries // run * -(-run * heads // kv_heads // 128) * kv_heads
     assert tasks % num_sms == 0
+
+
+STEP = 4096  # queries of a piece
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("starts", [[2, 3], [0, 1, 2, 3], [4, 5, 6]])
+def test_a_text_in_neighbouring_pieces_is_one_piece(starts: list[int], backward: bool) -> None:
+    sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
+    found, expected = (
+        choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in places])
+        for places in (starts, starts[:1])
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("starts", "longest"),
+    [([2, 3, 6], 2 * STEP), ([0, 4, 5, 6], 3 * STEP), ([0, 1, 2, 3, 7], 4 * STEP - 8192), ([3, 2], STEP)],
+)
+def test_chunks_fit_the_longest_run_of_neighbouring_pieces(starts: list[int], longest: int) -> None:
+    sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
+    for backward in (False, True):
+        found = choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in starts])
+        assert found["query_chunk"] == str(longest)

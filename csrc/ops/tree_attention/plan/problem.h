@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "device/sizes.h"
 #include "ops/tree_attention/tree_args.h"
@@ -57,6 +58,11 @@ constexpr int kInverseRows = 256;  // list rows that one thread block of inverse
 
 // ---- the call and the GPU
 
+// Neighbouring queries of a call at neighbouring tokens: from `query` and from token `start` on.
+struct Piece {
+  int64_t query, start, queries;
+};
+
 struct AttentionProblem {
   int64_t batch = 0;
   int64_t num_keys = 0;     // T
@@ -80,15 +86,31 @@ struct AttentionProblem {
     return count;
   }
   int64_t parents(int64_t layer) const { return ceil_div(nodes(layer), args.compression_rate); }
-  // The queries of a piece, see AttentionArgs::starts. A chunk never has queries of two pieces.
-  int64_t piece_queries() const { return num_queries / num_pieces(); }
-  int64_t num_pieces() const { return static_cast<int64_t>(args.starts.size()); }
+  // The pieces of AttentionArgs::starts, where those that follow one another in the text are one. A chunk never has
+  // queries of two pieces, so every piece may leave a part of a wave idle.
+  std::vector<Piece> pieces() const {
+    const int64_t equal = num_queries / static_cast<int64_t>(args.starts.size());
+    std::vector<Piece> result;
+    for (const int64_t start : args.starts) {
+      if (!result.empty() && result.back().start + result.back().queries == start) {
+        result.back().queries += equal;
+      } else {
+        const int64_t query = result.empty() ? 0 : result.back().query + result.back().queries;
+        result.push_back({query, start, equal});
+      }
+    }
+    return result;
+  }
   // The token of a query.
   int64_t token_of(int64_t query) const { return token_of_query(args, num_queries, query); }
   // The queries of a chunk that begins with `query` and takes at most `most`.
   int64_t chunk_queries(int64_t query, int64_t most) const {
-    const int64_t piece = piece_queries();
-    return std::min(most, piece - query % piece);
+    for (const Piece& piece : pieces()) {
+      if (query < piece.query + piece.queries) {
+        return std::min(most, piece.query + piece.queries - query);
+      }
+    }
+    return most;  // there is no such query
   }
 };
 
