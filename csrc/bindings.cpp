@@ -245,6 +245,14 @@ std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim, 
   return {plan.cluster, plan.stages, plan.places.bytes};
 }
 
+// Of a dense top with `tiles` tiles: the query rows of a thread block that sums weights, and the blocks that share the
+// tiles of the same rows for importances. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
+std::array<int64_t, 2> tree_top_scores(int64_t rows, int64_t heads, int64_t tiles, int64_t num_sms) {
+  namespace tree = htree::tree_attention;
+  const int64_t blocks = htree::ceil_div(rows, tree::kTopLists) * heads;
+  return {tree::reference_rows(rows, heads, num_sms), tree::importance_parts(blocks, tiles, num_sms)};
+}
+
 // A call of tree attention on a GPU of the given capability and shared memory per thread block, and what
 // plan/ chooses for it.
 namespace tree = htree::tree_attention;
@@ -453,6 +461,10 @@ PYBIND11_MODULE(_host, module) {
              py::arg("top_k") = 512, py::arg("spans") = false, py::arg("multiprocessors") = 132,
              py::arg("most_cluster") = 16, py::arg("wanted_cluster") = 0,
              "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes).");
+  module.def(
+      "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
+      py::arg("num_sms") = 132,
+      "The scores of a dense top: (rows of a thread block, blocks that share the tiles of the same rows).");
   py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")

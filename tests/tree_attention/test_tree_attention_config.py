@@ -472,3 +472,27 @@ def test_chunks_fit_the_longest_run_of_neighbouring_pieces(starts: list[int], lo
     for backward in (False, True):
         found = choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in starts])
         assert found["query_chunk"] == str(longest)
+
+
+def score_times(rows: int, heads: int, tiles: int, block: int, parts: int) -> tuple[float, float]:
+    """Of references and importances, in tiles of a block of 256 rows and with 5 tiles for the start of a block."""
+    references = -(-(-(-rows // block) * heads) // 132) * (1 if block == 256 else 9 / 16)
+    blocks = -(-rows // 256) * heads * parts
+    return references, -(-blocks // 132) * (-(-tiles // parts) + 5)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 64])
+@pytest.mark.parametrize("rows", [8, 300, 512, 2048, 8448, 10_296, 94_000])
+@pytest.mark.parametrize("tiles", [4, 31, 64])
+def test_scores_of_few_lists_take_more_blocks(rows: int, heads: int, tiles: int) -> None:
+    block, parts = host.tree_top_scores(rows, heads, tiles)
+    assert block in (128, 256)
+    assert parts in (1, 2, 4, 8)
+    found = score_times(rows, heads, tiles, block, parts)
+    plain = score_times(rows, heads, tiles, 256, 1)
+    assert all(ours <= theirs for ours, theirs in zip(found, plain, strict=True))
+    if -(-rows // 256) * heads <= 132 // 4 and tiles > 16:  # a quarter of a wave at most
+        assert block == 128
+        assert parts >= 4
+    if -(-rows // 256) * heads % 132 == 0:
+        assert (block, parts) == (256, 1), "whole waves stay"

@@ -159,6 +159,32 @@ inline int64_t importance_width(int64_t num_nodes) {
 
 constexpr int64_t kTopLists = 256;  // query rows of a thread block at a dense top; a list has G of them
 
+// ---- the scores of a dense top that has few lists, such as those of a chunk of a prompt
+//
+// A thread block of kTopLists rows walks all tiles of the top. Where the blocks fill no wave, the time is that of one block.
+
+// The query rows of a thread block that sums weights, each row's in the order of the tiles: kTopLists, or half of them
+// where that takes fewer waves. A block of half the rows takes 9/16 of the time of a whole one, because fewer products run
+// while others take exponentials. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
+inline int64_t reference_rows(int64_t rows, int64_t heads, int64_t num_sms) {
+  const auto waves = [&](int64_t block) { return ceil_div(ceil_div(rows, block) * heads, num_sms); };
+  return 9 * waves(kTopLists / 2) < 16 * waves(kTopLists) ? kTopLists / 2 : kTopLists;
+}
+
+// The blocks that share the tiles of the same rows where every tile stands alone. A block takes as long as kScoreStart
+// tiles to bring its queries to shared memory.
+constexpr int64_t kScoreStart = 5, kMostScoreParts = 8;
+inline int64_t importance_parts(int64_t blocks, int64_t tiles, int64_t num_sms) {
+  const auto time = [&](int64_t parts) {
+    return ceil_div(blocks * parts, num_sms) * (ceil_div(tiles, parts) + kScoreStart);
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts <= kMostScoreParts; parts *= 2) {
+    best = time(parts) < time(best) ? parts : best;
+  }
+  return best;
+}
+
 // Needs more than one layer: a single layer has nothing to select, and its softmax runs on the kernels of
 // gathered layers. A thread block indexes the importances of its rows with 32 bits.
 inline bool dense_top_shape(const AttentionProblem& p) {
