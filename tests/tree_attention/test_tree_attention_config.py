@@ -127,6 +127,18 @@ def test_chunks_fill_whole_waves_of_blocks(kv_heads: int, stride: int, num_sms: 
     assert queries // 16 * kv_heads % num_sms == 0
 
 
+@pytest.mark.parametrize("stride", [4, 16])
+@pytest.mark.parametrize("length", [131_072, 524_288])
+@pytest.mark.parametrize(("num_sms", "wave"), [(132, 1056), (114, 1824), (78, 1248)])
+def test_chunks_fill_whole_waves_of_scores(length: int, stride: int, num_sms: int, wave: int) -> None:
+    """A block scores 32 lists of 8 heads at the top; where a chunk holds no wave of them, those of the others count."""
+    sizes = (1, length, length, 32, 4, 128, 128)
+    found = choices(sizes, selection_stride=stride, num_sms=num_sms)
+    lists = int(found["query_chunk"]) // stride
+    assert (lists % wave == 0) == (lists >= wave)
+    assert lists >= wave or num_sms < 132
+
+
 def layers(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> list[str]:
     """The kernels of every layer of a forward, the top first."""
     return choices(sizes, half, **options)["layers"].split(",")

@@ -271,9 +271,13 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   // In the widest kernels a thread block takes 16 queries of a kv head and fills an SM, so chunks are whole
   // waves of such blocks.
   const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
-  const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
-  const int64_t used =
-      even_chunk(ceil_div(walking_queries(p, config), stride), lists, std::max<int64_t>(1, block / stride));
+  int64_t block = std::max<int64_t>(1, (wave / stride <= lists ? wave : kTensorCoreBlock) / stride);
+  if (config.dense_top && !dense_span_shape(p)) {
+    // The same for the blocks that score a dense top, if such a chunk fits.
+    const int64_t scored = kTopLists / p.group() * device.num_sms / std::gcd(device.num_sms, heads);
+    block = std::lcm(block, scored) <= lists ? std::lcm(block, scored) : block;
+  }
+  const int64_t used = even_chunk(ceil_div(walking_queries(p, config), stride), lists, block);
   config.query_chunk = used * stride;
   // A chunk of several batches has all of their queries, which are neighbours in memory.
   const int64_t most_batches = p.pieces().size() == 1 ? std::min(p.batch, 65535 / heads) : 1;
