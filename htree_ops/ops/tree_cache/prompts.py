@@ -307,15 +307,16 @@ def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: Te
         parts = [(slice(None), slice(None))]
     else:
         parts = [(slice(b, b + 1), slice(i, i + 1)) for i, b in enumerate(sequences)]
-    for layer in range(cache.num_layers):
-        if layer < len(lists):
-            own = lists[layer][:, -size:]
-        else:
-            own = _lists_above(ring, behind, stride, rate ** (layer + 1)).expand(len(sequences), -1, -1, -1)
+    # The layers of the text at once, and then those above its top one by one.
+    last = [(slice(0, len(lists)), lists[:, :, -size:].permute(1, 2, 0, 3, 4))]
+    for layer in range(len(lists), cache.num_layers):
+        above = _lists_above(ring, behind, stride, rate ** (layer + 1))
+        last.append((slice(layer, layer + 1), above[:, :, None].expand(len(sequences), -1, -1, -1, -1)))
+    for layers, own in last:
         for to, of in parts:
-            ring[to, begin:, layer] = own[of, : size - begin]
+            ring[to, begin:, layers] = own[of, : size - begin]
             if begin:
-                ring[to, :begin, layer] = own[of, size - begin :]
+                ring[to, :begin, layers] = own[of, size - begin :]
     offsets = cache.constant("leaders", 0, lambda: _leader_offsets(size, stride, kept.device))[begin]
     for to, _ in parts:
         torch.add(offsets.expand(kept[to].shape), (behind - size) * stride, out=kept[to])
