@@ -1,6 +1,7 @@
 // Selection at a dense top in two passes over the scores: references, then importances.
 #pragma once
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/select/dense_scores.cuh"
@@ -94,6 +95,10 @@ __global__ void __launch_bounds__(kRows * 2, 1) dense_references_kernel(DenseRef
   Shared& shared = *aligned_shared<Shared>(raw);
   const GatherParams& p = params.gather;
   const ScoreTask task(p, kRows);
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
   if (task.selects_all(p)) {
     return;
   }
@@ -233,6 +238,10 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   const DenseReferenceParams& params = all.reference;
   const GatherParams& p = params.gather;
   const ScoreTask task(p);
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
   if (task.selects_all(p)) {
     return;
   }
@@ -312,7 +321,8 @@ LaunchShape score_launch(const GatherParams& p) {
   const unsigned runs = num_blocks(p.num_lists, kRows / p.group);
   return {.grid = dim3(runs * static_cast<unsigned>(p.num_kv_heads), p.num_batches),
           .threads = ScoreShared<kDim, kRows>::kThreads,
-          .shared_bytes = kScoreSharedBytes<kDim, kRows>};
+          .shared_bytes = kScoreSharedBytes<kDim, kRows>,
+          .overlaps = true};
 }
 
 template <typename T, int kDim>
