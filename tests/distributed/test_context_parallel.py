@@ -300,8 +300,9 @@ def test_the_module_equals_its_twin(balance: str, ranks: Pool) -> None:
         assert found["gradients"] < 1e-4, found
 
 
-def test_compiles_whole(ranks: Pool) -> None:
-    for found in ranks.run(cp_on_ranks.compiled, 2, "head_tail"):
+@pytest.mark.parametrize("balance", ["head_tail", "work"])
+def test_compiles_whole(balance: str, ranks: Pool) -> None:
+    for found in ranks.run(cp_on_ranks.compiled, 2, balance):
         assert max(found["errors"]) < 1e-4, found
 
 
