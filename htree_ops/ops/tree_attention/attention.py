@@ -18,7 +18,7 @@ Scope = Literal["kv_head", "q_head"]
 SelectionDtype = Literal["int8"]
 SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
 #: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
-BALANCES = ("head_tail", "striped", "contiguous")
+BALANCES = ("head_tail", "striped", "contiguous", "work")
 #: inv_freq, as the functions take it.
 Frequencies: TypeAlias = Sequence[float] | Tensor
 #: max_top_nodes = None is at most this many nodes.
