@@ -609,7 +609,7 @@ cudaError_t launch_rows(const DenseAttendParams& params, const TileMarks& marks,
   const RowsOrder order(static_cast<int>(runs), static_cast<int>(pairs), section_pairs(pairs, bytes));
   return launch_kernel(dense_rows_kernel<T, kDim, kMasked>, shape, stream,
                        DenseRowsParams{params, order, device::FastDivisor(p.num_kv_heads),
-                                       device::FastDivisor(p.group), marks});
+                                       device::FastDivisor(p.group), run_tokens_log2(p.group), marks});
 }
 
 template <typename T, int kDim>

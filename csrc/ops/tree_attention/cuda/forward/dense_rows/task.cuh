@@ -49,6 +49,7 @@ struct DenseRowsParams {
   DenseAttendParams dense;
   RowsOrder order;
   device::FastDivisor kv_heads, group;
+  int run_log2;     // run_tokens_log2() of the group, a loop that blocks need not run for every task
   TileMarks marks;  // of masked rows
 };
 
@@ -66,7 +67,7 @@ struct RowsTask {
     params.order.place(number, pair, run_index);
     batch = static_cast<int>(params.kv_heads.quotient(static_cast<uint32_t>(pair)));
     kv_head = pair - batch * p.num_kv_heads;
-    const int log2 = run_tokens_log2(p.group);
+    const int log2 = params.run_log2;
     const int t0 = static_cast<int>(p.t0);
     run = ((t0 >> log2) + run_index) << log2;
     first = max(run, t0);
