@@ -44,6 +44,43 @@ __device__ __forceinline__ float row_magnitude(const float (&low)[8], const floa
   return largest;
 }
 
+// The same of elements as they are stored. Without their signs, the bits of finite numbers are in the order of the
+// numbers, and those of infinities and NaN come behind them. So pairs are compared as integers.
+template <typename T, int kLanes>
+__device__ __forceinline__ float row_magnitude(const uint4& low, const uint4& high) {
+  constexpr uint32_t kInfinity = __is_same(T, __nv_bfloat16) ? 0x7f80u : 0x7c00u;
+  const uint32_t stored[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  // Of the pairs use(pair).
+  const auto largest_of = [&](auto use) {
+    uint32_t best[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      best[i] = use(stored[i] & 0x7fff7fffu);
+    }
+#pragma unroll
+    for (int count = 4; count > 0; count /= 2) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        best[i] = __vmaxu2(best[i], best[i + count]);
+      }
+    }
+    return max(best[0] & 0xffffu, best[0] >> 16);
+  };
+  uint32_t largest = largest_of([](uint32_t pair) { return pair; });
+  if (largest >= kInfinity) {
+    largest = largest_of([](uint32_t pair) {
+      const uint32_t others = (pair + (0x8000u - kInfinity) * 0x10001u) & 0x80008000u;  // not finite
+      return pair & ~(others - (others >> 15));
+    });
+  }
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+    largest = max(largest, __shfl_xor_sync(device::kFullMask, largest, offset));
+  }
+  const auto bits = static_cast<uint16_t>(largest);
+  return device::to_acc(reinterpret_cast<const T&>(bits));
+}
+
 // `rotations`: cos and sin of two dims in each.
 __device__ __forceinline__ void rotate_eight(const float (&low)[8], const float (&high)[8], float scale,
                                              const float4 (&rotations)[4], uint4& rotated_low,

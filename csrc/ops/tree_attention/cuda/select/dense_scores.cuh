@@ -28,10 +28,10 @@ struct QueryRow {
 template <typename T, int kTasks>
 __device__ __forceinline__ float rotate_query_chunks(uint4& low_chunk, uint4& high_chunk,
                                                      const float4 (&rotations)[4], float score_scale) {
+  const float largest = row_magnitude<T, kTasks>(low_chunk, high_chunk);
   float low[8], high[8];
   widen_eight<T>(low_chunk, low);
   widen_eight<T>(high_chunk, high);
-  const float largest = row_magnitude<kTasks>(low, high);
   const bool plain = fits_half(largest, score_scale);
   const PowerOfTwo power = half_range_scale(largest);
   rotate_eight(low, high, plain ? score_scale : power.scale, rotations, low_chunk, high_chunk);
