@@ -1,103 +1,159 @@
 // How the queries of a task come into shared memory: docs/semantics/tree_attention.md §1.4. sm_90a.
+//
+// They come to the places of the rotated ones as they are, with all rows of a task on the way at once, and each thread
+// rotates what it copied. The warps that do so while another task is multiplied must be done before it is, and a task may
+// be a single tile: about 2000 cycles of products. So a row costs few instructions beside its arithmetic and waits for
+// nothing: a thread's rows are heads of one token where the group allows, which share their angles, and angles and rows
+// are on the way before they are needed.
 #pragma once
 
 #include "ops/tree_attention/cuda/forward/dense_rows/task.cuh"
 
 namespace htree::tree_attention {
 
-// ---- queries: they come to the places of the rotated ones as they are, with all rows of a task on the way at once,
-// and each thread rotates what it copied
-
 // Warp `warp` of the kWarps that share a task. All lanes call. Masked rows are scaled and rounded here and not rotated.
 template <typename T, int kDim, bool kMasked, int kWarps>
 class QueryRotator {
  public:
   __device__ __forceinline__ QueryRotator(const DenseRowsParams& params, int warp)
-      : params_(params), p_(params.dense.attend.gather), warp_(warp), lane_(threadIdx.x % 32) {}
+      : params_(params),
+        p_(params.dense.attend.gather),
+        first_(kUnits * warp / kWarps * kUnitRows),
+        end_(kUnits * (warp + 1) / kWarps * kUnitRows),
+        row_(threadIdx.x % 32 / kTasks * kRun),
+        chunk_(threadIdx.x % kTasks) {}
 
   // Begins the copies. It reads nothing but queries.
   __device__ __forceinline__ void fetch(const RowsTask& task, char* tile) const {
-#pragma unroll kUnroll
-    for (int step = 0; step < num_steps(); ++step) {
-      const int row = row_of(step);
-      const BlockRow at(params_, row);
-      const int token = task.token(at.token);
-      const QueryRow source = query_row<T>(p_, task.batch, task.kv_head, token - p_.t0, at.head, token);
-      const T* from = static_cast<const T*>(source.data) + chunk() * 8;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4* to = place(tile, row, half);
-        if (p_.queries.aligned) {
-          device::copy_async_16(device::shared_address(to), from + half * (kDim / 2));
-        } else {
-          *to = load_eight(from + half * (kDim / 2), false);
-        }
-      }
+    const auto begin = [](uint4* to, const T* from) {
+      device::copy_async_16(device::shared_address(to), from);
+    };
+    const auto copy = [](uint4* to, const T* from) { *to = load_eight(from, false); };
+    if (!p_.queries.aligned) {
+      copy_rows<false>(task, tile, copy);
+    } else if (same_token()) {
+      copy_rows<true>(task, tile, begin);
+    } else {
+      copy_rows<false>(task, tile, begin);
     }
     device::commit_copies();
   }
 
   // Returns whether a factor of this thread's rows is not 1. After a barrier the rows are visible to wgmma.
   __device__ __forceinline__ bool rotate(const RowsTask& task, char* tile, float* factors) const {
-    device::wait_copies<0>();
-    bool scaled = false;
-    float4 next[4];
-    load_rotations(next, task, 0);
-#pragma unroll kUnroll
-    for (int step = 0; step < num_steps(); ++step) {
-      const int row = row_of(step);
-      const float4 rotations[4] = {next[0], next[1], next[2], next[3]};
-      if (step + 1 < num_steps()) {
-        load_rotations(next, task, step + 1);
-      }
-      uint4 low = *place(tile, row, 0), high = *place(tile, row, 1);
-      const float factor = rotate_query_chunks<T, kTasks>(low, high, rotations, p_.score_scale);
-      *place(tile, row, 0) = low;
-      *place(tile, row, 1) = high;
-      if (chunk() == 0) {
-        factors[row] = factor;
-      }
-      scaled |= factor != 1.f;
-    }
+    const bool scaled =
+        same_token() ? rotate_rows<kTogether>(task, tile, factors) : rotate_rows<1>(task, tile, factors);
     device::fence_async_shared();
     return scaled;
   }
 
  private:
   static constexpr int kTasks = kDim / 16;  // of a row: 8 dims of the lower half and their partners
-  static constexpr int kWarpRows = 32 / kTasks;
-  static constexpr int kSteps = kRunRows / kWarpRows;
-  static constexpr bool kEqual = kSteps % kWarps == 0;
-  static constexpr int kUnroll = kEqual ? kSteps / kWarps : 1;
+  // A warp takes a unit of neighbouring rows at a time, and a thread kRun neighbours of them one after the other.
+  static constexpr int kUnitRows = 16;
+  static constexpr int kRun = kUnitRows * kTasks / 32;
+  static constexpr int kTogether =
+      kRun / 2 > 1 ? kRun / 2 : 1;  // of a run: registers do not suffice for more
+  static constexpr int kUnits = kRunRows / kUnitRows;
+  static_assert(kRun * 32 == kUnitRows * kTasks && kUnits >= kWarps);
 
-  __device__ __forceinline__ int first_step() const {
-    return kEqual ? kSteps / kWarps * warp_ : kSteps * warp_ / kWarps;
+  // Whether the rows that a thread takes together are heads of one token.
+  __device__ __forceinline__ bool same_token() const { return p_.group % kTogether == 0; }
+
+  // copy(to, from) for 8 elements each.
+  template <bool kSameToken, typename Copy>
+  __device__ __forceinline__ void copy_rows(const RowsTask& task, char* tile, Copy copy) const {
+    const T* queries = static_cast<const T*>(p_.queries.data) + task.batch * p_.queries.batch +
+                       int64_t{task.kv_head} * p_.group * p_.queries.head - p_.t0 * p_.queries.row +
+                       chunk_ * 8;
+    int unit = first_;
+    do {
+      const T* from = queries;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j) {
+        if (j % kTogether == 0 || !kSameToken) {
+          const BlockRow at(params_, unit + row_ + j);
+          from = queries + task.token(at.token) * p_.queries.row + at.head * p_.queries.head;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          copy(place(tile, unit, j, half), from + half * (kDim / 2));
+        }
+        from += p_.queries.head;
+      }
+      unit += kUnitRows;
+    } while (unit < end_);
   }
-  __device__ __forceinline__ int num_steps() const {
-    return kEqual ? kSteps / kWarps : kSteps * (warp_ + 1) / kWarps - first_step();
+
+  // Takes kRows of a run at a time, heads of one token. Their largest elements come first, side by side, while the angles
+  // are on the way: the comparisons and shuffles of one row wait for one another.
+  template <int kRows>
+  __device__ __forceinline__ bool rotate_rows(const RowsTask& task, char* tile, float* factors) const {
+    bool scaled = false;
+    int unit = first_, run = 0;
+    do {
+      float4 rotations[4];
+      load_rotations(rotations, task, unit + row_ + run);
+      device::wait_copies<0>();
+      float largest[kRows];
+      row_magnitudes<T, kTasks>(largest, [&](int j, uint4& low, uint4& high) {
+        low = *place(tile, unit, run + j, 0);
+        high = *place(tile, unit, run + j, 1);
+      });
+      __syncwarp();  // the rows are read again, so that they need no registers until then
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        const QueryScale scale = query_scale(largest[j], p_.score_scale);
+        uint4 &low = *place(tile, unit, run + j, 0), &high = *place(tile, unit, run + j, 1);
+        const uint4 raw[2] = {low, high};
+        uint4 rotated[2];
+        rotate_eight<T>(raw[0], raw[1], scale.scale, rotations, rotated[0], rotated[1]);
+        low = rotated[0];
+        high = rotated[1];
+        if (chunk_ == 0) {
+          factors[unit + row_ + run + j] = scale.factor;
+        }
+        scaled |= scale.factor != 1.f;
+      }
+      run += kRows;
+      if (run == kRun) {
+        run = 0;
+        unit += kUnitRows;
+      }
+    } while (unit < end_);
+    return scaled;
   }
-  __device__ __forceinline__ int row_of(int step) const {
-    return (first_step() + step) * kWarpRows + lane_ / kTasks;
-  }
-  __device__ __forceinline__ int chunk() const {
-    return lane_ % kTasks;
-  }
+
   __device__ __forceinline__ void load_rotations(float4 (&rotations)[4], const RowsTask& task,
-                                                 int step) const {
+                                                 int row) const {
     const float4* from = reinterpret_cast<const float4*>(
-        p_.rope + task.token(BlockRow(params_, row_of(step)).token) * (kDim / 2) + chunk() * 8);
+        p_.rope + task.token(BlockRow(params_, row).token) * (kDim / 2) + chunk_ * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      rotations[i] = kMasked ? make_float4(1.f, 0.f, 1.f, 0.f) : __ldg(from + i);
+      if constexpr (kMasked) {
+        rotations[i] = make_float4(1.f, 0.f, 1.f, 0.f);
+      } else {
+        // As __ldg() does, but here: the compiler would put the load off until it is used, behind the wait for rows.
+        float4& to = rotations[i];
+        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(to.x), "=f"(to.y), "=f"(to.z), "=f"(to.w)
+                     : "l"(from + i));
+      }
     }
   }
-  __device__ __forceinline__ uint4* place(char* tile, int row, int half) const {
-    return reinterpret_cast<uint4*>(tile + panel_offset(kRunRows, row, half * kTasks + chunk()));
+  // Where this thread's part of row j of its run in a unit lies: panel_offset() with what differs from row to row apart.
+  __device__ __forceinline__ uint4* place(char* tile, int unit, int j, int half) const {
+    static_assert(kUnitRows % 8 == 0 && (kRun & (kRun - 1)) == 0 && (kTasks & (kTasks - 1)) == 0);
+    constexpr int kChunks = kPanelDims / 8;
+    const int chunk = (chunk_ ^ row_) % kChunks ^ j ^ half * kTasks % kChunks;
+    return reinterpret_cast<uint4*>(tile + half * kTasks / kChunks * kRunRows * kPanelRowBytes +
+                                    (unit + row_ + j) * kPanelRowBytes + chunk * 16);
   }
 
   const DenseRowsParams& params_;
   const GatherParams& p_;
-  const int warp_, lane_;
+  const int first_, end_;  // the first rows of its first unit and of the one behind its last
+  const int row_, chunk_;  // of this thread: its first row in a unit, and its part of each row
 };
 
 }  // namespace htree::tree_attention

@@ -96,6 +96,7 @@ __device__ __forceinline__ int tile_flags(const DenseRowsParams& params, const R
                                           int step) {
   const int32_t* flags = params.dense.tiles.flags + task.first_tile(params.dense.tiles);
   bool scaled = false;
+#pragma unroll 1  // a thread has one or two
   for (int tile = thread; tile <= task.last_tile; tile += step) {
     scaled |= (__ldg(flags + tile) & kScaledKeys * kInAnyPart) != 0;
   }
