@@ -95,12 +95,14 @@ struct RowsTask {
 __device__ __forceinline__ int tile_flags(const DenseRowsParams& params, const RowsTask& task, int thread,
                                           int step) {
   const int32_t* flags = params.dense.tiles.flags + task.first_tile(params.dense.tiles);
+  int last;  // __ldg() would be put off until it is used, where it is waited for
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(last) : "l"(flags + task.last_tile));
   bool scaled = false;
 #pragma unroll 1  // a thread has one or two
   for (int tile = thread; tile <= task.last_tile; tile += step) {
     scaled |= (__ldg(flags + tile) & kScaledKeys * kInAnyPart) != 0;
   }
-  const bool infinite = (__ldg(flags + task.last_tile) & kInfiniteValues * kInAnyPart) != 0;
+  const bool infinite = (last & kInfiniteValues * kInAnyPart) != 0;
   return (scaled ? kScaledKeys : 0) | (infinite ? kInfiniteValues : 0);
 }
 
