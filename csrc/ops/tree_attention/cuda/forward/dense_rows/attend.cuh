@@ -166,6 +166,10 @@ __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& param
       const RowsTask task(params, params.order.number(round));
       rotator.fetch(task, shared.queries[buffer]);
       int flags = tile_flags(params, task, threadIdx.x % 32, 32);
+      const int next = params.order.number(round + 1);
+      if (warp == 0 && next < params.order.num_tasks()) {  // the warp with the fewest rows
+        rotator.prefetch(RowsTask(params, next));
+      }
       flags |= rotator.rotate(task, shared.queries[buffer], shared.factors[buffer]) ? kScaledKeys : 0;
       flags = __reduce_or_sync(device::kFullMask, flags);
       if (threadIdx.x % 32 == 0) {

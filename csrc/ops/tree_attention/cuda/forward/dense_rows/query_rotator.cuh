@@ -47,6 +47,21 @@ class QueryRotator {
     return scaled;
   }
 
+  // Brings the queries of a later task to the L2, where the heads of a token lie side by side. One warp calls.
+  __device__ __forceinline__ void prefetch(const RowsTask& task) const {
+    constexpr int kLine = 128 / sizeof(T);                      // elements
+    const int at = static_cast<int>(threadIdx.x % 32) * kLine;  // 32 lines are the most, 16 heads of 128
+    if (p_.queries.head != kDim || at >= p_.group * kDim) {
+      return;
+    }
+    const T* line = queries_of(task) + task.first * p_.queries.row + at;
+#pragma unroll 1
+    for (int token = task.first; token <= task.last; ++token) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+      line += p_.queries.row;
+    }
+  }
+
  private:
   static constexpr int kTasks = kDim / 16;  // of a row: 8 dims of the lower half and their partners
   // A warp takes a unit of neighbouring rows at a time, and a thread kRun neighbours of them one after the other.
@@ -58,14 +73,19 @@ class QueryRotator {
   static_assert(kRun * 32 == kUnitRows * kTasks && kUnits >= kWarps);
 
   // Whether the rows that a thread takes together are heads of one token.
-  __device__ __forceinline__ bool same_token() const { return p_.group % kTogether == 0; }
+  __device__ __forceinline__ bool same_token() const {
+    return p_.group % kTogether == 0;
+  }
 
+  // Of token 0 of the text and the first head of the task.
+  __device__ __forceinline__ const T* queries_of(const RowsTask& task) const {
+    return static_cast<const T*>(p_.queries.data) + task.batch * p_.queries.batch +
+           int64_t{task.kv_head} * p_.group * p_.queries.head - p_.t0 * p_.queries.row;
+  }
   // copy(to, from) for 8 elements each.
   template <bool kSameToken, typename Copy>
   __device__ __forceinline__ void copy_rows(const RowsTask& task, char* tile, Copy copy) const {
-    const T* queries = static_cast<const T*>(p_.queries.data) + task.batch * p_.queries.batch +
-                       int64_t{task.kv_head} * p_.group * p_.queries.head - p_.t0 * p_.queries.row +
-                       chunk_ * 8;
+    const T* queries = queries_of(task) + chunk_ * 8;
     int unit = first_;
     do {
       const T* from = queries;
