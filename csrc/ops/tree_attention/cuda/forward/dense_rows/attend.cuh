@@ -32,6 +32,9 @@ constexpr int kRotatorRegisters = 72, kRowsRegisters = 216;
 static_assert(128 * kRotatorRegisters + kRowsConsumers * kRowsRegisters <= 65536);
 
 constexpr int kQueryBuffers = 2, kKeyStages = 3, kValueStages = 2;
+// Task j's place is j mod kTaskPlaces. Its rows are written after the next task has let its queries go, which may be
+// those of a single tile, so that the warps that rotate may be three tasks ahead.
+constexpr int kTaskPlaces = 4;
 
 // Task j of a block, counted from 0, has query buffer j mod kQueryBuffers. The rings of tiles go on from task to task.
 template <int kDim>
@@ -41,7 +44,8 @@ struct RowsShared {
   char values[kValueStages][kTopTileBytes<kDim>];
   float factors[kQueryBuffers][kRunRows];
   int flags[kQueryBuffers]
-           [kRotatorWarps];  // of a task: what any of its queries and keys and its last values need
+           [kRotatorWarps];     // of a task: what any of its queries and keys and its last values need
+  RowsTask tasks[kTaskPlaces];  // to look them up takes a tenth of the time that it takes to find them
   device::Barrier query_full[kQueryBuffers], query_empty[kQueryBuffers];
   device::Barrier key_full[kKeyStages], key_empty[kKeyStages];
   device::Barrier value_full[kValueStages], value_empty[kValueStages];
@@ -174,8 +178,11 @@ __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& param
       flags = __reduce_or_sync(device::kFullMask, flags);
       if (threadIdx.x % 32 == 0) {
         shared.flags[buffer][warp] = flags;
-        if (kMasked && warp == 0) {
-          shared.num_tiles[buffer] = task.num_tiles<kMasked>(params);
+        if (warp == 0) {
+          shared.tasks[round % kTaskPlaces] = task;
+          if constexpr (kMasked) {
+            shared.num_tiles[buffer] = task.num_tiles<kMasked>(params);
+          }
         }
       }
       __syncwarp();
@@ -241,8 +248,8 @@ class RowsConsumer {
         group_(device::uniform(threadIdx.x / 128)),
         lane_(threadIdx.x % 32) {}
 
-  // All threads that multiply call. The queries of `task`, the first of the block, are in shared memory, and `flags`
-  // say what the task needs, as RowsShared::flags do.
+  // All threads that multiply call. `task`, the first of the block, and its queries are in shared memory, and `flags` say
+  // what it needs, as RowsShared::flags do.
   __device__ __forceinline__ void run(const RowsTask& task, int flags) {
     state_.clear_out();
     begin_turns();
@@ -284,7 +291,7 @@ class RowsConsumer {
 
   __device__ __forceinline__ void begin_task(const RowsTask& task) {
     if constexpr (!kMasked) {
-      num_tiles_ = task.num_tiles<kMasked>(params_);
+      num_tiles_ = device::uniform(task.num_tiles<kMasked>(params_));
     }
     ends_ = params_.order.number(round_ + 1) >= params_.order.num_tasks();
     first_tile_ = task.first_tile(params_.dense.tiles);
@@ -297,6 +304,9 @@ class RowsConsumer {
       index_ = task.index;
     }
   }
+  __device__ __forceinline__ RowsTask task_of(int round) const {
+    return shared_.tasks[round % kTaskPlaces];
+  }
   // Which of this thread's two rows in the task.
   __device__ __forceinline__ BlockRow row(int h) const {
     return BlockRow(params_, static_cast<int>(threadIdx.x) / 32 * 16 + lane_ / 4 + 8 * h);
@@ -305,8 +315,8 @@ class RowsConsumer {
     return task.token(token) - task.last_tile * kDenseTileNodes;
   }
   __device__ __forceinline__ void find_queries() {
-    begin_task(RowsTask(params_, params_.order.number(round_)));
     device::barrier_wait(&shared_.query_full[query_buffer()], (round_ / kQueryBuffers) & 1);
+    begin_task(task_of(round_));
     if constexpr (kMasked) {
       num_tiles_ = shared_.num_tiles[query_buffer()];
     }
@@ -447,7 +457,7 @@ class RowsConsumer {
     if ((flags_ & kInfiniteValues) == 0) {
       return false;
     }
-    const RowsTask task(params_, params_.order.number(round_));
+    const RowsTask task = task_of(round_);
     device::barrier_wait(&shared_.value_full[values_.stage], values_.parity);
     silence_values<T, kDim>(shared_.values[values_.stage], task.run % kDenseTileNodes,
                             task.last % kDenseTileNodes + 1);
@@ -457,9 +467,7 @@ class RowsConsumer {
   // Writes the rows of the task of `round`, whose sums are `sums`.
   __device__ __forceinline__ void finish(int round, RowSums& sums, bool silenced) {
     state_.finish(sums);
-    // The task is found a second time, so that the loop over tiles need not keep it.
-    asm volatile("" : "+r"(round));
-    const RowsTask task(params_, params_.order.number(round));
+    const RowsTask task = task_of(round);  // again, so that the loop over tiles need not keep it
     if (silenced) {
       const DenseTiles& tiles = params_.dense.tiles;
       const int own[2] = {own_row(task, row(0).token), own_row(task, row(1).token)};
@@ -577,6 +585,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   device::wait_for_previous_kernels();
   int flags = tile_flags(params, task, threadIdx.x, kRowsConsumers);
   const bool scaled = rotator.rotate(task, shared.queries[0], shared.factors[0]);
+  if (threadIdx.x == 0) {
+    shared.tasks[0] = task;
+  }
   flags = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled || (flags & kScaledKeys))
               ? flags | kScaledKeys
               : flags;

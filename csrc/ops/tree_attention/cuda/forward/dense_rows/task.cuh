@@ -54,7 +54,7 @@ struct DenseRowsParams {
 };
 
 // 128 rows: a run of tokens and all query heads of a K/V head. Token and head of row i are i / G and i % G.
-struct RowsTask {
+struct alignas(16) RowsTask {
   int pair, batch, kv_head;
   int index;        // among the marks
   int first, last;  // tokens of the run that the call asks for, by their positions in the text
