@@ -42,7 +42,7 @@ class QueryRotator {
   // Returns whether a factor of this thread's rows is not 1. After a barrier the rows are visible to wgmma.
   __device__ __forceinline__ bool rotate(const RowsTask& task, char* tile, float* factors) const {
     const bool scaled =
-        same_token() ? rotate_rows<kTogether>(task, tile, factors) : rotate_rows<1>(task, tile, factors);
+        same_token() ? rotate_rows<kRun>(task, tile, factors) : rotate_rows<1>(task, tile, factors);
     device::fence_async_shared();
     return scaled;
   }
@@ -67,14 +67,12 @@ class QueryRotator {
   // A warp takes a unit of neighbouring rows at a time, and a thread kRun neighbours of them one after the other.
   static constexpr int kUnitRows = 16;
   static constexpr int kRun = kUnitRows * kTasks / 32;
-  static constexpr int kTogether =
-      kRun / 2 > 1 ? kRun / 2 : 1;  // of a run: registers do not suffice for more
   static constexpr int kUnits = kRunRows / kUnitRows;
   static_assert(kRun * 32 == kUnitRows * kTasks && kUnits >= kWarps);
 
-  // Whether the rows that a thread takes together are heads of one token.
+  // Whether the rows of a thread's run are heads of one token.
   __device__ __forceinline__ bool same_token() const {
-    return p_.group % kTogether == 0;
+    return p_.group % kRun == 0;
   }
 
   // Of token 0 of the text and the first head of the task.
@@ -91,7 +89,7 @@ class QueryRotator {
       const T* from = queries;
 #pragma unroll
       for (int j = 0; j < kRun; ++j) {
-        if (j % kTogether == 0 || !kSameToken) {
+        if (j == 0 || !kSameToken) {
           const BlockRow at(params_, unit + row_ + j);
           from = queries + task.token(at.token) * p_.queries.row + at.head * p_.queries.head;
         }
@@ -120,20 +118,32 @@ class QueryRotator {
         low = *place(tile, unit, run + j, 0);
         high = *place(tile, unit, run + j, 1);
       });
-      __syncwarp();  // the rows are read again, so that they need no registers until then
+      QueryScale scales[kRows];
+      bool plain = true;
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const QueryScale scale = query_scale(largest[j], p_.score_scale);
+        scales[j] = {p_.score_scale, 1.f};
+        plain &= fits_half(largest[j], p_.score_scale);
+      }
+      if (!__all_sync(device::kFullMask, plain)) {
+#pragma unroll
+        for (int j = 0; j < kRows; ++j) {
+          scales[j] = query_scale(largest[j], p_.score_scale);
+          scaled |= scales[j].factor != 1.f;
+        }
+      }
+      // The rows are read again, so that they need no registers until then.
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
         uint4 &low = *place(tile, unit, run + j, 0), &high = *place(tile, unit, run + j, 1);
         const uint4 raw[2] = {low, high};
         uint4 rotated[2];
-        rotate_eight<T>(raw[0], raw[1], scale.scale, rotations, rotated[0], rotated[1]);
+        rotate_eight<T>(raw[0], raw[1], scales[j].scale, rotations, rotated[0], rotated[1]);
         low = rotated[0];
         high = rotated[1];
         if (chunk_ == 0) {
-          factors[unit + row_ + run + j] = scale.factor;
+          factors[unit + row_ + run + j] = scales[j].factor;
         }
-        scaled |= scale.factor != 1.f;
       }
       run += kRows;
       if (run == kRun) {
