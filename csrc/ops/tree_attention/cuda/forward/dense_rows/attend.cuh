@@ -13,7 +13,7 @@
 // the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above.
 //
 // The file holds first the shared memory of a block, then the warpgroup that brings, the warpgroups that multiply, and at
-// last the kernel and its launch. The tasks stand in task.cuh, the rotation of queries in query_rotator.cuh.
+// last the kernel and its launch. The tasks and the rotation of their queries stand in task.cuh.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 #include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/forward/dense_rows/query_rotator.cuh"
+#include "ops/tree_attention/cuda/forward/dense_rows/task.cuh"
 #include "ops/tree_attention/cuda/running_state.cuh"
 
 namespace htree::tree_attention {
