@@ -23,30 +23,19 @@ struct QueryRow {
   int64_t position;
 };
 
-// What a query row, whose largest finite |element| is `largest`, is multiplied by before it is rounded to fp16, and the
-// factor that undoes a power of two in it.
-struct QueryScale {
-  float scale, factor;
-};
-__device__ __forceinline__ QueryScale query_scale(float largest, float score_scale) {
-  const PowerOfTwo power = half_range_scale(largest);
-  return fits_half(largest, score_scale) ? QueryScale{score_scale, 1.f}
-                                         : QueryScale{power.scale, power.inverse * score_scale};
-}
-
 // Rotates 8 dims of the lower half of a query row and their partners in the upper half, brings them to fp16 and returns
 // the factor that undoes the row's power of two. kTasks neighbouring lanes have a row and call together.
 template <typename T, int kTasks>
 __device__ __forceinline__ float rotate_query_chunks(uint4& low_chunk, uint4& high_chunk,
                                                      const float4 (&rotations)[4], float score_scale) {
-  float largest[1];
-  row_magnitudes<T, kTasks>(largest, [&](int, uint4& low, uint4& high) {
-    low = low_chunk;
-    high = high_chunk;
-  });
-  const QueryScale scale = query_scale(largest[0], score_scale);
-  rotate_eight<T>(low_chunk, high_chunk, scale.scale, rotations, low_chunk, high_chunk);
-  return scale.factor;
+  float low[8], high[8];
+  widen_eight<T>(low_chunk, low);
+  widen_eight<T>(high_chunk, high);
+  const float largest = row_magnitude<kTasks>(low, high);
+  const bool plain = fits_half(largest, score_scale);
+  const PowerOfTwo power = half_range_scale(largest);
+  rotate_eight(low, high, plain ? score_scale : power.scale, rotations, low_chunk, high_chunk);
+  return plain ? 1.f : power.inverse * score_scale;
 }
 
 // Loads kRows query rows and the angles of their rotations. kThreads threads call, numbered by `thread`. row_of(i)

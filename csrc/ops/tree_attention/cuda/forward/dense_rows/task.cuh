@@ -124,6 +124,17 @@ struct BlockRow {
 // nothing: a thread's rows are heads of one token where the group allows, which share their angles, and angles and rows
 // are on the way before they are needed.
 
+// What a query row, whose largest finite |element| is `largest`, is multiplied by before it is rounded to fp16, and the
+// factor that undoes a power of two in it, as in rotate_query_chunks().
+struct QueryScale {
+  float scale, factor;
+};
+__device__ __forceinline__ QueryScale query_scale(float largest, float score_scale) {
+  const PowerOfTwo power = half_range_scale(largest);
+  return fits_half(largest, score_scale) ? QueryScale{score_scale, 1.f}
+                                         : QueryScale{power.scale, power.inverse * score_scale};
+}
+
 // Warp `warp` of the kWarps that share a task. All lanes call. Masked rows are scaled and rounded here and not rotated.
 template <typename T, int kDim, bool kMasked, int kWarps>
 class QueryRotator {
