@@ -37,10 +37,11 @@ struct AttendState : RowSums {
   }
 
   // Replaces scores by weights; -inf marks what does not take part.
-  __device__ __forceinline__ void weigh(float (&s)[64]) {
+  template <int kCount>
+  __device__ __forceinline__ void weigh(float (&s)[kCount]) {
     float most[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       most[i / 2 & 1][i & 1] = fmaxf(most[i / 2 & 1][i & 1], s[i]);
     }
     move_references(most);
@@ -90,11 +91,11 @@ struct AttendState : RowSums {
     }
   }
   // from(i) is the reference of element i.
-  template <typename From>
-  __device__ __forceinline__ void add_weights(float (&s)[64], From from) {
+  template <int kCount, typename From>
+  __device__ __forceinline__ void add_weights(float (&s)[kCount], From from) {
     float even[2] = {sum[0], sum[1]}, odd[2] = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < 64; i += 2) {
+    for (int i = 0; i < kCount; i += 2) {
       const int row = i / 2 & 1;
       s[i] = device::exp2_flushed(s[i] - from(i));
       s[i + 1] = device::exp2_flushed(s[i + 1] - from(i + 1));

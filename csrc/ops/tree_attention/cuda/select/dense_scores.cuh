@@ -303,13 +303,15 @@ struct KeyRing {
 
 // s = a * b^T over the head dim. Both operands are K-major panels, of kRowsA and kRowsB rows; the descriptors
 // point to the first rows.
-template <int kDim, int kRowsA, int kRowsB>
-__device__ __forceinline__ void multiply_panels(float (&s)[64], uint64_t a, uint64_t b) {
+// Of b only the first half of a tile where `s` is half as long.
+template <int kDim, int kRowsA, int kRowsB, int kCount>
+__device__ __forceinline__ void multiply_panels(float (&s)[kCount], uint64_t a, uint64_t b) {
 #pragma unroll
   for (int step = 0; step < kDim / 16; ++step) {
     const uint32_t inside = step % 4 * 32;
-    device::wgmma<__half, 128>(s, device::advance(a, step / 4 * kRowsA * kPanelRowBytes + inside),
-                               device::advance(b, step / 4 * kRowsB * kPanelRowBytes + inside), step > 0);
+    device::wgmma<__half, 2 * kCount>(s, device::advance(a, step / 4 * kRowsA * kPanelRowBytes + inside),
+                                      device::advance(b, step / 4 * kRowsB * kPanelRowBytes + inside),
+                                      step > 0);
   }
 }
 
@@ -327,10 +329,11 @@ __device__ __forceinline__ void multiply_int8(int32_t (&sums)[64], uint64_t a, u
 
 // Undoes the powers of two of queries and keys. `factors` points to the factor of the thread's first row, in
 // shared memory, `scales` to the scale of its first column.
-__device__ __forceinline__ void undo_powers(float (&s)[64], const float* factors, const float* scales) {
+template <int kCount>
+__device__ __forceinline__ void undo_powers(float (&s)[kCount], const float* factors, const float* scales) {
   const float row_factors[2] = {factors[0], factors[8]};
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
     s[i] *= row_factors[i / 2 & 1];
   }

@@ -258,12 +258,22 @@ class RowsConsumer {
       num_tiles_ = task.num_tiles<kMasked>(params_);
     }
     flags_ = flags;
-    score_first_tile();
+    if (half_tile()) {
+      score_first_tile<true>();
+    } else {
+      score_first_tile<false>();
+    }
     for (;;) {
       for (tile_ = 1; tile_ < num_tiles_; ++tile_) {
-        step();
-        state_.rescale();
-        pack();
+        if (half_tile()) {
+          step<true, false>();
+          state_.rescale();
+          pack<true>();
+        } else {
+          step<false, false>();
+          state_.rescale();
+          pack<false>();
+        }
       }
       if (ends_) {
         break;
@@ -272,15 +282,24 @@ class RowsConsumer {
       RowSums sums = state_;
       static_cast<RowSums&>(state_) = RowSums{};
       ++round_;
+      const bool half_before = !kMasked && ends_half_;
       find_queries();
       tile_ = 0;
-      step();
+      if (half_before) {
+        step<false, true>();
+      } else {
+        step<false, false>();
+      }
       finish(round_ - 1, sums, silenced);
       state_.clear_out();
-      pack();
+      pack<false>();
     }
     const bool silenced = silence_last_tile();
-    start_values();
+    if (!kMasked && ends_half_) {
+      start_values<true>();
+    } else {
+      start_values<false>();
+    }
     device::wgmma_wait<0>();
     RowSums sums = state_;
     finish(round_, sums, silenced);
@@ -294,6 +313,10 @@ class RowsConsumer {
       num_tiles_ = device::uniform(task.num_tiles<kMasked>(params_));
     }
     ends_ = params_.order.number(round_ + 1) >= params_.order.num_tasks();
+    if constexpr (!kMasked) {
+      ends_half_ =
+          device::uniform(task.run % kDenseTileNodes + (1 << params_.run_log2) <= kDenseTileNodes / 2);
+    }
     first_tile_ = task.first_tile(params_.dense.tiles);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -306,6 +329,15 @@ class RowsConsumer {
   }
   __device__ __forceinline__ RowsTask task_of(int round) const {
     return shared_.tasks[round % kTaskPlaces];
+  }
+  // Whether the tile is the last one and all tokens of the run are in its first half, so that nothing else is multiplied.
+  // That follows from the place of the run in the text.
+  __device__ __forceinline__ bool half_tile() const {
+    return !kMasked && ends_half_ && tile_ + 1 == num_tiles_;
+  }
+  template <bool kHalf>
+  __device__ __forceinline__ auto& scores() {
+    return reinterpret_cast<float(&)[kHalf ? 32 : 64]>(s_);
   }
   // Which of this thread's two rows in the task.
   __device__ __forceinline__ BlockRow row(int h) const {
@@ -350,22 +382,25 @@ class RowsConsumer {
       device::barrier_arrive(&barrier);
     }
   }
+  template <bool kHalf>
   __device__ __forceinline__ void start_scores() {
     const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(
         shared_.queries[query_buffer()] + group_ * 64 * kPanelRowBytes);
     device::barrier_wait(&shared_.key_full[keys_.stage], keys_.parity);
     device::wgmma_fence();
     multiply_panels<kDim, kRunRows, kDenseTileNodes>(
-        s_, queries, device::k_major_descriptor<device::Swizzle::k128>(shared_.keys[keys_.stage]));
+        scores<kHalf>(), queries,
+        device::k_major_descriptor<device::Swizzle::k128>(shared_.keys[keys_.stage]));
     device::wgmma_commit();
   }
+  template <bool kHalf>
   __device__ __forceinline__ void start_values() {
     device::barrier_wait(&shared_.value_full[values_.stage], values_.parity);
     const uint64_t values =
         device::mn_major_descriptor<device::Swizzle::k128>(shared_.values[values_.stage], kTopPanelBytes);
     device::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDenseTileNodes / 16; ++step) {
+    for (int step = 0; step < kDenseTileNodes / (kHalf ? 32 : 16); ++step) {
       device::wgmma<T, kDim, device::Major::kMN>(state_.out, weights_[step],
                                                  device::advance(values, step * 16 * kPanelRowBytes), true);
     }
@@ -381,13 +416,14 @@ class RowsConsumer {
     }
   }
   // After the products of scores: lets their operands go and replaces them by weights.
+  template <bool kHalf>
   __device__ __forceinline__ void weigh() {
     if constexpr (kMasked) {
       __syncwarp();  // every lane has read its marks
     }
     release(shared_.key_empty[keys_.stage]);
     keys_.advance();
-    prepare();
+    prepare<kHalf>();
     if (tile_ + 1 == num_tiles_) {
       __syncwarp();  // every lane has read its factors
       release(shared_.query_empty[query_buffer()]);
@@ -395,7 +431,7 @@ class RowsConsumer {
     if constexpr (kMasked) {
       state_.weigh(s_, marks_);
     } else {
-      state_.weigh(s_);
+      state_.weigh(scores<kHalf>());
     }
   }
   // The tile among those of all pairs.
@@ -407,44 +443,49 @@ class RowsConsumer {
     }
   }
   // Brings the scores to log2 units and takes out the tokens behind a row's own.
+  template <bool kHalf>
   __device__ __forceinline__ void prepare() {
+    auto& s = scores<kHalf>();
     if (flags_ & kScaledKeys) {
-      undo_powers(s_, shared_.factors[query_buffer()] + threadIdx.x / 32 * 16 + lane_ / 4,
+      undo_powers(s, shared_.factors[query_buffer()] + threadIdx.x / 32 * 16 + lane_ / 4,
                   params_.dense.tiles.scales + place() * kDenseTileNodes + lane_ % 4 * 2);
     }
     if (tile_ + 1 == num_tiles_) {
       const int column = lane_ % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        s_[i] = i / 4 * 8 + i % 2 + column > own_[i / 2 & 1] ? -INFINITY : s_[i];
+      for (int i = 0; i < (kHalf ? 32 : 64); ++i) {
+        s[i] = i / 4 * 8 + i % 2 + column > own_[i / 2 & 1] ? -INFINITY : s[i];
       }
     }
   }
+  template <bool kHalf>
   __device__ __forceinline__ void pack() {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < (kHalf ? 16 : 32); ++i) {
       weights_[i / 4][i % 4] = device::pack_pair<T>(s_[2 * i], s_[2 * i + 1]);
     }
   }
 
+  template <bool kHalf>
   __device__ __forceinline__ void score_first_tile() {
     await_turn();
-    start_scores();
+    start_scores<kHalf>();
     end_turn();
     read_marks();
     device::wgmma_wait<0>();
-    weigh();
-    pack();  // `out` is still zero
+    weigh<kHalf>();
+    pack<kHalf>();  // `out` is still zero
   }
-  // The scores of a tile and the values of the one before it.
+  // The scores of a tile and the values of the one before it; of either the first half where kHalf and kHalfBefore.
+  template <bool kHalf, bool kHalfBefore>
   __device__ __forceinline__ void step() {
     await_turn();
-    start_scores();
-    start_values();
+    start_scores<kHalf>();
+    start_values<kHalfBefore>();
     end_turn();
     read_marks();
     device::wgmma_wait<1>();
-    weigh();
+    weigh<kHalf>();
     device::wgmma_wait<0>();
     release(shared_.value_empty[values_.stage]);
     values_.advance();
@@ -542,9 +583,10 @@ class RowsConsumer {
   RowsShared<kDim>& shared_;
   const int group_, lane_;
   int round_ = 0, tile_ = 0;
-  int num_tiles_;  // of the task
-  bool ends_;      // no task comes after it
-  int flags_;      // what it needs
+  int num_tiles_;   // of the task
+  bool ends_;       // no task comes after it
+  bool ends_half_;  // its last tile is a half one, see half_tile()
+  int flags_;       // what it needs
   int64_t first_tile_;
   int own_[2];  // the tokens of this thread's rows, as rows of the last tile
   // Of masked rows: the run as a row of the last tile, the task's place among the marks, the marks of this thread's rows.
