@@ -9,7 +9,7 @@ from typing import Any
 from htree_ops.bench import plots
 
 from .record import Row
-from .tables import by_run, by_text, converted, digest, label, last_rows, needle_rows, run_of, with_dense
+from .tables import by_model, by_run, converted, digest, label, last_rows, needle_rows, run_of, with_dense
 
 __all__ = ["PICTURES", "draw"]
 
@@ -60,7 +60,7 @@ def copies_over_steps(rows: Sequence[Row], path: Path, theme: str) -> bool:
         for row in rows
         if row.piece == "scratch" and run_of(row) in finished and row.copies_found is not None
     ]
-    used = max(by_text(used), key=lambda mine: len({run_of(row) for row in mine}), default=[])
+    used = max(by_model(used), key=lambda mine: len({run_of(row) for row in mine}), default=[])
     curves = []
     for mine in by_run(used):
         name = label(mine[0])
@@ -107,7 +107,7 @@ def loss_by_position(rows: Sequence[Row], path: Path, theme: str) -> bool:
         series = row.series or []
         width = row.context / len(series) / 1024
         points = [((i + 0.5) * width, value) for i, value in enumerate(series) if value is not None]
-        name = label(row) + (f", text {digest(row)}" if len(by_text(used)) > 1 else "")
+        name = label(row) + (f", text {digest(row)}" if len(by_model(used)) > 1 else "")
         curves.append((name, [x for x, _ in points], [y for _, y in points]))
     if curves:
         names = ("position in the text, 1024 bytes", "bits per byte")

@@ -184,11 +184,6 @@ def conversion(scale: Scale) -> list[Run]:
     return [Run("train: dense", work), *evaluate_runs("conversion", size, settings, load)]
 
 
-def _texts_of(size: Training) -> dict[str, int]:
-    """Length and planted strings of the texts."""
-    return {"context": size.context, "strings": size.strings, "letters": size.letters}
-
-
 def conversion_long(scale: Scale) -> list[Run]:
     """(a) The same at 32 768 tokens, after some more dense training on texts of that length and of the earlier one.
 
@@ -196,6 +191,9 @@ def conversion_long(scale: Scale) -> list[Run]:
     """
     size, short = scale.conversion_long, scale.conversion
     as_many = size.batch * size.context // short.context  # texts of the earlier length with as many bytes
+    earlier = replace(
+        size, context=short.context, batch=as_many, strings=short.strings, letters=short.letters
+    )
     strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
     settings = [dense()] + [size.tree(span, stride) for stride in strides for span in (None, 4, 2)]
     settings += [size.tree(span, 1, "compact") for span in (None, 2)]
@@ -212,7 +210,7 @@ def conversion_long(scale: Scale) -> list[Run]:
             for run in evaluate_runs("conversion-32k", size, settings, lambda _: model):
                 run.work(session)
 
-        train_on_text(session, setup, model, evaluate, replace(size, **_texts_of(short) | {"batch": as_many}))
+        train_on_text(session, setup, model, evaluate, earlier)
 
     return [Run("train: dense, longer texts", work)]
 

@@ -40,7 +40,7 @@ def by_run(rows: Sequence[Row]) -> list[list[Row]]:
     return list(runs.values())
 
 
-def by_text(rows: Sequence[Row]) -> list[list[Row]]:
+def by_model(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each text and kind of model, in the order of the rows."""
     kinds = dict.fromkeys((row.text, row.seen) for row in rows)
     return [[row for row in rows if (row.text, row.seen) == kind] for kind in kinds]
@@ -80,7 +80,7 @@ def converted(rows: Sequence[Row], piece: str) -> list[list[Row]]:
     """The evaluations of (a), those of one text and so of one model together; most copies of the dense model first."""
     used = [row for row in last_rows(rows, piece) if row.run.startswith("evaluated")]
     return sorted(
-        by_text(used),
+        by_model(used),
         key=lambda mine: -max((r.copies_found or 0.0 for r in mine if r.kind == "dense"), default=0.0),
     )
 
@@ -171,7 +171,7 @@ def scratch(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         run, swapped, _ = row.run.partition(SWAPPED)
-        as_trained = trained_runs.get((run, row.text, row.seen))
+        as_trained = trained_runs.get(run_of(replace(row, run=run)))
         if row.piece == "scratch" and row.status == DONE and swapped and as_trained is not None:
             cells = [str(row.seen), label(row), bits(row.bits_per_byte), found(row), digest(row)]
             lines.append([f"{label(as_trained)}, seed {row.seed}", *cells])
@@ -185,7 +185,7 @@ def search(rows: Sequence[Row]) -> str:
     """(f) Copies over steps of one layer of attention, a table for each text."""
     finished = {run_of(row) for row in last_rows(rows, "search")}
     used = [row for row in rows if row.piece == "search" and run_of(row) in finished]
-    return "\n\n".join(search_of(mine) for mine in by_text(used))
+    return "\n\n".join(search_of(mine) for mine in by_model(used))
 
 
 def search_of(used: Sequence[Row]) -> str:
@@ -237,7 +237,7 @@ def needle_rows(rows: Sequence[Row]) -> list[Row]:
 
 def needle(rows: Sequence[Row]) -> str:
     """(e) The worst depth of each length, a table for each text."""
-    return "\n\n".join(needle_of(mine) for mine in by_text(needle_rows(rows)))
+    return "\n\n".join(needle_of(mine) for mine in by_model(needle_rows(rows)))
 
 
 def needle_of(used: Sequence[Row]) -> str:
