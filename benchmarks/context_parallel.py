@@ -23,6 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from lm.parallel import leave
+
 from htree_ops import tree_attention
 from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.results import source_commit
@@ -231,9 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = int(not bars_met(rows, {tokens: bar for tokens, _, bar in problems}))
     else:
         list(measured())
-    dist.destroy_process_group()
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

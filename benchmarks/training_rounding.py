@@ -137,7 +137,7 @@ def work(rank: int, ranks: int, folder: str, jobs: Sequence[Job], settings: Sett
         losses = run(job, text, settings)
         if rank == 0:
             torch.save(losses, f"{folder}/{ranks}-{place}.pt")
-    dist.destroy_process_group()
+    parallel.leave(0)
 
 
 def losses_of(jobs: Sequence[Job], ranks: int, settings: Settings) -> list[list[float]]:

@@ -215,7 +215,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(status)
+    parallel.leave(main())

@@ -8,13 +8,14 @@ import os
 import shutil
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from .settings import Settings, UserError
 from .text import Text, training_batch, validation_windows
 from .training import CLIP_NORM, learning_rate
 
-__all__ = ["DIMENSIONS", "Trainer", "check_mesh", "make_mesh", "read_latest"]
+__all__ = ["DIMENSIONS", "Trainer", "check_mesh", "leave", "make_mesh", "read_latest"]
 
 #: Dimensions of the mesh: ranks with sequences of their own, with tokens of one sequence, and with heads and columns.
 DIMENSIONS = ("data", "context", "tensor")
@@ -76,6 +77,19 @@ def make_mesh(kind: str, sizes: dict[str, int], wait: timedelta) -> DeviceMesh:
         if part.get_group() is not dist.group.WORLD:
             part.get_group().set_timeout(wait)
     return mesh
+
+
+def leave(status: int) -> NoReturn:
+    """Leaves the group and ends this process, without the interpreter's own end.
+
+    Threads of gloo outlive ``destroy_process_group``. One that drops the last tensor of a sum while the interpreter
+    ends can no longer have its lock, which aborts the process after all work is done (pytorch/pytorch#190489).
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def replicas_of(mesh: DeviceMesh) -> DeviceMesh:

@@ -32,9 +32,12 @@ def test_the_document_has_the_largest_differences():
 
 
 def test_roundings_differ_and_two_ranks_train(tmp_path):
-    """Two steps, in a process of its own, whose file the processes that it starts can import."""
+    """Ten steps, in a process of its own, whose file the processes that it starts can import.
+
+    After two, all losses can still be equal. Every node is opened: a node selected in one run alone is no rounding.
+    """
     rounding = program("training_rounding")
-    flags = ["--steps", "2", "--dtypes", "fp32", "--learning-rates", "0.003", "--seeds", "1"]
+    flags = ["--steps", "10", "--open-all", "--dtypes", "fp32", "--learning-rates", "0.003", "--seeds", "1"]
     command = [
         sys.executable,
         str(FOLDER / "training_rounding.py"),
@@ -50,6 +53,6 @@ def test_roundings_differ_and_two_ranks_train(tmp_path):
         *rounding.ALONE,
         *(f"two ranks share {x}" for x in rounding.SHARED),
     ]
-    assert all(float(row["difference_of_10_steps"]) < 1e-3 for row in rows)
+    assert all(float(row["difference_of_10_steps"]) < 1e-4 for row in rows)
     assert float(rows[0]["difference_of_10_steps"]) == 0
     assert any(float(row["difference_of_10_steps"]) > 0 for row in rows[1:])

@@ -199,6 +199,25 @@ def test_ranks_of_torchrun(text: Path, tmp_path: Path) -> None:
     assert "bits per byte after 2 steps" in found.stdout
 
 
+def test_leaving_skips_the_end_of_the_interpreter() -> None:
+    """While that runs, a thread of gloo that drops a tensor aborts the process."""
+    words = """if True:
+        import atexit
+        import torch.distributed as dist
+        from lm.parallel import leave
+        atexit.register(print, "the interpreter ends")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        print("left")
+        leave(3)
+    """
+    paths = [str(training_on_ranks.EXAMPLES), str(Path(htree_ops.__file__).parents[1])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    found = subprocess.run(
+        [sys.executable, "-c", words], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert (found.returncode, found.stdout) == (3, "left\n"), found.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
