@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from htree_ops import TreeKVCache, tree_attention
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.cases import normal
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="128k tokens alone")
     parser.add_argument("--profile", action="store_true", help="what each kernel takes instead of the table")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     settings = QUICK if arguments.quick else WHOLE
     if arguments.profile:
         for setting in settings:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 
 FP8 = torch.float8_e4m3fn
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="errors and times of FP8 products by how they are summed")
     parser.add_argument("--size", type=int, default=4096, help="m, n and k of the products that are timed")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     times = time_methods(arguments.size)
     problems = [
         (kind, k, method)

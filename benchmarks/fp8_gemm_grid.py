@@ -19,7 +19,7 @@ import torch
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import results, timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.testing.fp8_gemm_cases import FP8GemmCase
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="fp8_gemm against torch._scaled_mm over a grid of sizes")
     parser.add_argument("--milliseconds", type=float, default=2.0, help="length of a replay")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     here = results.collect_environment("cuda", timing.copy_bandwidth("cuda"))
     shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
     names = progress(shapes, lambda shape: "x".join(map(str, shape)))

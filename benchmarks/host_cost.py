@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing import compressed_kv_cases, rmsnorm_rope_cases
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--bursts", type=int, default=40, help=f"bursts of {BURST} calls per op")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     print_rows(measure(arguments.device, arguments.bursts), arguments.csv)
     return 0
 

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from htree_ops import tree_attention
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="32768 independent tokens alone, stride 1")
     parser.add_argument("--backward", action="store_true", help="the gradients in place of the outputs")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     settings = progress(QUICK if arguments.quick else WHOLE, str)
     rows = (measure(*setting, arguments.backward) for setting in settings)
     print_rows(rows, arguments.csv)

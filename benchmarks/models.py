@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.command_line import regular_expression
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None, size: Size | None = None, ways: Sequ
     parser.add_argument(
         "--quick", action="store_true", help="the first length alone, nothing compiled, few repetitions"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     effort = timing.QUICK if arguments.quick else timing.Effort(rounds=arguments.rounds)
     ways = [

@@ -25,7 +25,7 @@ import torch
 import htree_ops  # noqa: F401 - registers the ops
 import htree_ops.reference.tree_attention as reference
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--loss", action="store_true", help="the importance that int8 loses, in place of times"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     if arguments.loss:
         losses = [(sizes, x) for *sizes, deviations in LOSSES[arguments.device] for x in deviations]
         some = losses[:1] if arguments.quick else losses

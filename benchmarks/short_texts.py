@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from htree_ops import tree_attention
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.cases import normal
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="tree attention of short texts beside cuDNN")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="six settings of the forward, stride 1 alone")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     settings = QUICK if arguments.quick else WHOLE
     rows = (row for setting in progress(settings, str) for row in measure(*setting))
     print_rows(rows, arguments.csv)

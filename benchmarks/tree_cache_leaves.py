@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from htree_ops import TreeKVCache
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.ops.compressed_kv import kv_compress, kv_decompress
 from htree_ops.ops.tree_cache import cache_layers, page_rows
 from htree_ops.reference import compressed_kv as reference
@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="size of `model`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     rows: Iterator[ErrorRow] | Iterator[ModelRow] | Iterator[MemoryRow] | Iterator[TimeRow]
     if arguments.part == "errors":
         rows = errors(arguments.tokens, arguments.device)

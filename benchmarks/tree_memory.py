@@ -18,7 +18,7 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="time and memory of the backward of tree attention")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--rounds", type=int, default=10, help="rounds in which both are timed (default 10)")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     effort = timing.Effort(rounds=arguments.rounds)
     names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}
     cases = [case for case in BENCHMARK_CASES["cuda"] if case.name in names]

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import htree_ops  # noqa: F401 - registers the ops
 from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import print_rows
+from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing.cases import normal
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="every fourth document, few repetitions")
-    arguments = parser.parse_args(argv)
+    arguments = parse_for_gpu(parser, argv)
     cases, effort = BENCHMARK_CASES[arguments.device], timing.Effort(rounds=arguments.rounds)
     if arguments.quick:
         cases, effort = [replace(case, lengths=case.lengths[::4]) for case in cases], timing.QUICK

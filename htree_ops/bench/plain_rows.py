@@ -1,23 +1,39 @@
-"""Tables of measurements of any kind: any dataclass, one row each, with the commit that was measured."""
+"""Tables of measurements of any kind, for the programs of benchmarks/: any dataclass, one row each."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from .results import source_commit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["print_rows"]
+__all__ = ["parse_for_gpu", "print_rows"]
 
 R = TypeVar("R", bound="DataclassInstance")
+
+
+def parse_for_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a program that measures a GPU, unless its ``--device`` says otherwise.
+
+    Raises:
+        SystemExit: with status 2 and a line on stderr, where torch sees no GPU or the arguments are wrong.
+    """
+    arguments = parser.parse_args(argv)
+    if vars(arguments).get("device", "cuda") != "cpu" and not torch.cuda.is_available():
+        more = ": --device cpu measures this machine" if "device" in arguments else ""
+        parser.error(f"torch sees no GPU{more}")
+    return arguments
 
 
 def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:

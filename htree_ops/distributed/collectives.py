@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 
 from htree_ops.errors import ShapeMismatchError
+from htree_ops.ops.tree_attention.attention import Balance
 
 __all__ = [
     "added",
@@ -73,7 +74,7 @@ def check_local(function: str, **tensors: object) -> None:
 STRETCHES = {"head_tail": 1, "striped": 4}
 
 
-def parts_of(rank: int, size: int, balance: str) -> tuple[int, ...]:
+def parts_of(rank: int, size: int, balance: Balance) -> tuple[int, ...]:
     """The parts of a rank, in its order; the text has ``size`` times as many."""
     if balance == "contiguous":
         return (rank,)
@@ -81,7 +82,7 @@ def parts_of(rank: int, size: int, balance: str) -> tuple[int, ...]:
     return tuple(2 * size * stretch + end for stretch in range(STRETCHES[balance]) for end in ends)
 
 
-def join(gathered: Tensor, dim: int, balance: str) -> Tensor:
+def join(gathered: Tensor, dim: int, balance: Balance) -> Tensor:
     """[n, *slice of a rank] -> the whole text along ``dim``, in its order; a view where that is one."""
     if balance == "contiguous":
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
@@ -93,7 +94,7 @@ def join(gathered: Tensor, dim: int, balance: str) -> Tensor:
     return torch.cat([parts[i] for i in range(len(parts))], dim)
 
 
-def cut(text: Tensor, size: int, dim: int, balance: str) -> Tensor:
+def cut(text: Tensor, size: int, dim: int, balance: Balance) -> Tensor:
     """The whole text -> [n, parts, *part]: the parts of every rank."""
     per_rank = len(parts_of(0, size, balance))
     parts = text.chunk(per_rank * size, dim)

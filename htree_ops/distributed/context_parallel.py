@@ -24,6 +24,7 @@ from htree_ops.distributed.collectives import (
 )
 from htree_ops.ops.arguments import autocast_dtype, check_tensors, named_as
 from htree_ops.ops.tree_attention.attention import (
+    Balance,
     Frequencies,
     check_balance,
     check_scope,
@@ -72,7 +73,7 @@ class _Attention(torch.autograd.Function):
         group_name: GroupName,
         rank: int,
         size: int,
-        balance: str,
+        balance: Balance,
         groups: int,
         steps: int,
         store_parents: bool,
@@ -159,7 +160,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     size: int,
-    balance: str,
+    balance: Balance,
     compression_rate: int,
     max_top_nodes: int | None,
     top_k: int,
@@ -238,7 +239,7 @@ def tree_attention_cp(
     v: Tensor,
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
-    balance: str = "head_tail",
+    balance: Balance = "head_tail",
     compression_rate: int = 16,
     max_top_nodes: int | None = None,
     top_k: int = 512,

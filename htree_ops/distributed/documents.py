@@ -29,6 +29,7 @@ from htree_ops.distributed.context_parallel import Later, OpOptions, kind_of, un
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, named_as
 from htree_ops.ops.tree_attention.attention import (
+    Balance,
     Frequencies,
     check_balance,
     check_scope,
@@ -116,7 +117,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         group_name: GroupName,
         size: int,
-        balance: str,
+        balance: Balance,
         groups: int,
         share: Share,
         store_parents: bool,
@@ -277,7 +278,7 @@ def _send(sums: Tensor | None, ctx: Any) -> Tensor | None:
 
 
 def positions_of(
-    tokens: int, group: dist.ProcessGroup | DeviceMesh | None, balance: str, device: torch.device
+    tokens: int, group: dist.ProcessGroup | DeviceMesh | None, balance: Balance, device: torch.device
 ) -> Tensor:
     """Where the ``tokens`` of this rank stand in the text, [tokens]; without a complaint, for a call will have one."""
     members = group_of("tree_attention_varlen_cp", group)
@@ -338,7 +339,7 @@ def _check(
     value: Tensor,
     offsets: tuple[int, ...],
     size: int,
-    balance: str,
+    balance: Balance,
     compression_rate: int,
     max_top_nodes: int | None,
     top_k: int,
@@ -405,7 +406,7 @@ def tree_attention_varlen_cp(
     cu_seqlens: Tensor | Sequence[int],
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
-    balance: str = "head_tail",
+    balance: Balance = "head_tail",
     compression_rate: int = 16,
     max_top_nodes: int | None = None,
     top_k: int = 512,

@@ -23,7 +23,7 @@ from htree_ops.distributed.collectives import (
     waited,
 )
 from htree_ops.ops.arguments import check_kind, check_tensor
-from htree_ops.ops.tree_attention.attention import check_balance
+from htree_ops.ops.tree_attention.attention import Balance, check_balance
 
 __all__ = ["shard_sequence", "unshard_sequence"]
 
@@ -42,7 +42,7 @@ def shard_sequence(
     group: dist.ProcessGroup | DeviceMesh | None,
     dim: int = 1,
     *,
-    balance: str = "head_tail",
+    balance: Balance = "head_tail",
 ) -> Tensor:
     """The tokens of this rank, from a text that every rank has.
 
@@ -86,7 +86,7 @@ def shard_sequence(
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: GroupName, size: int, dim: int, balance: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group_name: GroupName, size: int, dim: int, balance: Balance) -> Tensor:
         ctx.group_name, ctx.size, ctx.dim, ctx.balance = group_name, size, dim, balance
         return join(waited(all_gather(x, group_name)), dim, balance)
 
@@ -96,7 +96,7 @@ class _Unshard(torch.autograd.Function):
         return added(received, ctx.dim).to(gradient.dtype), None, None, None, None
 
 
-def _checked_slice(x: Tensor, dim: int, balance: str) -> int:
+def _checked_slice(x: Tensor, dim: int, balance: Balance) -> int:
     """Raises what this rank alone can see of a call of :func:`unshard_sequence`."""
     name = "unshard_sequence"
     check_balance(name, balance)
@@ -114,7 +114,7 @@ def unshard_sequence(
     group: dist.ProcessGroup | DeviceMesh | None,
     dim: int = 1,
     *,
-    balance: str = "head_tail",
+    balance: Balance = "head_tail",
 ) -> Tensor:
     """The whole text on every rank, from the tokens of each; undoes :func:`shard_sequence`.
 

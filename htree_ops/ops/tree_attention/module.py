@@ -25,6 +25,7 @@ from htree_ops.ops.arguments import (
     options_of,
 )
 from htree_ops.ops.tree_attention.attention import (
+    Balance,
     Frequencies,
     Importance,
     Scope,
@@ -143,7 +144,7 @@ class HTreeAttention(nn.Module):
         selection_dtype: SelectionDtype | None = None,
         inv_freq: Frequencies | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
-        cp_balance: str = "head_tail",
+        cp_balance: Balance = "head_tail",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
