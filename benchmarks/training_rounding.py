@@ -31,6 +31,7 @@ from lm.text import Text, default_folder, load_text
 
 from htree_ops.bench.plain_rows import print_rows
 from htree_ops.bench.results import source_commit
+from htree_ops.testing.gloo import use_one_worker
 
 #: As a run on two GPUs, at sizes of a CPU.
 SETTINGS = Settings(
@@ -130,6 +131,7 @@ def run(job: Job, text: Text, settings: Settings) -> list[float]:
 def work(rank: int, ranks: int, folder: str, jobs: Sequence[Job], settings: Settings) -> None:
     """One of the processes: all jobs, one behind the other."""
     torch.set_num_threads(1)
+    use_one_worker()
     store = dist.FileStore(f"{folder}/store{ranks}", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     text = load_text(default_folder(), settings.context)

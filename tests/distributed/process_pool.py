@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from htree_ops.testing.gloo import use_one_worker
+
 COLLECTIVE_SECONDS = 300
 ANSWER_SECONDS = 600
 #: What the other ranks have to notice that one has died.
@@ -45,6 +47,7 @@ def group_of(size: int) -> dist.ProcessGroup:
 
 def _start(rank: int, size: int, backend: str, store: str, seconds: float) -> None:
     torch.set_num_threads(1)
+    use_one_worker()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
