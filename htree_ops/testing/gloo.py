@@ -26,7 +26,7 @@ def use_one_worker() -> None:
 
     With two, as torch 2.11 gives them, both write the name of their last collective into one string without a lock
     (``ProcessGroupGloo::runLoop``). A name of more than 15 characters ("ALLGATHER_COALESCED") can then be freed twice:
-    AddressSanitizer shows it within seconds where collectives of one group run at the same time and the processor is
-    busy. Without it a rank dies of it once in many runs.
+    AddressSanitizer shows it within a minute where collectives of one group run at the same time and the processor is
+    busy. An ordinary process dies of it once in many runs.
     """
     distributed_c10d.ProcessGroupGloo = _OneWorker  # type: ignore[misc]
