@@ -245,6 +245,14 @@ std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim, 
   return {plan.cluster, plan.stages, plan.places.bytes};
 }
 
+// Of a dense top with `tiles` tiles: the query rows of a thread block that sums weights, and the blocks that share the
+// tiles of the same rows for importances. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
+std::array<int64_t, 2> tree_top_scores(int64_t rows, int64_t heads, int64_t tiles, int64_t num_sms) {
+  namespace tree = htree::tree_attention;
+  const int64_t blocks = htree::ceil_div(rows, tree::kTopLists) * heads;
+  return {tree::reference_rows(rows, heads, num_sms), tree::importance_parts(blocks, tiles, num_sms)};
+}
+
 // A call of tree attention on a GPU of the given capability and shared memory per thread block, and what
 // plan/ chooses for it.
 namespace tree = htree::tree_attention;
@@ -254,7 +262,7 @@ class TreeAttentionCall {
                     int64_t max_top_nodes, int64_t top_k, int64_t selection_stride, int major,
                     int64_t shared_bytes, bool hopper_kernels, bool per_query_gather, int64_t num_sms,
                     int64_t selection_span, bool selection_int8, bool rotate, bool gathered,
-                    std::vector<int64_t> starts) {
+                    const std::vector<int64_t>& starts) {
     std::tie(problem_.batch, problem_.num_keys, problem_.num_queries, problem_.num_heads,
              problem_.num_kv_heads, problem_.key_dim, problem_.value_dim) = std::tuple_cat(sizes);
     problem_.half_dtype = half_dtype;
@@ -266,10 +274,8 @@ class TreeAttentionCall {
     problem_.args.selection_dtype =
         selection_int8 ? tree::SelectionDtype::kInt8 : tree::SelectionDtype::kAsGiven;
     problem_.args.rotate = rotate;
-    if (starts.empty()) {
-      starts = {problem_.num_keys - problem_.num_queries};
-    }
-    problem_.args.starts = starts;
+    problem_.args.starts =
+        starts.empty() ? std::vector<int64_t>{problem_.num_keys - problem_.num_queries} : starts;
     const tree::DeviceFacts device{major, shared_bytes, major == 9 && hopper_kernels, num_sms};
     const auto gather = per_query_gather ? tree::GatherChoice::kPerQuery
                         : gathered       ? tree::GatherChoice::kGathered
@@ -455,17 +461,21 @@ PYBIND11_MODULE(_host, module) {
              py::arg("top_k") = 512, py::arg("spans") = false, py::arg("multiprocessors") = 132,
              py::arg("most_cluster") = 16, py::arg("wanted_cluster") = 0,
              "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes).");
+  module.def(
+      "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
+      py::arg("num_sms") = 132,
+      "The scores of a dense top: (rows of a thread block, blocks that share the tiles of the same rows).");
   py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")
       .def(py::init<const std::array<int64_t, 7>&, bool, int64_t, int64_t, int64_t, int64_t, int, int64_t,
-                    bool, bool, int64_t, int64_t, bool, bool, bool, std::vector<int64_t>>(),
+                    bool, bool, int64_t, int64_t, bool, bool, bool, const std::vector<int64_t>&>(),
            py::arg("sizes"), py::arg("half_dtype"), py::arg("compression_rate") = 16,
            py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512, py::arg("selection_stride") = 1,
            py::arg("major") = 9, py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
            py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
            py::arg("selection_span") = 0, py::arg("selection_int8") = false, py::arg("rotate") = true,
-           py::arg("gathered") = false, py::arg("starts") = std::vector<int64_t>())
+           py::arg("gathered") = false, py::arg("starts") = std::vector<int64_t>{})
       .def("forward", &TreeAttentionCall::forward,
            "Path, chunks, and the kernels of the layers from the top down.")
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")

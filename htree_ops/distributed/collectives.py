@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 import zlib
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ __all__ = [
     "group_of",
     "join",
     "parts_of",
+    "parts_per_rank",
     "waited",
 ]
 
@@ -69,15 +71,78 @@ def check_local(function: str, **tensors: object) -> None:
 # ---- who has which tokens. Of n ranks each has one part of the text ("contiguous"), or the parts i and 2n - 1 - i of
 # 2n, one behind the other ("head_tail"), so that short and long causal rows meet on each rank. "striped" does that in
 # each quarter of the text: the work of a row of tree attention does not grow evenly along the text, but evenly enough
-# along a quarter.
+# along a quarter. "work" gives a rank some parts from the head of what the ranks before it have left, and the others
+# from its tail, as many from either as make its share of the work.
 
 STRETCHES = {"head_tail": 1, "striped": 4}
+WORK_PARTS = 16
+
+#: The default options of tree attention: rows before so many tokens are dense, and so many children have a parent.
+DENSE_TOKENS, CHILDREN = 8192, 16
+#: What the gather of a list costs, as a multiple of a dense product with as many nodes (on an H200).
+GATHER_COST = 1.2
 
 
-def parts_of(rank: int, size: int, balance: Balance) -> tuple[int, ...]:
-    """The parts of a rank, in its order; the text has ``size`` times as many."""
+def work_before(token: int, layers: int) -> float:
+    """The work of the rows before a token, in rows that multiply DENSE_TOKENS nodes densely.
+
+    A dense row multiplies all tokens before it. Another one gathers that many tokens, and in each layer above it meets
+    the nodes before it, but at most that many.
+    """
+    dense = min(token, DENSE_TOKENS)
+    work = dense * dense / (2 * DENSE_TOKENS)
+    if token > dense:
+        work += GATHER_COST * (token - dense)
+        for layer in range(1, layers):
+            full = (
+                DENSE_TOKENS * CHILDREN**layer
+            )  # from this token on a row meets as many nodes as it ever does
+            rising = (min(token, full) ** 2 - dense**2) / (2 * full)
+            work += rising + max(0, token - full)
+    return work
+
+
+def _heads(size: int, tokens: int) -> tuple[int, ...]:
+    """How many parts each rank has from the head, with ``balance="work"``."""
+    layers, nodes = 1, tokens
+    while nodes > DENSE_TOKENS:
+        layers, nodes = layers + 1, -(-nodes // CHILDREN)
+    count = WORK_PARTS * size
+    before = [work_before(tokens * part // count, layers) for part in range(count + 1)]
+    heads: list[int] = []
+    first, end = 0, count
+    for rank in range(size - 1):
+        share = (before[end] - before[first]) / (size - rank)
+        # The more parts are from the head, the less work they are.
+        found = [
+            before[first + head] - before[first] + before[end] - before[end - WORK_PARTS + head] - share
+            for head in range(WORK_PARTS + 1)
+        ]
+        head = min(range(WORK_PARTS + 1), key=lambda i: abs(found[i]))
+        heads.append(head)
+        first, end = first + head, end - WORK_PARTS + head
+    return (*heads, WORK_PARTS)
+
+
+_known_heads = functools.lru_cache(256)(_heads)
+
+
+def parts_per_rank(balance: Balance) -> int:
+    """The parts that a rank has, all of one length."""
+    return {"contiguous": 1, "work": WORK_PARTS}.get(balance) or 2 * STRETCHES[balance]
+
+
+def parts_of(rank: int, size: int, balance: Balance, tokens: int) -> tuple[int, ...]:
+    """The parts of a rank, in its order; the text of ``tokens`` tokens has ``size`` times as many."""
     if balance == "contiguous":
         return (rank,)
+    if balance == "work":
+        known = _heads if torch.compiler.is_compiling() else _known_heads  # the compiler sees no cache
+        heads = known(size, int(tokens))
+        first = sum(heads[:rank])
+        end = WORK_PARTS * size - (WORK_PARTS * rank - first)
+        tail = WORK_PARTS - heads[rank]
+        return (*range(first, first + heads[rank]), *range(end - tail, end))
     ends = (rank, 2 * size - 1 - rank)
     return tuple(2 * size * stretch + end for stretch in range(STRETCHES[balance]) for end in ends)
 
@@ -89,16 +154,16 @@ def join(gathered: Tensor, dim: int, balance: Balance) -> Tensor:
     size = gathered.shape[0]
     parts: dict[int, Tensor] = {}
     for rank, text in enumerate(gathered.unbind(0)):
-        own = parts_of(rank, size, balance)
+        own = parts_of(rank, size, balance, size * text.shape[dim])
         parts |= zip(own, text.chunk(len(own), dim), strict=True)
     return torch.cat([parts[i] for i in range(len(parts))], dim)
 
 
 def cut(text: Tensor, size: int, dim: int, balance: Balance) -> Tensor:
     """The whole text -> [n, parts, *part]: the parts of every rank."""
-    per_rank = len(parts_of(0, size, balance))
+    per_rank = parts_per_rank(balance)
     parts = text.chunk(per_rank * size, dim)
-    order = [i for rank in range(size) for i in parts_of(rank, size, balance)]
+    order = [i for rank in range(size) for i in parts_of(rank, size, balance, text.shape[dim])]
     return torch.stack([parts[i] for i in order]).unflatten(0, (size, per_rank))
 
 

@@ -20,6 +20,7 @@ from htree_ops.distributed.collectives import (
     group_of,
     join,
     parts_of,
+    parts_per_rank,
     waited,
 )
 from htree_ops.ops.arguments import autocast_dtype, check_tensors, named_as
@@ -83,7 +84,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
         ctx.steps, ctx.later, ctx.options = steps, later, options
-        parts = parts_of(rank, size, balance)
+        parts = parts_of(rank, size, balance, size * q.shape[1])
         ctx.starts = [part * (q.shape[1] // len(parts)) for part in parts]
         under_way = _gather(k, v, ctx)
         results = []
@@ -182,7 +183,7 @@ def _check(
     check_local(name, q=q, k=k, v=v)
     check_tensors(name, q=(q, "B T H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
     tokens = q.shape[1] * size
-    per_rank = len(parts_of(0, size, balance))
+    per_rank = parts_per_rank(balance)
     step = per_rank * size * compression_rate
     if compression_rate > 0 and tokens % step:
         pieces = "n * r" if per_rank == 1 else f"{per_rank} * n * r"
@@ -269,8 +270,8 @@ def tree_attention_cp(
         k: its keys [B, T/n, H_kv, K]. v: its values [B, T/n, H_kv, V].
         group: the ranks; None is the default group, a mesh must have one dimension. With one rank this is
             :func:`htree_ops.tree_attention`.
-        balance: "head_tail", "striped" or "contiguous", as in :func:`shard_sequence`. 2 * n * r (striped: 8 * n * r,
-            contiguous: n * r) divides T.
+        balance: "head_tail", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n * r (striped:
+            8 * n * r, contiguous: n * r, work: 16 * n * r) divides T.
         gather_steps: a divisor of H_kv, in so many steps keys and values are gathered and the attention runs, the one
             while the next is on its way; None chooses by the length. The rows do not depend on it.
         The others: as in :func:`htree_ops.tree_attention`.

@@ -23,6 +23,7 @@ from htree_ops.distributed.collectives import (
     group_of,
     join,
     parts_of,
+    parts_per_rank,
     waited,
 )
 from htree_ops.distributed.context_parallel import Later, OpOptions, kind_of, under_autocast, wanted_gradients
@@ -282,7 +283,7 @@ def positions_of(
 ) -> Tensor:
     """Where the ``tokens`` of this rank stand in the text, [tokens]; without a complaint, for a call will have one."""
     members = group_of("tree_attention_varlen_cp", group)
-    parts = parts_of(members.rank(), members.size(), balance)
+    parts = parts_of(members.rank(), members.size(), balance, tokens * members.size())
     length = -(-tokens // len(parts))
     places = [torch.arange(part * length, part * length + length, device=device) for part in parts]
     return torch.cat(places)[:tokens]
@@ -359,7 +360,7 @@ def _check(
     check_balance(name, balance)
     check_local(name, query=query, key=key, value=value)
     check_tensors(name, query=(query, "N/n H K"), key=(key, "N/n H_kv K"), value=(value, "N/n H_kv V"))
-    parts = len(parts_of(0, size, balance))
+    parts = parts_per_rank(balance)
     tokens, step = query.shape[0] * size, parts * size
     if tokens % step:
         raise ValueError(
@@ -436,8 +437,8 @@ def tree_attention_varlen_cp(
             lies on a GPU the call waits for that.
         group: the ranks that share the text; None is the default group, a mesh must have one dimension. A group of one
             gives what :func:`htree_ops.tree_attention_varlen` does.
-        balance: "head_tail", "striped" or "contiguous", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
-            contiguous: n) divides N.
+        balance: "head_tail", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
+            contiguous: n, work: 16 * n) divides N. "work" is that of one text as long as all documents.
         selection_stride: a document that lies in several parts begins a multiple of it before their border.
         scope, store_parents: as in :func:`htree_ops.tree_attention`; lists are stored for documents that lie in several
             parts.
@@ -495,7 +496,7 @@ def tree_attention_varlen_cp(
         agree(name, members, facts, same, refusal)
     elif refusal is not None:
         raise refusal
-    parts = parts_of(rank, size, balance)
+    parts = parts_of(rank, size, balance, size * query.shape[0])
     share = share_of(offsets, query.shape[0] // len(parts), parts, selection_stride)
     groups = query.shape[1] // key.shape[1] if scope == "q_head" else 1
     plan = (members.group_name, size, balance, groups, share, store_parents, later)

@@ -20,6 +20,7 @@ from htree_ops.distributed.collectives import (
     group_of,
     join,
     parts_of,
+    parts_per_rank,
     waited,
 )
 from htree_ops.ops.arguments import check_kind, check_tensor
@@ -48,21 +49,23 @@ def shard_sequence(
 
     With n ranks "head_tail" cuts the text into 2n parts and gives rank i the parts i and 2n - 1 - i, one behind the
     other: early rows of causal attention are cheap, late ones are not, and each rank has both. "striped" does that in
-    each quarter of the text, which shares the work of tree attention more evenly (docs/distributed.md). "contiguous"
-    gives rank i part i of n. Nothing is communicated.
+    each quarter of the text, which shares the work of tree attention more evenly (docs/distributed.md). "work" cuts it
+    into 16n parts: in turn each rank takes 16 of those that are left, some at their head and some at their tail, which
+    together are its share of the work of tree attention with the default options. "contiguous" gives rank i part i of
+    n. Nothing is communicated.
 
     Args:
         x: [..., T, ...], the same on every rank; any dtype.
         group: the ranks that share the text; None is the default group, a mesh must have one dimension.
         dim: the dimension of the tokens.
-        balance: "head_tail", "striped" or "contiguous".
+        balance: "head_tail", "striped", "contiguous" or "work".
 
     Returns:
         [..., T / n, ...], a new tensor. Its gradient with respect to x is 0 for the tokens of other ranks.
 
     Raises:
-        ValueError: T is not divided by 2n (head_tail), 8n (striped) or n (contiguous); the message names the next
-            length that is.
+        ValueError: T is not divided by 2n (head_tail), 8n (striped), n (contiguous) or 16n (work); the message names
+            the next length that is.
         TypeError: no tensor, or no process group.
     """
     name = "shard_sequence"
@@ -72,8 +75,7 @@ def shard_sequence(
     rank, size = members.rank(), members.size()
     if size == 1:
         return x.clone()
-    mine = parts_of(rank, size, balance)
-    count = len(mine) * size
+    count = parts_per_rank(balance) * size
     tokens = x.shape[dim]
     if tokens % count:
         raise ValueError(
@@ -81,7 +83,7 @@ def shard_sequence(
             f"{tokens}; the next length that works is {(tokens // count + 1) * count}"
         )
     parts = x.chunk(count, dim)
-    return torch.cat([parts[i] for i in mine], dim)
+    return torch.cat([parts[i] for i in parts_of(rank, size, balance, tokens)], dim)
 
 
 class _Unshard(torch.autograd.Function):
@@ -101,7 +103,7 @@ def _checked_slice(x: Tensor, dim: int, balance: Balance) -> int:
     name = "unshard_sequence"
     check_balance(name, balance)
     dim = _checked_dim(name, x, dim)
-    count = len(parts_of(0, 1, balance))
+    count = parts_per_rank(balance)
     if x.shape[dim] % count:
         raise ValueError(
             f"{name}: size {dim} of x must be a multiple of {count} for {balance}, got {tuple(x.shape)}"
@@ -128,7 +130,7 @@ def unshard_sequence(
 
     Raises:
         ShapeMismatchError: the ranks have different shapes, dtypes or devices, on every rank; not in compiled code.
-        ValueError: a number of tokens that 2 (head_tail) or 8 (striped) does not divide.
+        ValueError: a number of tokens that 2 (head_tail), 8 (striped) or 16 (work) does not divide.
         TypeError: no tensor, or no process group.
     """
     name = "unshard_sequence"

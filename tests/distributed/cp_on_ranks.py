@@ -90,7 +90,7 @@ def sums_of_ranks(
     rate, most, top_k = (options[name] for name in ("compression_rate", "max_top_nodes", "top_k"))
     totals: list[Tensor] = []
     for rank in range(size):
-        parts = parts_of(rank, size, balance) if size > 1 else (0,)
+        parts = parts_of(rank, size, balance, sizes[1]) if size > 1 else (0,)
         starts = [part * sizes[1] // (size * len(parts)) for part in parts]
         length = sizes[1] // (size * len(parts))
         rows, upstream = (torch.cat([x[:, at : at + length] for at in starts], 1) for x in (q, dout))
@@ -193,7 +193,7 @@ def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
     one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **OPTIONS)
     many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, device=device, **OPTIONS)
     many.load_state_dict(one.state_dict())
-    x = normal((2, 128, 24), torch.float32, device, 5)
+    x = normal((2, 256, 24), torch.float32, device, 5)
     expected = one(x)
     expected.square().sum().backward()
     out = many(shard_sequence(x, group, balance=balance))

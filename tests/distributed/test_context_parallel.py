@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,13 @@ from process_pool import Pool, started
 
 import htree_ops
 from htree_ops.distributed import tree_attention_cp
-from htree_ops.distributed.collectives import parts_of
+from htree_ops.distributed.collectives import parts_of, parts_per_rank, work_before
 from htree_ops.distributed.context_parallel import choose_steps
 
-BALANCES = ("head_tail", "striped", "contiguous")
+BALANCES = ("head_tail", "striped", "contiguous", "work")
 #: B, T, H, H_kv, K, V and the options.
 CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
-    "three_layers": ((2, 128, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}),
+    "three_layers": ((2, 256, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 16, "top_k": 4}),
     "stride": (
         (1, 256, 4, 1, 8, 8),
         {"compression_rate": 8, "max_top_nodes": 16, "top_k": 3, "selection_stride": 4},
@@ -86,7 +87,7 @@ def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
     balances = BALANCES if dtype == torch.float32 else BALANCES[:1]
     for balance in balances:
         for size in (2, 4) if dtype == torch.float32 else (4,):
-            if sizes[1] % (size * options["compression_rate"] * len(parts_of(0, 1, balance))):
+            if sizes[1] % (size * options["compression_rate"] * parts_per_rank(balance)):
                 continue
             for found in ranks.run(cp_on_ranks.compare, size, balance, sizes, dtype, options):
                 assert_matches(found, dtype)
@@ -108,7 +109,7 @@ def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, An
     balance = draw(st.sampled_from(BALANCES))
     rate = draw(st.sampled_from((2, 3, 4, 8)))
     top_k = draw(st.integers(1, 4))
-    step = size * rate * len(parts_of(0, 1, balance))
+    step = size * rate * parts_per_rank(balance)
     heads = draw(st.integers(1, 2))
     sizes = (
         draw(st.integers(1, 2)),
@@ -208,7 +209,7 @@ def test_a_fault_raises_on_every_gpu(gpus: Pool) -> None:
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_shards_come_back(balance: str, ranks: Pool) -> None:
-    for size, shape, dim in ((4, (2, 32, 3), 1), (2, (16, 5), 0), (4, (3, 2, 96), -1), (1, (2, 7), 1)):
+    for size, shape, dim in ((4, (2, 64, 3), 1), (2, (32, 5), 0), (4, (3, 2, 192), -1), (1, (2, 7), 1)):
         results = ranks.run(cp_on_ranks.round_trip, size, balance, shape, dim)
         assert all(found["whole"] for found in results)
         assert max(found["gradient"] for found in results) < 1e-12
@@ -226,6 +227,53 @@ def test_who_has_which_tokens(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.share, 4, "head_tail", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
     stripes = [[0, 3, 4, 7, 8, 11, 12, 15], [1, 2, 5, 6, 9, 10, 13, 14]]
     assert ranks.run(cp_on_ranks.share, 2, "striped", 16) == stripes * 2
+    short = [[*range(8), *range(24, 32)], [*range(8, 24)]]  # all rows are dense
+    assert ranks.run(cp_on_ranks.share, 2, "work", 32) == short * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("tokens", [49_152, 131_072, 524_288, 1_048_576, 6_291_456])
+def test_work_is_shared_evenly(size: int, tokens: int) -> None:
+    """Each rank has a head and a tail of what is left, every part is taken once, and no rank has much more than others.
+
+    What a part costs is the finest that can be moved; where ranks have few tokens each, that is what they differ by.
+    """
+    layers = 1
+    while tokens > 8192 * 16 ** (layers - 1):
+        layers += 1
+    count = 16 * size
+    border = [work_before(tokens * i // count, layers) for i in range(count + 1)]
+    work = [end - begin for begin, end in itertools.pairwise(border)]
+    assert work == sorted(work), "later rows are more work"
+    shares = [parts_of(rank, size, "work", tokens) for rank in range(size)]
+    assert sorted(itertools.chain(*shares)) == list(range(count))
+    assert all(len(parts) == 16 and list(parts) == sorted(parts) for parts in shares)
+    for parts in shares:
+        assert sum(after - part > 1 for part, after in itertools.pairwise(parts)) <= 1, "a head and a tail"
+
+    def unevenness(balance: str) -> float:
+        per_rank = parts_per_rank(balance)
+        share = [
+            sum(
+                work_before(tokens * (part + 1) // (size * per_rank), layers)
+                - work_before(tokens * part // (size * per_rank), layers)
+                for part in parts_of(rank, size, balance, tokens)
+            )
+            for rank in range(size)
+        ]
+        return max(share) * size / border[-1] - 1
+
+    assert unevenness("work") <= 0.035
+    assert unevenness("work") <= min(map(unevenness, ("head_tail", "contiguous"))) + 0.002
+
+
+def test_a_text_that_is_shared_unevenly_equals_one_process(ranks: Pool) -> None:
+    """Rank 0 has more of the tail than of the head, so its two stretches of rows have different lengths."""
+    sizes = (1, 16_384, 1, 1, 2, 2)
+    options = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+    assert parts_of(0, 2, "work", sizes[1]) == (*range(6), *range(22, 32))
+    for found in ranks.run(cp_on_ranks.compare, 2, "work", sizes, torch.float64, options):
+        assert_matches(found, torch.float64)
 
 
 # ---- overlap
@@ -252,8 +300,9 @@ def test_the_module_equals_its_twin(balance: str, ranks: Pool) -> None:
         assert found["gradients"] < 1e-4, found
 
 
-def test_compiles_whole(ranks: Pool) -> None:
-    for found in ranks.run(cp_on_ranks.compiled, 2, "head_tail"):
+@pytest.mark.parametrize("balance", ["head_tail", "work"])
+def test_compiles_whole(balance: str, ranks: Pool) -> None:
+    for found in ranks.run(cp_on_ranks.compiled, 2, balance):
         assert max(found["errors"]) < 1e-4, found
 
 
@@ -287,7 +336,7 @@ def test_autocast(ranks: Pool) -> None:
             "uneven",
             r"must be a multiple of 2 \* n \* r = 32, got 4 \* 30 = 120; the next length that works is 128",
         ),
-        ("unknown balance", "balance must be one of head_tail, striped, contiguous, got 'diagonal'"),
+        ("unknown balance", "balance must be one of head_tail, striped, contiguous, work, got 'diagonal'"),
         ("unshard", r"size 1 of x must be the same on every rank, got \[32, 30, 28, 26\] by rank"),
         ("unshard another device", "unshard_sequence: the type of device must be the same on every rank"),
         (
@@ -366,6 +415,6 @@ def test_a_group_is_needed() -> None:
     with pytest.raises(NotImplementedError, match="a cache is not supported beside cp_group"):
         layer(torch.zeros(1, 4, 8), cache=layer.make_cache(1, 16))
     with pytest.raises(
-        ValueError, match="cp_balance must be one of head_tail, striped, contiguous, got 'middle'"
+        ValueError, match="cp_balance must be one of head_tail, striped, contiguous, work, got 'middle'"
     ):
         htree_ops.HTreeAttention(8, 2, cp_balance="middle")

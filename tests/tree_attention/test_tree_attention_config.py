@@ -135,6 +135,18 @@ def test_chunks_fill_whole_waves_of_blocks(kv_heads: int, stride: int, num_sms: 
     assert queries // 16 * kv_heads % num_sms == 0
 
 
+@pytest.mark.parametrize("stride", [4, 16])
+@pytest.mark.parametrize("length", [131_072, 524_288])
+@pytest.mark.parametrize(("num_sms", "wave"), [(132, 1056), (114, 1824), (78, 1248)])
+def test_chunks_fill_whole_waves_of_scores(length: int, stride: int, num_sms: int, wave: int) -> None:
+    """A block scores 32 lists of 8 heads at the top; where a chunk holds no wave of them, those of the others count."""
+    sizes = (1, length, length, 32, 4, 128, 128)
+    found = choices(sizes, selection_stride=stride, num_sms=num_sms)
+    lists = int(found["query_chunk"]) // stride
+    assert (lists % wave == 0) == (lists >= wave)
+    assert lists >= wave or num_sms < 132
+
+
 def layers(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | bool) -> list[str]:
     """The kernels of every layer of a forward, the top first."""
     return choices(sizes, half, **options)["layers"].split(",")
@@ -455,3 +467,52 @@ def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int
     assert queries < 524_288
     tasks = queries // run * -(-run * heads // kv_heads // 128) * kv_heads
     assert tasks % num_sms == 0
+
+
+STEP = 4096  # queries of a piece
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("starts", [[2, 3], [0, 1, 2, 3], [4, 5, 6]])
+def test_a_text_in_neighbouring_pieces_is_one_piece(starts: list[int], backward: bool) -> None:
+    sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
+    found, expected = (
+        choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in places])
+        for places in (starts, starts[:1])
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("starts", "longest"),
+    [([2, 3, 6], 2 * STEP), ([0, 4, 5, 6], 3 * STEP), ([0, 1, 2, 3, 7], 4 * STEP - 8192), ([3, 2], STEP)],
+)
+def test_chunks_fit_the_longest_run_of_neighbouring_pieces(starts: list[int], longest: int) -> None:
+    sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
+    for backward in (False, True):
+        found = choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in starts])
+        assert found["query_chunk"] == str(longest)
+
+
+def score_times(rows: int, heads: int, tiles: int, block: int, parts: int) -> tuple[float, float]:
+    """Of references and importances, in tiles of a block of 256 rows and with 5 tiles for the start of a block."""
+    references = -(-(-(-rows // block) * heads) // 132) * (1 if block == 256 else 9 / 16)
+    blocks = -(-rows // 256) * heads * parts
+    return references, -(-blocks // 132) * (-(-tiles // parts) + 5)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 64])
+@pytest.mark.parametrize("rows", [8, 300, 512, 2048, 8448, 10_296, 94_000])
+@pytest.mark.parametrize("tiles", [4, 31, 64])
+def test_scores_of_few_lists_take_more_blocks(rows: int, heads: int, tiles: int) -> None:
+    block, parts = host.tree_top_scores(rows, heads, tiles)
+    assert block in (128, 256)
+    assert parts in (1, 2, 4, 8)
+    found = score_times(rows, heads, tiles, block, parts)
+    plain = score_times(rows, heads, tiles, 256, 1)
+    assert all(ours <= theirs for ours, theirs in zip(found, plain, strict=True))
+    if -(-rows // 256) * heads <= 132 // 4 and tiles > 16:  # a quarter of a wave at most
+        assert block == 128
+        assert parts >= 4
+    if -(-rows // 256) * heads % 132 == 0:
+        assert (block, parts) == (256, 1), "whole waves stay"

@@ -90,6 +90,25 @@ def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
     assert torch.equal(op.attention(q[1:], k[1:], v[1:], **options), whole[1:])
 
 
+@pytest.mark.parametrize(("length", "width"), [(40, 128), (130, 32), (200, 64), (300, 128)])
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
+def test_a_text_among_many_has_the_bits_of_the_text_alone(group: int, length: int, width: int) -> None:
+    """A block takes ten tasks and more. A text alone is the first of its block, whose queries other warps rotate."""
+    runs = -(-length // (128 // 2 ** (group - 1).bit_length()))
+    texts = -(-10 * torch.cuda.get_device_properties("cuda").multi_processor_count // (2 * runs))
+    case = model("texts", B=texts, T=length, H=2 * group, K=width, V=width, M=512, top_k=32)
+    q, k, v = case.make_qkv("cuda")
+    q[1::3, ::7] *= 2.0**-12
+    q[2::7, 5, 0, 1] = math.inf
+    k[::5, 3] *= 2.0**-11
+    v[1::4, -1, :, 3] = math.inf
+    options = case.reference_options()
+    out = op.attention(q, k, v, **options)
+    for text in {*range(0, texts, max(1, texts // 40)), texts - 1}:
+        alone = op.attention(*(x[text : text + 1] for x in (q, k, v)), **options)
+        torch.testing.assert_close(out[text : text + 1], alone, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) -> None:

@@ -110,7 +110,8 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
     q, k, v, dout = qkv(sizes, dtype, device)
     stride = options[6] if len(options) > 6 else 1
     step = sizes[1] // 4 // stride * stride
-    for starts in ([0, 3 * step], [2 * step, step], [0, step, 2 * step, 3 * step]):
+    for places in ([0, 3], [2, 1], [0, 1, 2, 3], [0, 1, 3], [0, 2, 3]):  # neighbours are worked on together
+        starts = [i * step for i in places]
         rows, upstream = (torch.cat([x[:, at : at + step] for at in starts], 1) for x in (q, dout))
         *results, lists = OPS.attention_rows(rows, k, v, starts, *options)
         ours = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists, starts, *options)
@@ -130,6 +131,21 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
         for found, other, total in zip(ours[1:], again[1:], sums, strict=True):
             assert torch.equal(found, other)
             assert_close(found, total, BOUNDS.get(dtype, 2e-2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["lse_causal", "exp_joint"])
+@pytest.mark.parametrize("heads", [4, 32])
+def test_a_chunk_of_a_long_text_has_the_rows_of_the_whole(importance: str, heads: int) -> None:
+    """The scores of few lists take other thread blocks at the top than those of many (plan/problem.h)."""
+    q, k, v, _ = qkv((1, 24_576, heads, 4, 64, 64), torch.bfloat16, "cuda")
+    options = (16, 2048, 128, None, 10000.0, importance, 4)
+    whole = OPS.attention_rows(q, k, v, [0], *options)
+    for begin, end in ((20_480, 24_576), (12_288, 13_312), (2048, 2304)):
+        part = OPS.attention_rows(q[:, begin:end], k, v, [begin], *options)
+        assert torch.equal(part[3], whole[3][:, :, begin // 4 : end // 4])
+        for found, expected in zip(part[:3], whole[:3], strict=True):
+            assert torch.equal(found, expected[:, begin:end])
 
 
 def test_lists_are_one_tensor_for_autograd(device: str) -> None:

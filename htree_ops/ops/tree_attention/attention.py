@@ -16,10 +16,10 @@ __all__ = ["attention_backward", "attention_forward", "tree_attention"]
 Importance = Literal["lse_causal", "exp_joint", "lse"]
 Scope = Literal["kv_head", "q_head"]
 SelectionDtype = Literal["int8"]
-Balance = Literal["head_tail", "striped", "contiguous"]
+Balance = Literal["head_tail", "striped", "contiguous", "work"]
 SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
 #: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
-BALANCES: tuple[Balance, ...] = ("head_tail", "striped", "contiguous")
+BALANCES: tuple[Balance, ...] = ("head_tail", "striped", "contiguous", "work")
 #: inv_freq, as the functions take it.
 Frequencies: TypeAlias = Sequence[float] | Tensor
 #: max_top_nodes = None is at most this many nodes.

@@ -97,7 +97,7 @@ class HTreeAttention(nn.Module):
         bias: whether the projections have one.
         cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its twin for
             packed documents; None is this process alone.
-        cp_balance: how they share them, "head_tail", "striped" or "contiguous".
+        cp_balance: how they share them, "head_tail", "striped", "contiguous" or "work".
         device, dtype: of the parameters.
         The other keywords: as in :func:`tree_attention`.
 

@@ -307,30 +307,36 @@ def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: Te
         parts = [(slice(None), slice(None))]
     else:
         parts = [(slice(b, b + 1), slice(i, i + 1)) for i, b in enumerate(sequences)]
-    for layer in range(cache.num_layers):
-        if layer < len(lists):
-            own = lists[layer][:, -size:]
-        else:
-            own = _lists_above(ring, behind, stride, rate ** (layer + 1)).expand(len(sequences), -1, -1, -1)
+    # The layers of the text at once, and then those above its top one by one.
+    last = [(slice(0, len(lists)), lists[:, :, -size:].permute(1, 2, 0, 3, 4))]
+    for layer in range(len(lists), cache.num_layers):
+        above = _lists_above(cache, behind, rate ** (layer + 1))
+        last.append((slice(layer, layer + 1), above[:, :, None].expand(len(sequences), -1, -1, -1, -1)))
+    for layers, own in last:
         for to, of in parts:
-            ring[to, begin:, layer] = own[of, : size - begin]
+            ring[to, begin:, layers] = own[of, : size - begin]
             if begin:
-                ring[to, :begin, layer] = own[of, size - begin :]
+                ring[to, :begin, layers] = own[of, size - begin :]
     offsets = cache.constant("leaders", 0, lambda: _leader_offsets(size, stride, kept.device))[begin]
     for to, _ in parts:
         torch.add(offsets.expand(kept[to].shape), (behind - size) * stride, out=kept[to])
 
 
-def _lists_above(ring: Tensor, behind: int, stride: int, tokens: int) -> Tensor:
+def _lists_above(cache: TreeKVCache, behind: int, tokens: int) -> Tensor:
     """The lists [1, ring, H_kv, k] of the last leaders above the top of the text, where every node is opened.
 
     Args:
         tokens: those of a node of the layer above.
     """
-    leaders = torch.arange(behind - ring.shape[1], behind, dtype=torch.int32, device=ring.device)
-    nodes = torch.arange(ring.shape[4], dtype=torch.int32, device=ring.device)
-    opened = nodes <= (leaders * stride)[:, None] // tokens
-    return nodes.where(opened, -1)[None, :, None].expand(-1, -1, ring.shape[3], -1)
+    ring, stride = cache.ring[0], cache.options.selection_stride
+    size, heads, width = ring.shape[1], ring.shape[3], ring.shape[4]
+    nodes = cache.constant("nodes", width, lambda: torch.arange(width, dtype=torch.int32, device=ring.device))
+    own = [leader * stride // tokens for leader in range(behind - size, behind)]  # the leaders' own nodes
+    lists = {
+        node: nodes.where(nodes <= node, -1) for node in dict.fromkeys(own)
+    }  # most often one of all leaders
+    rows = next(iter(lists.values()))[None] if len(lists) == 1 else torch.stack([lists[node] for node in own])
+    return rows[None, :, None].expand(-1, size, heads, -1)
 
 
 def _leader_offsets(size: int, stride: int, device: torch.device) -> Tensor:

@@ -64,10 +64,10 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   WarpState<Tr::kHeadPairs>& state = result.state;
   float score[2][Tr::kHeadPairs];
   {
-    RowPair rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
+    RowPair<Tr::kK, Tr::kGroups> rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
     score_tile<Tr>(rows, reader.k_table, reader.byte, q, score);
   }
-  RowPair rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
+  RowPair<Tr::kV, Tr::kGroups> rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + half * 2 * reader.apart);
@@ -95,11 +95,12 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
     if constexpr (Tr::kV != 16) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (!(fabsf(scale[half]) <= 65504.0f)) {
+        if (!(fabsf(scale[half]) <= 65504.0f)) {  // never that of a row which is not present
           scale[half] = 0.0f;
 #pragma unroll
           for (int i = 0; i < Tr::kGroups; ++i) {
-            result.poison[i / 4] |= (rows.word(half, i) >> (8 * (lane & 3)) & 0xffu) << (8 * (i % 4));
+            const uint32_t word = load_shared(rows.bitmap + half * rows.bitmap_step + 4 * i);
+            result.poison[i / 4] |= (word >> (8 * (lane & 3)) & 0xffu) << (8 * (i % 4));
           }
         }
       }
@@ -200,20 +201,17 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   const int num_tokens = static_cast<int>(s.end - s.begin);
   const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
   const int64_t first_row = first_row_of(p, s);
-  // From this tile on, tiles hold the last row of the tensors.
-  const auto last_tile = static_cast<uint32_t>((p.num_rows - first_row - 1) / kTileRows);
   const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, warp, num_warps, lane, chunks);
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
-  // A tile before this one is stored at its own number and does not hold the last row.
-  uint32_t plain_tiles = p.tables.block_table == nullptr ? last_tile : 0;
+  // A tile before this one is stored at its own number and may be copied as a whole. Pages hold whole tiles.
+  uint32_t plain_tiles = p.tables.block_table == nullptr ? whole_tiles(p, first_row) : 0;
   asm volatile("" : "+r"(plain_tiles));  // kept in a register
   const auto copy = [&](uint32_t to, int tile) {
     auto stored = static_cast<uint32_t>(tile);
     if (stored >= plain_tiles) {
       stored = stored_tile(p, s, tile);
-      if (stored >= last_tile) {
-        copy_last_tile(p, Tr::kD, first_row, to, stored, lane);
+      if (p.tables.block_table == nullptr && copy_last_tile(p, Tr::kD, first_row, to, stored, lane)) {
         return;
       }
     }

@@ -83,6 +83,15 @@ __device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_r
   return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
 }
 
+// Rows behind a tile that its last chunks may hold a part of: 14 bytes of scales, or 12 of values, whose rows
+// have at least four.
+constexpr int kRowsBehindTile = 7;
+
+// How many tiles that count from row `first_row` may be copied as a whole: nothing behind the tensors is read.
+__device__ __forceinline__ uint32_t whole_tiles(const DecodeParams& p, int64_t first_row) {
+  return static_cast<uint32_t>((p.num_rows - first_row - kRowsBehindTile) / kTileRows);
+}
+
 // A chunk of 16 bytes that some lane copies for every tile, or the first chunk of its runs.
 struct alignas(16) ChunkCopy {
   const uint8_t* from;  // in tile 0
@@ -268,9 +277,12 @@ __device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from
   }
 }
 
-// The same as copy_tile for a tile that holds the last row of the tensors: nothing behind that row is read.
-inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
+// The same as copy_tile for tiles from whole_tiles() on; returns whether this is one.
+inline __device__ __noinline__ bool copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
                                                    uint32_t stage, uint32_t tile, int lane) {
+  if (tile < whole_tiles(p, first_row)) {
+    return false;
+  }
   const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
   for (int index = 0; index < kNumParts; ++index) {
     const StagePart part = stage_part(p, layout, head_dim, index);
@@ -288,6 +300,7 @@ inline __device__ __noinline__ void copy_last_tile(const DecodeParams& p, int he
       }
     }
   }
+  return true;
 }
 
 }  // namespace htree::compressed_kv

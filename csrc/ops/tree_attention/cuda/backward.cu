@@ -147,8 +147,8 @@ class BackwardRun {
     for (size_t i = 0; i <= top_ && error == cudaSuccess; ++i) {
       error = bound_layer(i);
     }
-    for (int64_t piece = 0; piece < p_.num_pieces() && error == cudaSuccess; ++piece) {
-      if (dense_queries(p_, config_, piece) > 0) {
+    for (const Piece& piece : p_.pieces()) {
+      if (dense_queries(piece, config_) > 0 && error == cudaSuccess) {
         error = dense_rows(piece);
       }
     }
@@ -198,17 +198,16 @@ class BackwardRun {
   // always add.
   bool sums_are_zeroed() const {
     return keys_wanted() && (masks_tiles(p_, config_) ||
-                             (config_.dense_rows > 0 && (walks(p_, config_) || p_.num_pieces() > 1 ||
+                             (config_.dense_rows > 0 && (walks(p_, config_) || p_.pieces().size() > 1 ||
                                                          tiled_tokens(p_, config_) < p_.num_keys)));
   }
 
   // The rows between tokens `begin` and `end` of every batch and piece, which walk the tree.
   cudaError_t walk_rows(int64_t begin, int64_t end) {
     for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
-      for (int64_t piece = 0; piece < p_.num_pieces(); ++piece) {
-        const int64_t first = piece * p_.piece_queries();
-        const int64_t last = first + queries_before(p_, end, piece);
-        for (int64_t query = first + queries_before(p_, begin, piece); query < last;) {
+      for (const Piece& piece : p_.pieces()) {
+        const int64_t last = piece.query + queries_before(piece, end);
+        for (int64_t query = piece.query + queries_before(piece, begin); query < last;) {
           const int64_t num_queries = std::min(config_.query_chunk, last - query);
           const cudaError_t error =
               chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
@@ -223,11 +222,11 @@ class BackwardRun {
   }
 
   // The gradients of the first queries of every batch of a piece, which are rows of dense attention.
-  cudaError_t dense_rows(int64_t piece) {
+  cudaError_t dense_rows(const Piece& piece) {
     cudaError_t error = cudaSuccess;
     for (int64_t batch = 0; batch < p_.batch && error == cudaSuccess; batch += config_.dense_batches) {
-      error = dense_rows({batch, std::min(config_.dense_batches, p_.batch - batch),
-                          piece * p_.piece_queries(), dense_queries(p_, config_, piece)});
+      error = dense_rows({batch, std::min(config_.dense_batches, p_.batch - batch), piece.query,
+                          dense_queries(piece, config_)});
     }
     return error;
   }

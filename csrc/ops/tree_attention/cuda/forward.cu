@@ -266,12 +266,11 @@ cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers
   for (size_t i = 0; i < buffers.parents.size(); ++i) {
     const bool top = i + 1 == buffers.parents.size();
     params.parent_span = call.layers[i].node_span * kTensorCoreRate;
-    for (int64_t piece = 0; piece < p.num_pieces() && error == cudaSuccess; ++piece) {
-      params.lists =
-          buffers.parents[i] + piece * ceil_div(p.piece_queries(), stride) * p.num_kv_heads * p.args.top_k;
-      params.num_lists = ceil_div(top ? p.piece_queries() : dense_queries(p, call.config, piece), stride);
-      params.t0 = p.args.starts[piece];
-      if (params.num_lists > 0) {
+    for (const Piece& piece : p.pieces()) {
+      params.lists = buffers.parents[i] + piece.query / stride * p.num_kv_heads * p.args.top_k;
+      params.num_lists = ceil_div(top ? piece.queries : dense_queries(piece, call.config), stride);
+      params.t0 = piece.start;
+      if (params.num_lists > 0 && error == cudaSuccess) {
         error = launch_top_lists(params, stream);
       }
     }
@@ -280,10 +279,10 @@ cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers
 }
 
 // The first queries of every batch and piece as dense attention.
-cudaError_t attend_dense_rows(const TreeCall& call, int64_t piece, const ForwardBuffers& buffers,
+cudaError_t attend_dense_rows(const TreeCall& call, const Piece& piece, const ForwardBuffers& buffers,
                               cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  const Chunk chunk{0, p.batch, piece * p.piece_queries(), dense_queries(p, call.config, piece)};
+  const Chunk chunk{0, p.batch, piece.query, dense_queries(piece, call.config)};
   const int64_t state = chunk.query * p.num_heads;
   AttendParams attend;
   attend.gather = gather_of(call, 0, chunk);
@@ -302,10 +301,9 @@ cudaError_t walk_rows(const TreeCall& call, const ForwardConfig& c, const Forwar
                       int64_t begin, int64_t end, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   for (int64_t batch = 0; batch < p.batch; batch += c.batch_chunk) {
-    for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-      const int64_t first = piece * p.piece_queries();
-      const int64_t last = first + queries_before(p, end, piece);
-      for (int64_t query = first + queries_before(p, begin, piece); query < last;) {
+    for (const Piece& piece : p.pieces()) {
+      const int64_t last = piece.query + queries_before(piece, end);
+      for (int64_t query = piece.query + queries_before(piece, begin); query < last;) {
         const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
                           std::min(c.query_chunk, last - query)};
         if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
@@ -322,8 +320,8 @@ cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const Forw
                         cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   cudaError_t error = write_full_lists(call, buffers, stream);
-  for (int64_t piece = 0; piece < p.num_pieces() && error == cudaSuccess; ++piece) {
-    if (dense_queries(p, c, piece) > 0) {
+  for (const Piece& piece : p.pieces()) {
+    if (dense_queries(piece, c) > 0 && error == cudaSuccess) {
       error = attend_dense_rows(call, piece, buffers, stream);
     }
   }

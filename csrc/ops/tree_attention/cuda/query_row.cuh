@@ -44,6 +44,41 @@ __device__ __forceinline__ float row_magnitude(const float (&low)[8], const floa
   return largest;
 }
 
+// The same for kRows rows, the elements of which are as they are stored: fetch(row, low, high) brings 8 of each half. Pairs
+// are compared as integers. Without their signs, the bits of finite numbers are in the order of the numbers, and those of
+// infinities and NaN come behind them: kBias makes those negative.
+template <typename T, int kLanes, int kRows, typename Fetch>
+__device__ __forceinline__ void row_magnitudes(float (&magnitudes)[kRows], Fetch fetch) {
+  constexpr uint32_t kInfinity = __is_same(T, __nv_bfloat16) ? 0x7f80u : 0x7c00u;
+  constexpr uint32_t kBias = 0x8000u - kInfinity, kBiases = kBias * 0x10001u;
+  uint32_t largest[kRows];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    uint4 low, high;
+    fetch(row, low, high);
+    const uint32_t pairs[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+    uint32_t best[2] = {kBiases, kBiases};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      best[i % 2] = __viaddmax_s16x2(pairs[i % 2][i / 2] & 0x7fff7fffu, kBiases, best[i % 2]);
+    }
+    best[0] = __vmaxu2(best[0], best[1]);
+    largest[row] = max(best[0] & 0xffffu, best[0] >> 16);
+  }
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      largest[row] = max(largest[row], __shfl_xor_sync(device::kFullMask, largest[row], offset));
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const auto bits = static_cast<uint16_t>(largest[row] - kBias);
+    magnitudes[row] = device::to_acc(reinterpret_cast<const T&>(bits));
+  }
+}
+
 // `rotations`: cos and sin of two dims in each.
 __device__ __forceinline__ void rotate_eight(const float (&low)[8], const float (&high)[8], float scale,
                                              const float4 (&rotations)[4], uint4& rotated_low,
@@ -61,6 +96,26 @@ __device__ __forceinline__ void rotate_eight(const float (&low)[8], const float 
   }
   rotated_low = make_uint4(first[0], first[1], first[2], first[3]);
   rotated_high = make_uint4(second[0], second[1], second[2], second[3]);
+}
+// The same of elements as they are stored. bfloat16 is widened by one instruction an element, where to_acc() takes three
+// for two.
+template <typename T>
+__device__ __forceinline__ void rotate_eight(const uint4& low, const uint4& high, float scale,
+                                             const float4 (&rotations)[4], uint4& rotated_low,
+                                             uint4& rotated_high) {
+  float first[8], second[8];
+  if constexpr (__is_same(T, __nv_bfloat16)) {
+    const uint32_t words[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      first[i] = __uint_as_float(i % 2 == 0 ? words[0][i / 2] << 16 : words[0][i / 2] & 0xffff0000u);
+      second[i] = __uint_as_float(i % 2 == 0 ? words[1][i / 2] << 16 : words[1][i / 2] & 0xffff0000u);
+    }
+  } else {
+    widen_eight<T>(low, first);
+    widen_eight<T>(high, second);
+  }
+  rotate_eight(first, second, scale, rotations, rotated_low, rotated_high);
 }
 
 }  // namespace htree::tree_attention

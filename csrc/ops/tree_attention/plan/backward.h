@@ -53,9 +53,9 @@ struct BackwardConfig : TreeConfig {
 // The tiles of rows of a batch and K/V head in the piece that has most.
 inline int64_t dense_row_tiles(const AttentionProblem& p, const TreeConfig& config) {
   int64_t tiles = 0;
-  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-    if (const int64_t queries = dense_queries(p, config, piece); queries > 0) {
-      tiles = std::max(tiles, kRunRows / kRowTileRows * num_runs(p.args.starts[piece], queries, p.group()));
+  for (const Piece& piece : p.pieces()) {
+    if (const int64_t queries = dense_queries(piece, config); queries > 0) {
+      tiles = std::max(tiles, kRunRows / kRowTileRows * num_runs(piece.start, queries, p.group()));
     }
   }
   return tiles;

@@ -110,18 +110,18 @@ inline int64_t choose_masked_rows(const AttentionProblem& p, const DeviceFacts& 
 }
 
 // The queries of a piece that stand before token `end`.
-inline int64_t queries_before(const AttentionProblem& p, int64_t end, int64_t piece) {
-  return std::clamp<int64_t>(end - p.args.starts[piece], 0, p.piece_queries());
+inline int64_t queries_before(const Piece& piece, int64_t end) {
+  return std::clamp<int64_t>(end - piece.start, 0, piece.queries);
 }
 // The queries of a piece that are dense rows; they come first.
-inline int64_t dense_queries(const AttentionProblem& p, const TreeConfig& config, int64_t piece) {
-  return queries_before(p, config.dense_rows, piece);
+inline int64_t dense_queries(const Piece& piece, const TreeConfig& config) {
+  return queries_before(piece, config.dense_rows);
 }
 // The most queries of a piece that walk the tree. A call without any needs no packed layers.
 inline int64_t walking_queries(const AttentionProblem& p, const TreeConfig& config) {
   int64_t most = 0;
-  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-    most = std::max(most, p.piece_queries() - dense_queries(p, config, piece));
+  for (const Piece& piece : p.pieces()) {
+    most = std::max(most, piece.queries - dense_queries(piece, config));
   }
   return most;
 }
@@ -131,8 +131,8 @@ inline bool walks(const AttentionProblem& p, const TreeConfig& config) {
 // Whether some row gathers tokens. A call without any needs no packed copy of them.
 inline bool gathers_tokens(const AttentionProblem& p, const TreeConfig& config) {
   const int64_t end = std::max(config.dense_rows, config.masked_rows);
-  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-    if (queries_before(p, end, piece) < p.piece_queries()) {
+  for (const Piece& piece : p.pieces()) {
+    if (queries_before(piece, end) < piece.queries) {
       return true;
     }
   }
@@ -142,9 +142,9 @@ inline bool gathers_tokens(const AttentionProblem& p, const TreeConfig& config) 
 inline int64_t tiled_tokens(const AttentionProblem& p, const TreeConfig& config) {
   const int64_t end = std::max(config.dense_rows, config.masked_rows);
   int64_t tokens = 0;
-  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-    if (const int64_t queries = queries_before(p, end, piece); queries > 0) {
-      tokens = std::max(tokens, p.args.starts[piece] + queries);
+  for (const Piece& piece : p.pieces()) {
+    if (const int64_t queries = queries_before(piece, end); queries > 0) {
+      tokens = std::max(tokens, piece.start + queries);
     }
   }
   return tokens;
@@ -170,8 +170,8 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
 
 // Whether some row is a masked one.
 inline bool masks_tiles(const AttentionProblem& p, const TreeConfig& config) {
-  for (int64_t piece = 0; piece < p.num_pieces(); ++piece) {
-    if (queries_before(p, config.masked_rows, piece) > dense_queries(p, config, piece)) {
+  for (const Piece& piece : p.pieces()) {
+    if (queries_before(piece, config.masked_rows) > dense_queries(piece, config)) {
       return true;
     }
   }
@@ -271,12 +271,16 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   // In the widest kernels a thread block takes 16 queries of a kv head and fills an SM, so chunks are whole
   // waves of such blocks.
   const int64_t wave = kTensorCoreBlock * device.num_sms / std::gcd(device.num_sms, heads);
-  const int64_t block = wave / stride <= lists ? wave : kTensorCoreBlock;
-  const int64_t used =
-      even_chunk(ceil_div(walking_queries(p, config), stride), lists, std::max<int64_t>(1, block / stride));
+  int64_t block = std::max<int64_t>(1, (wave / stride <= lists ? wave : kTensorCoreBlock) / stride);
+  if (config.dense_top && !dense_span_shape(p)) {
+    // The same for the blocks that score a dense top, if such a chunk fits.
+    const int64_t scored = kTopLists / p.group() * device.num_sms / std::gcd(device.num_sms, heads);
+    block = std::lcm(block, scored) <= lists ? std::lcm(block, scored) : block;
+  }
+  const int64_t used = even_chunk(ceil_div(walking_queries(p, config), stride), lists, block);
   config.query_chunk = used * stride;
   // A chunk of several batches has all of their queries, which are neighbours in memory.
-  const int64_t most_batches = p.num_pieces() == 1 ? std::min(p.batch, 65535 / heads) : 1;
+  const int64_t most_batches = p.pieces().size() == 1 ? std::min(p.batch, 65535 / heads) : 1;
   config.batch_chunk = std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, most_batches));
   if (p.layers() > 1) {
     const int64_t widest =

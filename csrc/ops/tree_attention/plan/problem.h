@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "device/sizes.h"
 #include "ops/tree_attention/tree_args.h"
@@ -57,6 +58,11 @@ constexpr int kInverseRows = 256;  // list rows that one thread block of inverse
 
 // ---- the call and the GPU
 
+// Neighbouring queries of a call at neighbouring tokens: from `query` and from token `start` on.
+struct Piece {
+  int64_t query, start, queries;
+};
+
 struct AttentionProblem {
   int64_t batch = 0;
   int64_t num_keys = 0;     // T
@@ -80,15 +86,31 @@ struct AttentionProblem {
     return count;
   }
   int64_t parents(int64_t layer) const { return ceil_div(nodes(layer), args.compression_rate); }
-  // The queries of a piece, see AttentionArgs::starts. A chunk never has queries of two pieces.
-  int64_t piece_queries() const { return num_queries / num_pieces(); }
-  int64_t num_pieces() const { return static_cast<int64_t>(args.starts.size()); }
+  // The pieces of AttentionArgs::starts, where those that follow one another in the text are one. A chunk never has
+  // queries of two pieces, so every piece may leave a part of a wave idle.
+  std::vector<Piece> pieces() const {
+    const int64_t equal = num_queries / static_cast<int64_t>(args.starts.size());
+    std::vector<Piece> result;
+    for (const int64_t start : args.starts) {
+      if (!result.empty() && result.back().start + result.back().queries == start) {
+        result.back().queries += equal;
+      } else {
+        const int64_t query = result.empty() ? 0 : result.back().query + result.back().queries;
+        result.push_back({query, start, equal});
+      }
+    }
+    return result;
+  }
   // The token of a query.
   int64_t token_of(int64_t query) const { return token_of_query(args, num_queries, query); }
   // The queries of a chunk that begins with `query` and takes at most `most`.
   int64_t chunk_queries(int64_t query, int64_t most) const {
-    const int64_t piece = piece_queries();
-    return std::min(most, piece - query % piece);
+    for (const Piece& piece : pieces()) {
+      if (query < piece.query + piece.queries) {
+        return std::min(most, piece.query + piece.queries - query);
+      }
+    }
+    return most;  // there is no such query
   }
 };
 
@@ -136,6 +158,32 @@ inline int64_t importance_width(int64_t num_nodes) {
 }
 
 constexpr int64_t kTopLists = 256;  // query rows of a thread block at a dense top; a list has G of them
+
+// ---- the scores of a dense top that has few lists, such as those of a chunk of a prompt
+//
+// A thread block of kTopLists rows walks all tiles of the top. Where the blocks fill no wave, the time is that of one block.
+
+// The query rows of a thread block that sums weights, each row's in the order of the tiles: kTopLists, or half of them
+// where that takes fewer waves. A block of half the rows takes 9/16 of the time of a whole one, because fewer products run
+// while others take exponentials. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
+inline int64_t reference_rows(int64_t rows, int64_t heads, int64_t num_sms) {
+  const auto waves = [&](int64_t block) { return ceil_div(ceil_div(rows, block) * heads, num_sms); };
+  return 9 * waves(kTopLists / 2) < 16 * waves(kTopLists) ? kTopLists / 2 : kTopLists;
+}
+
+// The blocks that share the tiles of the same rows where every tile stands alone. A block takes as long as kScoreStart
+// tiles to bring its queries to shared memory.
+constexpr int64_t kScoreStart = 5, kMostScoreParts = 8;
+inline int64_t importance_parts(int64_t blocks, int64_t tiles, int64_t num_sms) {
+  const auto time = [&](int64_t parts) {
+    return ceil_div(blocks * parts, num_sms) * (ceil_div(tiles, parts) + kScoreStart);
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts <= kMostScoreParts; parts *= 2) {
+    best = time(parts) < time(best) ? parts : best;
+  }
+  return best;
+}
 
 // Needs more than one layer: a single layer has nothing to select, and its softmax runs on the kernels of
 // gathered layers. A thread block indexes the importances of its rows with 32 bits.

@@ -151,29 +151,33 @@ __device__ __forceinline__ QueryRow query_row(const GatherParams& p, int64_t bat
 // 64 x 128 scores each. Scores are in log2 units. sm_90a.
 
 constexpr int kScoreRows = 256;
+static_assert(kScoreRows == kTopLists);
 constexpr int kScoreThreads = 512;
 constexpr int kScoreGroups = kScoreThreads / 128;
 constexpr int kTopScoreStages = 4;
 constexpr int kIssueBarrier = 1;  // barriers 1 ... 4: warpgroup 0 ... 3 may issue its products
 
 // The shared memory of a thread block, from an address aligned to 1024 bytes on.
-template <int kDim>
+template <int kDim, int kRows = kScoreRows>
 struct ScoreShared {
   static constexpr int kTileBytes = kTopTileBytes<kDim>;
+  static constexpr int kThreads = kRows * 2;
   static constexpr bool kInt8 = false;
-  char queries[kPanels<kDim> * kScoreRows * kPanelRowBytes];
+  char queries[kPanels<kDim> * kRows * kPanelRowBytes];
   char keys[kTopScoreStages][kTileBytes];
-  float factors[kScoreRows];
+  float factors[kRows];
   device::Barrier full[kTopScoreStages];
   device::Barrier empty[kTopScoreStages];
 };
-template <int kDim>
-constexpr int kScoreSharedBytes = sizeof(ScoreShared<kDim>) + 1024;
+static_assert(ScoreShared<128>::kThreads == kScoreThreads);
+template <int kDim, int kRows = kScoreRows>
+constexpr int kScoreSharedBytes = sizeof(ScoreShared<kDim, kRows>) + 1024;
 static_assert(kScoreSharedBytes<128> <= device::kHopperSharedBytes);
 
 // The same for scores in int8, whose steps come with the keys.
 struct Int8ScoreShared {
   static constexpr int kTileBytes = kInt8TileBytes;
+  static constexpr int kThreads = kScoreThreads;
   static constexpr bool kInt8 = true;
   char queries[kScoreRows * kPanelRowBytes];
   char keys[kTopScoreStages][kTileBytes];
@@ -228,10 +232,11 @@ struct ScoreTask {
   int least_rank, most_rank;  // R = n - 1 of the first and of the last leader
   int64_t head_index;
 
-  __device__ __forceinline__ ScoreTask(const GatherParams& p) {
+  // `rows` are those of a block.
+  __device__ __forceinline__ explicit ScoreTask(const GatherParams& p, int rows = kScoreRows) {
     span_log2 = log2_of(p.node_span);
     group_log2 = log2_of(p.group);
-    const int lists = kScoreRows >> group_log2;
+    const int lists = rows >> group_log2;
     const int runs = gridDim.x / p.num_kv_heads;
     kv_head = blockIdx.x % p.num_kv_heads;
     batch = blockIdx.y;
@@ -243,6 +248,11 @@ struct ScoreTask {
   }
   __device__ __forceinline__ int rank(const GatherParams& p, int list) const {
     return static_cast<int>((p.t0 + int64_t{list} * p.stride) >> span_log2);
+  }
+  // Whether all leaders that share a block of kScoreRows rows select every candidate. Then nothing reads their numbers.
+  __device__ __forceinline__ bool selects_all(const GatherParams& p) const {
+    const int lists = kScoreRows >> group_log2;  // a power of two
+    return rank(p, min(first_list | (lists - 1), p.num_lists - 1)) < p.list_width;
   }
 };
 
@@ -260,7 +270,7 @@ struct KeyRing {
 #pragma unroll
       for (int i = 0; i < kTopScoreStages; ++i) {
         device::barrier_init(&shared.full[i], 1);
-        device::barrier_init(&shared.empty[i], kScoreThreads / 32);
+        device::barrier_init(&shared.empty[i], Shared::kThreads / 32);
       }
       device::fence_barrier_init();
 #pragma unroll

@@ -1,6 +1,7 @@
 // Selection at a dense top in two passes over the scores: references, then importances.
 #pragma once
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/select/dense_scores.cuh"
@@ -84,28 +85,34 @@ struct RowSums {
   }
 };
 
-// The grid is that of ScoreTask.
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(DenseReferenceParams params) {
+// The grid is that of ScoreTask with kRows rows per block. A row's numbers do not depend on kRows.
+template <typename T, int kDim, int kRows>
+__global__ void __launch_bounds__(kRows * 2, 1) dense_references_kernel(DenseReferenceParams params) {
 #if HTREE_SM90A
+  using Shared = ScoreShared<kDim, kRows>;
+  constexpr int kThreads = Shared::kThreads, kGroups = kThreads / 128;
   extern __shared__ __align__(128) char raw[];
-  ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
+  Shared& shared = *aligned_shared<Shared>(raw);
   const GatherParams& p = params.gather;
-  const ScoreTask task(p);
-  if (task.most_rank < p.list_width) {
-    return;  // every candidate is selected
+  const ScoreTask task(p, kRows);
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
+  if (task.selects_all(p)) {
+    return;
   }
   const int extra = params.importance == Importance::kLse ? 1 : 0;  // the query's own node
   const int most = task.most_rank + extra, least = task.least_rank + extra;
   const int num_tiles = (most + kDenseTileNodes - 1) / kDenseTileNodes;
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
-  KeyRing<ScoreShared<kDim>> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
+  KeyRing<Shared> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
   ring.start();
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
   };
   bool scaled = scaled_tile(params.tiles.flags + first_tile, num_tiles);
-  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
+  scaled |= rotate_queries<T, kDim, kRows, kThreads, 3>(
       shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
         const int list = list_of(row);
         return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, row & (p.group - 1),
@@ -125,7 +132,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
   float s[64];
   // The warpgroups issue their products one after another, so that some compute exponentials while others
   // wait for products.
-  if (group_idx == kScoreGroups - 1) {
+  if (group_idx == kGroups - 1) {
     device::named_barrier_arrive(kIssueBarrier, 256);
   }
   for (int tile = 0; tile < num_tiles; ++tile) {
@@ -134,9 +141,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_references_kernel(Dens
         device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
     device::named_barrier_sync(kIssueBarrier + group_idx, 256);
     device::wgmma_fence();
-    multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
+    multiply_panels<kDim, kRows, kDenseTileNodes>(s, queries, keys);
     device::wgmma_commit();
-    device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
+    device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kGroups, 256);
     device::wgmma_wait<0>();
     ring.release(tile);
     const int first_column = tile * kDenseTileNodes + lane % 4 * 2;
@@ -222,7 +229,7 @@ __device__ __forceinline__ void store_importances(const float (&s)[64], const fl
   }
 }
 
-// The grid is that of ScoreTask; kGroup is G.
+// The grid is that of ScoreTask, with z = blocks that share the tiles of the same rows; kGroup is G.
 template <typename T, int kDim, int kGroup>
 __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(DenseImportanceParams all) {
 #if HTREE_SM90A
@@ -231,11 +238,21 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   const DenseReferenceParams& params = all.reference;
   const GatherParams& p = params.gather;
   const ScoreTask task(p);
-  if (task.most_rank < p.list_width) {
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
+  if (task.selects_all(p)) {
     return;
   }
-  const int num_tiles = (task.most_rank + kDenseTileNodes - 1) / kDenseTileNodes;
-  const int64_t first_tile = task.head_index * params.tiles.num_tiles;
+  const int all_tiles = (task.most_rank + kDenseTileNodes - 1) / kDenseTileNodes;
+  const int part_tiles = (all_tiles + static_cast<int>(gridDim.z) - 1) / static_cast<int>(gridDim.z);
+  const int before = static_cast<int>(blockIdx.z) * part_tiles;
+  const int num_tiles = min(part_tiles, all_tiles - before);
+  if (num_tiles <= 0) {
+    return;
+  }
+  const int64_t first_tile = task.head_index * params.tiles.num_tiles + before;
   KeyRing<ScoreShared<kDim>> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>, num_tiles};
   ring.start();
   const auto list_of = [&](int column) {
@@ -268,7 +285,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   const int first_list = task.first_list + first_column / (8 * kGroup) * 8 + first_column % 8;
   const uint32_t row_stride = static_cast<uint32_t>(p.num_kv_heads * all.width);
   float* rows =
-      all.importances + first_key +
+      all.importances + before * kDenseTileNodes + first_key +
       ((int64_t{task.batch} * p.num_lists + task.first_list) * p.num_kv_heads + task.kv_head) * all.width;
 
   const uint64_t queries = device::k_major_descriptor<device::Swizzle::k128>(
@@ -299,25 +316,47 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
 #endif
 }
 
-inline LaunchShape score_launch(const GatherParams& p, int64_t shared_bytes) {
-  const int lists = kScoreRows / p.group;
-  return {.grid = dim3(num_blocks(p.num_lists, lists) * static_cast<unsigned>(p.num_kv_heads), p.num_batches),
-          .threads = kScoreThreads,
-          .shared_bytes = shared_bytes};
+template <int kDim, int kRows>
+LaunchShape score_launch(const GatherParams& p) {
+  const unsigned runs = num_blocks(p.num_lists, kRows / p.group);
+  return {.grid = dim3(runs * static_cast<unsigned>(p.num_kv_heads), p.num_batches),
+          .threads = ScoreShared<kDim, kRows>::kThreads,
+          .shared_bytes = kScoreSharedBytes<kDim, kRows>,
+          .overlaps = true};
 }
 
 template <typename T, int kDim>
 cudaError_t launch_dense_references(const DenseReferenceParams& params, cudaStream_t stream) {
-  return launch_kernel(dense_references_kernel<T, kDim>, score_launch(params.gather, kScoreSharedBytes<kDim>),
-                       stream, params);
+  const GatherParams& p = params.gather;
+  int num_sms = 0;
+  if (const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, num_sms);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int64_t heads = int64_t{p.num_batches} * p.num_kv_heads;
+  const auto launch = [&](auto rows) {
+    return launch_kernel(dense_references_kernel<T, kDim, rows.value>, score_launch<kDim, rows.value>(p),
+                         stream, params);
+  };
+  return reference_rows(int64_t{p.num_lists} * p.group, heads, num_sms) == kScoreRows
+             ? launch(IntTag<kScoreRows>{})
+             : launch(IntTag<kScoreRows / 2>{});
 }
 
 template <typename T, int kDim>
 cudaError_t launch_dense_importances(const DenseImportanceParams& params, cudaStream_t stream) {
   const GatherParams& p = params.reference.gather;
+  int num_sms = 0;
+  if (const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, num_sms);
+      error != cudaSuccess) {
+    return error;
+  }
+  LaunchShape shape = score_launch<kDim, kScoreRows>(p);
+  const int64_t last_rank = (p.t0 + int64_t{p.num_lists - 1} * p.stride) / p.node_span;
+  shape.grid.z = static_cast<unsigned>(
+      importance_parts(int64_t{shape.grid.x} * shape.grid.y, ceil_div(last_rank, kDenseTileNodes), num_sms));
   return dispatch_dense_group(p.group, [&](auto group) {
-    return launch_kernel(dense_importance_kernel<T, kDim, group.value>,
-                         score_launch(p, kScoreSharedBytes<kDim>), stream, params);
+    return launch_kernel(dense_importance_kernel<T, kDim, group.value>, shape, stream, params);
   });
 }
 

@@ -12,18 +12,16 @@
 // With kMasked the rows are those of forward/masked_rows/: the tiles of a task are those that its marks list, each brings
 // the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above.
 //
-// The file holds first the tasks of a block and its shared memory, then the rotation of queries, the warpgroup that
-// brings, the warpgroups that multiply, and at last the kernel and its launch.
-// Longer than 700 lines because these wait for each other at every step, and none makes sense without the rest.
+// The file holds first the shared memory of a block, then the warpgroup that brings, the warpgroups that multiply, and at
+// last the kernel and its launch. The tasks and the rotation of their queries stand in task.cuh.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 
-#include "device/divmod.cuh"
 #include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/forward/dense_rows/rows.cuh"
+#include "ops/tree_attention/cuda/forward/dense_rows/task.cuh"
 #include "ops/tree_attention/cuda/running_state.cuh"
 
 namespace htree::tree_attention {
@@ -33,112 +31,10 @@ constexpr int kRotatorWarps = 3;
 constexpr int kRotatorRegisters = 72, kRowsRegisters = 216;
 static_assert(128 * kRotatorRegisters + kRowsConsumers * kRowsRegisters <= 65536);
 
-// The order of the tasks of a launch: `section` pairs (batch, K/V head) at a time, so that their tiles stay in the L2,
-// and in a section run by run of tokens. The number of tiles falls from run to run in the last section, rises in the
-// one before, and so on: tasks that come one after the other are about equally long. Block b takes one task of each
-// round of gridDim.x tasks, number b or number b from the end in turns, which shares the tiles out evenly.
-class RowsOrder {
- public:
-  // `pairs` pairs with `runs` runs each, `section` pairs in a section.
-  RowsOrder(int runs, int pairs, int section)
-      : runs_(runs),
-        section_(section),
-        num_tasks_(runs * pairs),
-        last_section_((pairs - 1) / section),
-        per_section_(static_cast<uint32_t>(section * runs)),
-        pairs_(static_cast<uint32_t>(section)),
-        last_pairs_(static_cast<uint32_t>(pairs - last_section_ * section)) {}
-
-  __device__ __forceinline__ int runs() const { return runs_; }
-  __device__ __forceinline__ int num_tasks() const { return num_tasks_; }
-  // The task of this block in a round, no smaller than num_tasks() where there is none.
-  __device__ __forceinline__ int number(int round) const {
-    return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-  }
-  __device__ __forceinline__ void place(int number, int& pair, int& run) const {
-    const uint32_t section = per_section_.quotient(static_cast<uint32_t>(number));
-    const uint32_t at = per_section_.remainder(static_cast<uint32_t>(number), section);
-    const int sections_after = last_section_ - static_cast<int>(section);
-    const device::FastDivisor& pairs = sections_after == 0 ? last_pairs_ : pairs_;
-    const uint32_t step = pairs.quotient(at);
-    pair = static_cast<int>(section) * section_ + static_cast<int>(pairs.remainder(at, step));
-    run = sections_after % 2 == 0 ? runs_ - 1 - static_cast<int>(step) : static_cast<int>(step);
-  }
-
- private:
-  int runs_, section_, num_tasks_, last_section_;
-  device::FastDivisor per_section_;  // tasks of a section
-  device::FastDivisor pairs_, last_pairs_;
-};
-
-struct DenseRowsParams {
-  DenseAttendParams dense;
-  RowsOrder order;
-  device::FastDivisor kv_heads, group;
-  TileMarks marks;  // of masked rows
-};
-
-// 128 rows: a run of tokens and all query heads of a K/V head. Token and head of row i are i / G and i % G.
-struct RowsTask {
-  int pair, batch, kv_head;
-  int index;        // among the marks
-  int first, last;  // tokens of the run that the call asks for, by their positions in the text
-  int run;          // first token of the run, asked for or not
-  int last_tile;    // that of the run's tokens
-
-  __device__ __forceinline__ RowsTask(const DenseRowsParams& params, int number) {
-    const GatherParams& p = params.dense.attend.gather;
-    int run_index;
-    params.order.place(number, pair, run_index);
-    batch = static_cast<int>(params.kv_heads.quotient(static_cast<uint32_t>(pair)));
-    kv_head = pair - batch * p.num_kv_heads;
-    const int log2 = run_tokens_log2(p.group);
-    const int t0 = static_cast<int>(p.t0);
-    run = ((t0 >> log2) + run_index) << log2;
-    first = max(run, t0);
-    last = min(run + (1 << log2), t0 + p.num_queries) - 1;
-    last_tile = last / kDenseTileNodes;
-    index = pair * params.order.runs() + run_index;
-  }
-  template <bool kMasked>
-  __device__ __forceinline__ int num_tiles(const DenseRowsParams& params) const {
-    if constexpr (kMasked) {
-      return __ldg(params.marks.counts + index);
-    } else {
-      return last_tile + 1;
-    }
-  }
-  // The token of a row, by the number of its token in the run. Rows that stand for no query of the call repeat another.
-  __device__ __forceinline__ int token(int index) const { return min(max(run + index, first), last); }
-  __device__ __forceinline__ bool exists(int index) const { return run + index == token(index); }
-  __device__ __forceinline__ int64_t first_tile(const DenseTiles& tiles) const {
-    return int64_t{pair} * tiles.num_tiles;
-  }
-};
-
-// What a task needs of kScaledKeys and kInfiniteValues by its tiles. Each of `step` threads looks at some of them.
-__device__ __forceinline__ int tile_flags(const DenseRowsParams& params, const RowsTask& task, int thread,
-                                          int step) {
-  const int32_t* flags = params.dense.tiles.flags + task.first_tile(params.dense.tiles);
-  bool scaled = false;
-  for (int tile = thread; tile <= task.last_tile; tile += step) {
-    scaled |= (__ldg(flags + tile) & kScaledKeys * kInAnyPart) != 0;
-  }
-  const bool infinite = (__ldg(flags + task.last_tile) & kInfiniteValues * kInAnyPart) != 0;
-  return (scaled ? kScaledKeys : 0) | (infinite ? kInfiniteValues : 0);
-}
-
-// What row `row` of a task stands for: a token of the run and a head of the K/V head.
-struct BlockRow {
-  int token, head;
-
-  __device__ __forceinline__ BlockRow(const DenseRowsParams& params, int row) {
-    token = static_cast<int>(params.group.quotient(static_cast<uint32_t>(row)));
-    head = row - token * params.dense.attend.gather.group;
-  }
-};
-
 constexpr int kQueryBuffers = 2, kKeyStages = 3, kValueStages = 2;
+// Task j's place is j mod kTaskPlaces. Its rows are written after the next task has let its queries go, which may be
+// those of a single tile, so that the warps that rotate may be three tasks ahead.
+constexpr int kTaskPlaces = 4;
 
 // Task j of a block, counted from 0, has query buffer j mod kQueryBuffers. The rings of tiles go on from task to task.
 template <int kDim>
@@ -148,7 +44,8 @@ struct RowsShared {
   char values[kValueStages][kTopTileBytes<kDim>];
   float factors[kQueryBuffers][kRunRows];
   int flags[kQueryBuffers]
-           [kRotatorWarps];  // of a task: what any of its queries and keys and its last values need
+           [kRotatorWarps];     // of a task: what any of its queries and keys and its last values need
+  RowsTask tasks[kTaskPlaces];  // to look them up takes a tenth of the time that it takes to find them
   device::Barrier query_full[kQueryBuffers], query_empty[kQueryBuffers];
   device::Barrier key_full[kKeyStages], key_empty[kKeyStages];
   device::Barrier value_full[kValueStages], value_empty[kValueStages];
@@ -178,101 +75,6 @@ struct RowsShared {
 template <int kDim>
 constexpr int kRowsSharedBytes = sizeof(RowsShared<kDim>) + 1024;
 static_assert(kRowsSharedBytes<128> <= device::kHopperSharedBytes);
-
-// ---- queries: they come to the places of the rotated ones as they are, with all rows of a task on the way at once,
-// and each thread rotates what it copied
-
-// Warp `warp` of the kWarps that share a task. All lanes call. Masked rows are scaled and rounded here and not rotated.
-template <typename T, int kDim, bool kMasked, int kWarps>
-class QueryRotator {
- public:
-  __device__ __forceinline__ QueryRotator(const DenseRowsParams& params, int warp)
-      : params_(params), p_(params.dense.attend.gather), warp_(warp), lane_(threadIdx.x % 32) {}
-
-  // Begins the copies. It reads nothing but queries.
-  __device__ __forceinline__ void fetch(const RowsTask& task, char* tile) const {
-#pragma unroll kUnroll
-    for (int step = 0; step < num_steps(); ++step) {
-      const int row = row_of(step);
-      const BlockRow at(params_, row);
-      const int token = task.token(at.token);
-      const QueryRow source = query_row<T>(p_, task.batch, task.kv_head, token - p_.t0, at.head, token);
-      const T* from = static_cast<const T*>(source.data) + chunk() * 8;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4* to = place(tile, row, half);
-        if (p_.queries.aligned) {
-          device::copy_async_16(device::shared_address(to), from + half * (kDim / 2));
-        } else {
-          *to = load_eight(from + half * (kDim / 2), false);
-        }
-      }
-    }
-    device::commit_copies();
-  }
-
-  // Returns whether a factor of this thread's rows is not 1. After a barrier the rows are visible to wgmma.
-  __device__ __forceinline__ bool rotate(const RowsTask& task, char* tile, float* factors) const {
-    device::wait_copies<0>();
-    bool scaled = false;
-    float4 next[4];
-    load_rotations(next, task, 0);
-#pragma unroll kUnroll
-    for (int step = 0; step < num_steps(); ++step) {
-      const int row = row_of(step);
-      const float4 rotations[4] = {next[0], next[1], next[2], next[3]};
-      if (step + 1 < num_steps()) {
-        load_rotations(next, task, step + 1);
-      }
-      uint4 low = *place(tile, row, 0), high = *place(tile, row, 1);
-      const float factor = rotate_query_chunks<T, kTasks>(low, high, rotations, p_.score_scale);
-      *place(tile, row, 0) = low;
-      *place(tile, row, 1) = high;
-      if (chunk() == 0) {
-        factors[row] = factor;
-      }
-      scaled |= factor != 1.f;
-    }
-    device::fence_async_shared();
-    return scaled;
-  }
-
- private:
-  static constexpr int kTasks = kDim / 16;  // of a row: 8 dims of the lower half and their partners
-  static constexpr int kWarpRows = 32 / kTasks;
-  static constexpr int kSteps = kRunRows / kWarpRows;
-  static constexpr bool kEqual = kSteps % kWarps == 0;
-  static constexpr int kUnroll = kEqual ? kSteps / kWarps : 1;
-
-  __device__ __forceinline__ int first_step() const {
-    return kEqual ? kSteps / kWarps * warp_ : kSteps * warp_ / kWarps;
-  }
-  __device__ __forceinline__ int num_steps() const {
-    return kEqual ? kSteps / kWarps : kSteps * (warp_ + 1) / kWarps - first_step();
-  }
-  __device__ __forceinline__ int row_of(int step) const {
-    return (first_step() + step) * kWarpRows + lane_ / kTasks;
-  }
-  __device__ __forceinline__ int chunk() const {
-    return lane_ % kTasks;
-  }
-  __device__ __forceinline__ void load_rotations(float4 (&rotations)[4], const RowsTask& task,
-                                                 int step) const {
-    const float4* from = reinterpret_cast<const float4*>(
-        p_.rope + task.token(BlockRow(params_, row_of(step)).token) * (kDim / 2) + chunk() * 8);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      rotations[i] = kMasked ? make_float4(1.f, 0.f, 1.f, 0.f) : __ldg(from + i);
-    }
-  }
-  __device__ __forceinline__ uint4* place(char* tile, int row, int half) const {
-    return reinterpret_cast<uint4*>(tile + panel_offset(kRunRows, row, half * kTasks + chunk()));
-  }
-
-  const DenseRowsParams& params_;
-  const GatherParams& p_;
-  const int warp_, lane_;
-};
 
 // ---- the warpgroup that brings: one thread copies tiles, and three warps rotate the queries of the next task while
 // the products of this one run
@@ -368,12 +170,19 @@ __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& param
       const RowsTask task(params, params.order.number(round));
       rotator.fetch(task, shared.queries[buffer]);
       int flags = tile_flags(params, task, threadIdx.x % 32, 32);
+      const int next = params.order.number(round + 1);
+      if (warp == 0 && next < params.order.num_tasks()) {  // the warp with the fewest rows
+        rotator.prefetch(RowsTask(params, next));
+      }
       flags |= rotator.rotate(task, shared.queries[buffer], shared.factors[buffer]) ? kScaledKeys : 0;
       flags = __reduce_or_sync(device::kFullMask, flags);
       if (threadIdx.x % 32 == 0) {
         shared.flags[buffer][warp] = flags;
-        if (kMasked && warp == 0) {
-          shared.num_tiles[buffer] = task.num_tiles<kMasked>(params);
+        if (warp == 0) {
+          shared.tasks[round % kTaskPlaces] = task;
+          if constexpr (kMasked) {
+            shared.num_tiles[buffer] = task.num_tiles<kMasked>(params);
+          }
         }
       }
       __syncwarp();
@@ -439,8 +248,8 @@ class RowsConsumer {
         group_(device::uniform(threadIdx.x / 128)),
         lane_(threadIdx.x % 32) {}
 
-  // All threads that multiply call. The queries of `task`, the first of the block, are in shared memory, and `flags`
-  // say what the task needs, as RowsShared::flags do.
+  // All threads that multiply call. `task`, the first of the block, and its queries are in shared memory, and `flags` say
+  // what it needs, as RowsShared::flags do.
   __device__ __forceinline__ void run(const RowsTask& task, int flags) {
     state_.clear_out();
     begin_turns();
@@ -482,7 +291,7 @@ class RowsConsumer {
 
   __device__ __forceinline__ void begin_task(const RowsTask& task) {
     if constexpr (!kMasked) {
-      num_tiles_ = task.num_tiles<kMasked>(params_);
+      num_tiles_ = device::uniform(task.num_tiles<kMasked>(params_));
     }
     ends_ = params_.order.number(round_ + 1) >= params_.order.num_tasks();
     first_tile_ = task.first_tile(params_.dense.tiles);
@@ -495,6 +304,9 @@ class RowsConsumer {
       index_ = task.index;
     }
   }
+  __device__ __forceinline__ RowsTask task_of(int round) const {
+    return shared_.tasks[round % kTaskPlaces];
+  }
   // Which of this thread's two rows in the task.
   __device__ __forceinline__ BlockRow row(int h) const {
     return BlockRow(params_, static_cast<int>(threadIdx.x) / 32 * 16 + lane_ / 4 + 8 * h);
@@ -503,8 +315,8 @@ class RowsConsumer {
     return task.token(token) - task.last_tile * kDenseTileNodes;
   }
   __device__ __forceinline__ void find_queries() {
-    begin_task(RowsTask(params_, params_.order.number(round_)));
     device::barrier_wait(&shared_.query_full[query_buffer()], (round_ / kQueryBuffers) & 1);
+    begin_task(task_of(round_));
     if constexpr (kMasked) {
       num_tiles_ = shared_.num_tiles[query_buffer()];
     }
@@ -645,7 +457,7 @@ class RowsConsumer {
     if ((flags_ & kInfiniteValues) == 0) {
       return false;
     }
-    const RowsTask task(params_, params_.order.number(round_));
+    const RowsTask task = task_of(round_);
     device::barrier_wait(&shared_.value_full[values_.stage], values_.parity);
     silence_values<T, kDim>(shared_.values[values_.stage], task.run % kDenseTileNodes,
                             task.last % kDenseTileNodes + 1);
@@ -655,9 +467,7 @@ class RowsConsumer {
   // Writes the rows of the task of `round`, whose sums are `sums`.
   __device__ __forceinline__ void finish(int round, RowSums& sums, bool silenced) {
     state_.finish(sums);
-    // The task is found a second time, so that the loop over tiles need not keep it.
-    asm volatile("" : "+r"(round));
-    const RowsTask task(params_, params_.order.number(round));
+    const RowsTask task = task_of(round);  // again, so that the loop over tiles need not keep it
     if (silenced) {
       const DenseTiles& tiles = params_.dense.tiles;
       const int own[2] = {own_row(task, row(0).token), own_row(task, row(1).token)};
@@ -775,6 +585,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   device::wait_for_previous_kernels();
   int flags = tile_flags(params, task, threadIdx.x, kRowsConsumers);
   const bool scaled = rotator.rotate(task, shared.queries[0], shared.factors[0]);
+  if (threadIdx.x == 0) {
+    shared.tasks[0] = task;
+  }
   flags = device::named_barrier_any(kConsumerBarrier, kRowsConsumers, scaled || (flags & kScaledKeys))
               ? flags | kScaledKeys
               : flags;
@@ -811,7 +624,7 @@ cudaError_t launch_rows(const DenseAttendParams& params, const TileMarks& marks,
   const RowsOrder order(static_cast<int>(runs), static_cast<int>(pairs), section_pairs(pairs, bytes));
   return launch_kernel(dense_rows_kernel<T, kDim, kMasked>, shape, stream,
                        DenseRowsParams{params, order, device::FastDivisor(p.num_kv_heads),
-                                       device::FastDivisor(p.group), marks});
+                                       device::FastDivisor(p.group), run_tokens_log2(p.group), marks});
 }
 
 template <typename T, int kDim>

@@ -10,6 +10,7 @@
 // kernel and its launch.
 #pragma once
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/forward/dense_products.cuh"
 
@@ -286,6 +287,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) dense_attend_kernel(De
   const AttendTask task(p);
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
   init_rings(shared);
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) {
       device::lower_registers<kCopyRegisters>();
@@ -353,7 +358,8 @@ cudaError_t launch_dense_attend_groups(const DenseAttendParams& params, cudaStre
   const int64_t runs = (p.t0 + p.num_queries - 1) / tokens - p.t0 / tokens + 1;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(runs * p.num_kv_heads), p.num_batches),
                           .threads = 128 * (kGroups + 1),
-                          .shared_bytes = kAttendSharedBytes<kDim, kGroups>};
+                          .shared_bytes = kAttendSharedBytes<kDim, kGroups>,
+                          .overlaps = true};
   return launch_kernel(dense_attend_kernel<T, kDim, kGroups>, shape, stream, params);
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/forward/attend.h"
@@ -43,6 +44,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     init_barriers(shared);
   }
   __syncthreads();
+  device::wait_for_previous_kernels();
+  if (threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
   if (threadIdx.x < 128 * Tile::kProducerGroups) {
     device::lower_registers<Tile::kProducerRegisters>();
     PerListProducer<Tile>(params, shared).template run<T>();
@@ -65,7 +70,8 @@ cudaError_t launch_per_list_rows(const AttendParams& params, cudaStream_t stream
   }
   const LaunchShape shape{.grid = static_cast<unsigned>(std::min(num_list_tasks<Tile>(params), num_sms)),
                           .threads = Tile::kThreads,
-                          .shared_bytes = sizeof(PerListShared<Tile>)};
+                          .shared_bytes = sizeof(PerListShared<Tile>),
+                          .overlaps = true};
   return launch_kernel(per_list_attend_kernel<T, Tile>, shape, stream, params);
 }
 
