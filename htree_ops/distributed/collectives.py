@@ -115,10 +115,10 @@ def _heads(size: int, tokens: int) -> tuple[int, ...]:
         share = (before[end] - before[first]) / (size - rank)
         # The more parts are from the head, the less work they are.
         found = [
-            before[first + head] - before[first] + before[end] - before[end - WORK_PARTS + head] - share
+            abs(before[first + head] - before[first] + before[end] - before[end - WORK_PARTS + head] - share)
             for head in range(WORK_PARTS + 1)
         ]
-        head = min(range(WORK_PARTS + 1), key=lambda i: abs(found[i]))
+        head = found.index(min(found))  # torch.compile knows no min with a key
         heads.append(head)
         first, end = first + head, end - WORK_PARTS + head
     return (*heads, WORK_PARTS)
@@ -138,7 +138,8 @@ def parts_of(rank: int, size: int, balance: Balance, tokens: int) -> tuple[int, 
         return (rank,)
     if balance == "work":
         known = _heads if torch.compiler.is_compiling() else _known_heads  # the compiler sees no cache
-        heads = known(size, int(tokens))
+        # A compiled graph is for one length: int() of a symbol is one still, a text is not.
+        heads = known(size, int(f"{tokens}"))
         first = sum(heads[:rank])
         end = WORK_PARTS * size - (WORK_PARTS * rank - first)
         tail = WORK_PARTS - heads[rank]

@@ -206,8 +206,13 @@ def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
     return {"out": float(difference.abs().max()), "gradients": max(errors)}
 
 
-def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
-    """Forward and backward under torch.compile, by the first group of this size alone: compiling takes seconds."""
+def compiled(
+    size: int, balance: str, device: str = "cpu", lengths: tuple[int, ...] = (128, 256)
+) -> dict[str, Any]:
+    """Forward and backward under torch.compile, by the first group of this size alone: compiling takes seconds.
+
+    With a second length the compiler takes the length for a symbol.
+    """
     group = group_of(size)
     if dist.get_rank() >= size:
         return {"errors": [0.0]}
@@ -224,9 +229,9 @@ def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
         )
         return out.flatten(2).cos()
 
-    def results(call: Any) -> list[Tensor]:
+    def results(call: Any, tokens: int) -> list[Tensor]:
         x = shard_sequence(
-            normal((2, 128, 10), torch.float32, device, 0), group, balance=balance
+            normal((2, tokens, 10), torch.float32, device, 0), group, balance=balance
         ).requires_grad_()
         w = normal((10, 48), torch.float32, device, 1, 0.5).requires_grad_()
         out = call(x, w)
@@ -234,7 +239,9 @@ def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
 
     torch._dynamo.reset()
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
-    pairs = zip(results(model), results(fast), strict=True)
+    pairs = [
+        pair for tokens in lengths for pair in zip(results(model, tokens), results(fast, tokens), strict=True)
+    ]
     return {"errors": [float((a - b).abs().max()) for a, b in pairs]}
 
 

@@ -173,16 +173,18 @@ class QueryRotator {
 
   // Brings the queries of a later task to the L2, where the heads of a token lie side by side. One warp calls.
   __device__ __forceinline__ void prefetch(const RowsTask& task) const {
-    constexpr int kLine = 128 / sizeof(T);                      // elements
-    const int at = static_cast<int>(threadIdx.x % 32) * kLine;  // 32 lines are the most, 16 heads of 128
-    if (p_.queries.head != kDim || at >= p_.group * kDim) {
+    constexpr int kLine = 128 / sizeof(T);  // elements
+    if (p_.queries.head != kDim) {
       return;
     }
-    const T* line = queries_of(task) + task.first * p_.queries.row + at;
+    const T* first = queries_of(task) + task.first * p_.queries.row;
+    const int lines = (p_.group * kDim + kLine - 1) / kLine;  // of a token
+    const int total = lines * static_cast<int>(task.last - task.first + 1);
 #pragma unroll 1
-    for (int token = task.first; token <= task.last; ++token) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-      line += p_.queries.row;
+    for (int i = static_cast<int>(threadIdx.x % 32); i < total; i += 32) {
+      const int token = i / lines;
+      asm volatile(
+          "prefetch.global.L2 [%0];" ::"l"(first + token * p_.queries.row + (i - token * lines) * kLine));
     }
   }
 
