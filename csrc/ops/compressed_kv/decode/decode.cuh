@@ -70,9 +70,8 @@ __device__ __forceinline__ void unrolled(Step&& step) {
 
 // Scores of the lane's two tokens for heads t and t + 4, in units of log2, without the scales of the rows.
 template <typename Tr>
-__device__ __forceinline__ void score_tile(RowPair<Tr::kK, Tr::kGroups>& rows, const unsigned char* table,
-                                           const LaneByte& lane, const Query<Tr>& q,
-                                           float (&score)[2][Tr::kHeadPairs]) {
+__device__ __forceinline__ void score_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
+                                           const Query<Tr>& q, float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
     float sum[Tr::kHeadPairs][4] = {};
     unrolled<Tr::kGroups>([&](auto index) {
@@ -140,7 +139,7 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
   const __half2 upper_bias = __float2half2_rn(-72.0f);  // (1024 + 128) / 16
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t x = i == 0 ? bytes : shift_down<8>(bytes);
+    const uint32_t x = i == 0 ? bytes : bytes >> 8;
     h[i] = as_bits(__hadd2(as_half2(mask_flip(x, 0x000f000fu, 0x64086408u)), bias));
     h[2 + i] = as_bits(__hfma2(as_half2(mask_flip(x, 0x00f000f0u, 0x64806480u)), sixteenth, upper_bias));
   }
@@ -149,8 +148,8 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
 // Adds to acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2,
 // 3 of another (channel_of).
 template <typename Tr>
-__device__ __forceinline__ void weigh_tile(RowPair<Tr::kV, Tr::kGroups>& rows, const unsigned char* table,
-                                           const LaneByte& lane, uint32_t weight0, uint32_t weight1,
+__device__ __forceinline__ void weigh_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
+                                           uint32_t weight0, uint32_t weight1,
                                            float (&acc)[2 * Tr::kGroups][4]) {
   unrolled<Tr::kGroups>([&](auto index) {
     constexpr int group = decltype(index)::value;

@@ -12,21 +12,17 @@ namespace htree::compressed_kv {
 // that a permutation reads.
 struct alignas(8) Selectors {
   uint32_t low;   // for channels 0 to 3; bit 31 is set for byte 255 alone
-  uint32_t high;  // for channels 4 to 7; with 16 and 8 bits the upper six or two are thresholds
+  uint32_t high;  // for channels 4 to 7; with 16 bits the upper six are thresholds of words 2, 3 and 4
 };
 
 // Each lane has its own copy, so that no two lanes meet in a bank: [256][32].
 constexpr int kSelectorBytes = 256 * 32 * static_cast<int>(sizeof(Selectors));
 
-// A stretch of codes may begin anywhere in its first word. The first two words are always read. The others are
-// read only by lanes that need them, so that the rest take no part in bank conflicts: with 16-bit codes words 2
-// to 4, with 8-bit codes word 2. This is the threshold of word `word`, two bits, for a byte with `kept` bits
-// set; start_of() says what exceeds it.
-template <int kBits>
+// A stretch of codes may begin anywhere in its first word. With 4-bit and 8-bit codes all words that it may
+// have are read: a test would cost more. Words 2 to 4 of a stretch of 16-bit codes are read only by lanes
+// that need them, so that the others take no part in bank conflicts. This is the threshold of word `word`,
+// two bits, for a byte with `kept` bits set; start_of() says what exceeds it.
 __device__ __forceinline__ uint32_t threshold_of(uint32_t kept, uint32_t word) {
-  if constexpr (kBits == 8) {
-    return kept > 5 ? 8 - kept : 3;
-  }
   return kept > 2 * word ? 0 : kept == 2 * word ? 1 : 3;
 }
 
@@ -45,10 +41,10 @@ __device__ __forceinline__ Selectors selectors_of(uint32_t byte) {
     rank += kept;
   }
   uint32_t thresholds = 0;
-  if constexpr (kBits != 4) {
+  if constexpr (kBits == 16) {
 #pragma unroll
-    for (uint32_t word = 2; word <= kBits / 4; ++word) {
-      thresholds |= threshold_of<kBits>(rank, word) << (34 - 2 * word);
+    for (uint32_t word = 2; word <= 4; ++word) {
+      thresholds |= threshold_of(rank, word) << (34 - 2 * word);
     }
   }
   return {(selectors & 0xffffu) | (byte == 255 ? 0x80000000u : 0u), (selectors >> 16) | thresholds};
@@ -95,51 +91,35 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
-__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&values)[2]) {
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(values[0]), "=r"(values[1]) : "r"(address));
-}
-__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&values)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-               : "r"(address));
-}
-
 // Loads the word kWord words behind `address` if `start`, made by start_of(), exceeds the threshold in the
-// upper bits of `threshold`. Otherwise its codes are not used, and any result will do: it returns `otherwise`,
-// for which a value that is not needed any more takes no register of its own.
+// upper bits of `threshold`. Otherwise its codes are not used, and any result will do: it returns the
+// address, which takes no register of its own.
 template <int kWord>
-__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold,
-                                                 uint32_t otherwise) {
-  uint32_t value = otherwise;
+__device__ __forceinline__ uint32_t load_reached(uint32_t address, uint32_t start, uint32_t threshold) {
+  uint32_t value = address;
   asm volatile(
       "{\n"
       ".reg .pred reached;\n"
       "setp.gt.u32 reached, %1, %2;\n"
-      "@reached ld.shared.u32 %0, [%3 + %4];\n"
+      "@reached ld.shared.u32 %0, [%0 + %3];\n"
       "}\n"
       : "+r"(value)
-      : "r"(start), "r"(threshold), "r"(address), "n"(4 * kWord));
+      : "r"(start), "r"(threshold), "n"(4 * kWord));
   return value;
 }
 
-// x >> kBits as the upper half of a product: the pipe of shifts and logical operations is the busiest one. The
-// grid has one dimension, which the compiler does not know, or it would make this a shift again.
-template <int kBits>
-__device__ __forceinline__ uint32_t shift_down(uint32_t x) {
-  return __umulhi(x, gridDim.y << (32 - kBits));
-}
-
-// Address of the aligned word that holds bit `bits` of shared memory.
+// Address of the aligned word that holds bit `bits` of shared memory. It hides the product from the compiler,
+// so that it is an integer multiplication: the pipe of shifts and logical operations is the busiest one.
 __device__ __forceinline__ uint32_t word_address(uint32_t bits) {
-  return shift_down<5>(bits) * 4;
+  uint32_t words;
+  asm("shr.b32 %0, %1, 5;" : "=r"(words) : "r"(bits));
+  return words * 4;
 }
 
-// For load_reached: where the stretch whose first value is at bit `bits` of shared memory begins in its word.
-// With 8 bits the upper two bits are the number of values before it. With 16 bits the result always exceeds a
-// threshold of 0 and never one of 3; it exceeds 1 where the stretch begins at the second value.
-template <int kBits>
+// For load_reached. The result always exceeds a threshold of 0 and never one of 3. It exceeds 1 where the
+// stretch whose first value is at bit `bits` of shared memory begins at the second value of its word.
 __device__ __forceinline__ uint32_t start_of(uint32_t bits) {
-  return (bits << 27) + (kBits == 16 ? 0x40000000u : 0u);
+  return (bits << 27) + 0x40000000u;
 }
 
 // The expanded codes of eight channels. With 4 bits: two registers of four bytes, which hold the codes as
@@ -186,7 +166,7 @@ __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Sele
   const uint32_t even =
       kUpper ? mask_flip(codes * 16, 0xf0f0f0f0u, 0x80808080u) : mask_flip(codes, 0x0f0f0f0fu, 0x08080808u);
   const uint32_t odd = kUpper ? clear_last(mask_flip(codes, 0xf0f0f0f0u, 0x80808080u), s)
-                              : mask_flip(shift_down<4>(codes), 0x0f0f0f0fu, 0x08080808u);
+                              : mask_flip(codes >> 4, 0x0f0f0f0fu, 0x08080808u);
   return {permute(even, odd, s.low), permute(even, odd, s.high)};
 }
 
@@ -203,18 +183,15 @@ __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t b
   if constexpr (kBits == 4) {
     return expand_nibbles<kUpper>(funnel(first, second, bits), s);
   } else if constexpr (kBits == 8) {
-    const uint32_t third = load_reached<2>(address, start_of<8>(bits), s.high, address);
+    const uint32_t third = load_shared(address + 8);
     const uint32_t low = funnel(first, second, bits);
     const uint32_t high = clear_last(funnel(second, third, bits), s);
     return {permute(low, high, s.low), permute(low, high, s.high)};
   } else {
-    const uint32_t start = start_of<16>(bits);
-    const uint32_t of_fourth = s.high * 4;
-    const uint32_t of_fifth = s.high * 16;
-    const uint32_t fifth = load_reached<4>(address, start, of_fifth, of_fifth);
-    const uint32_t fourth = load_reached<3>(address, start, of_fourth, of_fourth);
-    const uint32_t third = load_reached<2>(address, start, s.high, address);
-    const uint32_t words[5] = {first, second, third, fourth, fifth};
+    const uint32_t start = start_of(bits);
+    const uint32_t words[5] = {first, second, load_reached<2>(address, start, s.high),
+                               load_reached<3>(address, start, s.high * 4),
+                               load_reached<4>(address, start, s.high * 16)};
     uint32_t codes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -258,19 +235,13 @@ __host__ __device__ constexpr int spread_of_rows(int pitch) {
 // Two rows of a tile: the address of the bitmap of the first row, the distance to that of the second, and for
 // each row the bit of shared memory up to which its codes have been counted. That is where the codes of the
 // current word begin, or, with 4 bits, those of the lane's byte of `last`, the word before. A row that is not
-// `present` reads as empty. kGroups: words of 32 channels of a row.
-template <int kBits, int kGroups>
+// `present` reads as empty.
 struct RowPair {
-  // Words that one instruction loads; a row begins at a multiple of so many. With 16 bits there are no
-  // registers for four.
-  static constexpr int kAtOnce = kGroups % 4 == 0 && kBits != 16 ? 4 : 2;
-
   uint32_t bitmap;
   uint32_t bitmap_step;
   uint32_t start[2];
   uint32_t last[2];
   bool present[2];
-  uint32_t words[2][kAtOnce];
 
   __device__ __forceinline__ RowPair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
                                      const bool (&present)[2])
@@ -280,30 +251,20 @@ struct RowPair {
         last{0, 0},
         present{present[0], present[1]} {}
 
-  // Loads the words of groups `first` to first + kAtOnce - 1, those of channels 32 * first and on.
-  __device__ __forceinline__ void load_words(int first) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_shared(bitmap + half * bitmap_step + 4 * first, words[half]);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        words[half][i] = present[half] ? words[half][i] : 0u;
-      }
-    }
+  // The bits of channels 32 * group to 32 * group + 31.
+  __device__ __forceinline__ uint32_t word(int half, int group) const {
+    const uint32_t bits = load_shared(bitmap + half * bitmap_step + 4 * group);
+    return present[half] ? bits : 0u;
   }
 };
 
 // Expands the codes of group kGroup of both rows; it is called for the groups in their order.
-template <int kBits, int kGroup, bool kUpper, int kGroups>
-__device__ __forceinline__ void expand_group(RowPair<kBits, kGroups>& rows, const unsigned char* table,
-                                             const LaneByte& lane, Expanded<kBits> (&codes)[2]) {
-  constexpr int kAtOnce = RowPair<kBits, kGroups>::kAtOnce;
-  if constexpr (kGroup % kAtOnce == 0) {
-    rows.load_words(kGroup);
-  }
+template <int kBits, int kGroup, bool kUpper>
+__device__ __forceinline__ void expand_group(RowPair& rows, const unsigned char* table, const LaneByte& lane,
+                                             Expanded<kBits> (&codes)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t word = rows.words[half][kGroup % kAtOnce];
+    const uint32_t word = rows.word(half, kGroup);
     if constexpr (kBits == 4) {
       // Counts the codes of the 32 channels from the lane's byte of one word to that of the next. That takes
       // fewer instructions than below, but one more for the pipe that is busiest with the other widths.

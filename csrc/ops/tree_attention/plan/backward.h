@@ -144,6 +144,7 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   if (config.path == AttentionPath::kTensorCore) {
     config.dense_rows = choose_dense_rows(p, device, gather);
     config.masked_rows = choose_masked_rows(p, device, gather);
+    config.dense_top = config.dense_top && walks(p, config);  // the forward's choice knew no dense rows
     const int64_t batch_bytes = std::max<int64_t>(1, dense_gradient_bytes(p, config, 1));
     config.dense_batches =
         std::clamp<int64_t>(kDenseGradientBytes / batch_bytes, 1, std::max<int64_t>(1, p.batch));
