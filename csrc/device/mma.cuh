@@ -25,10 +25,6 @@ __device__ __forceinline__ void copy_async_16_prefix(uint32_t shared, const void
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
 }
-// Brings the line of 128 bytes around `global` to the L2 cache. Nothing waits for it.
-__device__ __forceinline__ void fetch_line(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace htree::device {
 
@@ -22,6 +23,16 @@ inline constexpr int kPackOf = 16 / static_cast<int>(sizeof(T));
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_pack(const T* p) {
   return *reinterpret_cast<const Pack<T, N>*>(p);
+}
+
+// For data that is not read again: it leaves the caches to others.
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> load_pack_streaming(const T* p) {
+  static_assert(sizeof(T) * N >= 4);
+  using Bits =
+      std::conditional_t<sizeof(T) * N == 16, int4, std::conditional_t<sizeof(T) * N == 8, int2, int>>;
+  const Bits bits = __ldcs(reinterpret_cast<const Bits*>(p));
+  return *reinterpret_cast<const Pack<T, N>*>(&bits);
 }
 
 template <int N, typename T>

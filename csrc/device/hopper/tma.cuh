@@ -50,11 +50,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
       : "memory");
 }
 
-// Brings `bytes`, a multiple of 16, from `global`, aligned to 16 bytes, to the L2 cache. Nothing waits for it.
-__device__ __forceinline__ void bulk_fetch(const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
-}
-
 // `shared` is aligned to 128 bytes, for the 128-byte swizzle to 1024.
 __device__ __forceinline__ void tensor_load_2d(void* shared, const CUtensorMap* map, int x, int y,
                                                Barrier* barrier) {

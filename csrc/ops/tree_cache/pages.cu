@@ -78,27 +78,6 @@ __device__ __forceinline__ bool claim_pages(const PageTableParams& table, int32_
   return true;
 }
 
-// The same by all threads of the block, which share the pages: one by one each would wait for the page before it. The
-// answer is the number of pages that this thread has marked, or -1 if it found one that is not free.
-__device__ __forceinline__ int32_t share_claims(const PageTableParams& table, int32_t top, uint32_t count) {
-  int32_t marked = 0;
-  for (uint32_t i = threadIdx.x; i < count; i += kPageThreads, ++marked) {
-    if (!claim_pages(table, top - static_cast<int32_t>(i), 1)) {
-      for (; marked > 0; --marked) {
-        i -= kPageThreads;
-        release_pages(table, top - static_cast<int32_t>(i), 1);
-      }
-      return -1;
-    }
-  }
-  return marked;
-}
-__device__ __forceinline__ void release_shared(const PageTableParams& table, int32_t top, int32_t marked) {
-  for (int32_t i = 0; i < marked; ++i) {
-    release_pages(table, top - static_cast<int32_t>(threadIdx.x) - i * kPageThreads, 1);
-  }
-}
-
 // Claims `count` pages from the top of a stack of `free`, or none and says what is wrong. One thread calls.
 __device__ __forceinline__ int32_t claim_error(const PageTableParams& table, int32_t free, int64_t count) {
   if (count == 0) {
@@ -243,9 +222,8 @@ __device__ void step_append(const PageTableParams& table, const PageStepParams& 
     const auto top = static_cast<int32_t>(static_cast<uint32_t>(free) - before);
     const auto count = static_cast<int32_t>(needed);
     const bool enough = total == 0 || (free <= table.num_pages && int64_t{total} <= free);
-    const bool at_once = __syncthreads_or(!enough || needed == kMostAtOnce) == 0;
-    const int32_t marked = at_once ? share_claims(table, free, total) : -1;
-    if (__syncthreads_or(marked < 0) == 0) {
+    const bool claimed = enough && needed < kMostAtOnce && claim_pages(table, top, count);
+    if (__syncthreads_or(!claimed) == 0) {
       if (is_one) {
         if (count > 0) {
           give_pages(table, sequence, top, count);
@@ -256,7 +234,9 @@ __device__ void step_append(const PageTableParams& table, const PageStepParams& 
         table.free_pages[0] = free - static_cast<int32_t>(total);
       }
     } else {
-      release_shared(table, free, marked);
+      if (claimed) {
+        release_pages(table, top, count);
+      }
       __syncthreads();
       if (threadIdx.x == 0) {
         append_in_order(table, step, tile, shared, finish);

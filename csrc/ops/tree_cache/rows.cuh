@@ -42,8 +42,7 @@ __device__ __forceinline__ QueryRow describe_row(const AttendParams<T>& params, 
   }
   found.token = static_cast<int32_t>(token);
   const int stride = params.options.stride;
-  // A token is below 2^31.
-  const int64_t leader = token - static_cast<uint32_t>(token) % static_cast<uint32_t>(stride);
+  const int64_t leader = token - token % stride;
   if (span.length > params.layout.capacity() || span.length < 0) {
     found.leader = kNoLists;
   } else if (leader >= span.begin() && row >= token - leader) {

@@ -101,7 +101,7 @@ struct ChunkSlice {
 
   template <typename T>
   __device__ __forceinline__ Held<T, Tr::kPack> load(const T* from, int pack) const {
-    return load_held<Tr::kPack>(col(pack) < length, from + col(pack));
+    return load_held<Tr::kPack, kIsDecode<typename Tr::Job>>(col(pack) < length, from + col(pack));
   }
 
   template <typename T>

@@ -21,14 +21,16 @@ inline constexpr bool kInWords = sizeof(T) == 1 && N % 4 == 0;
 template <typename T, int N>
 using Held = std::conditional_t<kInWords<T, N>, Pack<uint32_t, kInWords<T, N> ? N / 4 : 1>, Pack<T, N>>;
 
-// Loads a pack, or zeros where it is not wanted. It chooses word by word, for the same reason.
-template <int N, typename T>
+// Loads a pack, or zeros where it is not wanted. It chooses word by word, for the same reason. kStreams: nobody reads it
+// again.
+template <int N, bool kStreams = false, typename T>
 __device__ __forceinline__ Held<T, N> load_held(bool is_wanted, const T* p) {
   if constexpr (sizeof(T) * N % sizeof(uint32_t) == 0) {
-    using Words = Pack<uint32_t, sizeof(T) * N / sizeof(uint32_t)>;
-    Words words{};
+    constexpr int kWords = static_cast<int>(sizeof(T) * N / sizeof(uint32_t));
+    Pack<uint32_t, kWords> words{};
     if (is_wanted) {
-      words = *reinterpret_cast<const Words*>(p);
+      const auto* from = reinterpret_cast<const uint32_t*>(p);
+      words = kStreams ? device::load_pack_streaming<kWords>(from) : device::load_pack<kWords>(from);
     }
     return *reinterpret_cast<const Held<T, N>*>(&words);
   } else {
@@ -195,10 +197,11 @@ struct Nothing {
 
 template <typename Job>
 inline constexpr bool kEncodes = std::is_same_v<Job, Encode<typename Job::In>>;
+template <typename Job>
+inline constexpr bool kIsDecode = std::is_same_v<Job, Decode<typename Job::Out>>;
 // Jobs that divide by the scale.
 template <typename Job>
-inline constexpr bool kDivides =
-    std::is_same_v<Job, Round<typename Job::In>> || std::is_same_v<Job, Decode<typename Job::Out>>;
+inline constexpr bool kDivides = std::is_same_v<Job, Round<typename Job::In>> || kIsDecode<Job>;
 template <typename Job>
 inline constexpr bool kIsBackward = std::is_same_v<Job, RoundBackward<typename Job::In>>;
 

@@ -138,10 +138,10 @@ LaunchShape shape_of(const ColumnGrid& grid) {
 template <typename Job, int kPack>
 cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
   if (o.shape.layout != ScaleLayout::kColumns) {
-    if constexpr (kPack > 1 && std::is_same_v<Job, Decode<typename Job::Out>>) {
+    if constexpr (kPack > 1 && kIsDecode<Job>) {
       const ChunkConfig config = choose_decode_config(o.shape.group, kPack);
-      if (config.threads == kMaxSharedThreads) {
-        using Tr = ChunkTraits<Job, ScaleSource::kMemory, kMaxSharedThreads, kDecodePacks, kPack>;
+      if (config.threads == kDecodeThreads && config.packs == kDecodePacks) {
+        using Tr = ChunkTraits<Job, ScaleSource::kMemory, kDecodeThreads, kDecodePacks, kPack>;
         return launch_chunks<Tr>(o, stream);
       }
       return launch_chunk_shape<Job, ScaleSource::kMemory, kPack>(config, o, stream);

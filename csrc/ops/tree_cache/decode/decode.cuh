@@ -2,9 +2,6 @@
 // has to choose, the blocks exchange sums and importances through their shared memory.
 #pragma once
 
-#include <cstddef>
-
-#include "device/hopper/kernel_overlap.cuh"
 #include "device/hopper/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/decode/scores.cuh"
@@ -13,17 +10,6 @@
 #include "ops/tree_cache/decode/values.cuh"
 
 namespace htree::tree_cache {
-
-// Nothing has been added yet.
-template <class Tr>
-__device__ __forceinline__ void clear_states(const DecodeBlock<Tr>& block) {
-  constexpr int kWords = sizeof(DecodeState<Tr>) / 4;
-  static_assert(offsetof(DecodeState<Tr>, max) == 0);
-  auto* words = reinterpret_cast<float*>(block.states());
-  for (int i = threadIdx.x; i < block.params.plan.shares * kWords; i += Tr::kThreads) {
-    words[i] = i % kWords < Tr::kHeads ? kNoScore : 0.0f;
-  }
-}
 
 // A row that is ignored is 0, one without lists NaN.
 template <class Tr>
@@ -43,77 +29,6 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   }
 }
 
-// ---- where many blocks share a row, each sends the others what they store: a message that counts its bytes needs no
-// fence for the whole device, which a barrier of the cluster would begin with
-
-// Columns of a block, of all heads one after another.
-template <class Tr>
-__device__ __forceinline__ int gathered_columns(const DecodeBlock<Tr>& block) {
-  return Tr::kHeads * Tr::kDim / block.params.plan.cluster;
-}
-
-// Where a block has what a share says of its columns; behind them stand maximum and sum of their head and the next.
-template <class Tr>
-__device__ __forceinline__ float* gathered_share(const DecodeBlock<Tr>& block, int share) {
-  auto* all = reinterpret_cast<float*>(block.dynamic + block.params.plan.places.gathered);
-  return all + share * (gathered_columns(block) + kGatheredSums);
-}
-
-// One thread calls it, before the cluster's barriers are ready.
-template <class Tr>
-__device__ __forceinline__ void init_states_barriers(const DecodeBlock<Tr>& block) {
-  const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
-  if (!block.params.plan.gathers) {
-    return;
-  }
-  const int bytes = (kShares - shares) * (gathered_columns(block) + kGatheredSums) * 4;
-  device::barrier_init(&block.shared.states_welcome, static_cast<uint32_t>(cluster - 1));
-  device::barrier_init(&block.shared.states_arrived, 1);
-  device::barrier_arrive_expect(&block.shared.states_arrived, static_cast<uint32_t>(bytes));
-}
-
-// Tells the other blocks that this one has made its last scores: states come where its queries and rotations stood. A
-// __syncthreads has followed the scores.
-template <class Tr>
-__device__ __forceinline__ void let_states_come(const DecodeBlock<Tr>& block) {
-  const int other = static_cast<int>(threadIdx.x);
-  if (block.params.plan.gathers && other < block.params.plan.cluster && other != block.rank) {
-    device::barrier_arrive_remote(&block.shared.states_welcome, static_cast<uint32_t>(other));
-  }
-}
-
-// Brings the states to where store_row() reads them. Every thread calls it, after a __syncthreads that follows the last
-// change of the states.
-template <class Tr>
-__device__ __forceinline__ void gather_states(const DecodeBlock<Tr>& block) {
-  if (!block.params.plan.gathers) {
-    device::cluster_sync();
-    return;
-  }
-  const int shares = block.params.plan.shares, columns = gathered_columns(block);
-  device::barrier_wait(&block.shared.states_welcome, 0);
-  for (int other = block.warp; other < block.params.plan.cluster; other += Tr::kWarps) {
-    const int head = other * columns / Tr::kDim, next = min(head + 1, Tr::kHeads - 1);
-    for (int share = 0; share < shares; ++share) {
-      const DecodeState<Tr>& state = block.states()[share];
-      float* to = gathered_share(block, block.rank * shares + share);
-      for (int at = block.lane * 4; at < columns + kGatheredSums; at += 4 * device::kWarpSize) {
-        const float4 pack =
-            at < columns ? *reinterpret_cast<const float4*>(&state.out[0][0] + other * columns + at)
-                         : make_float4(state.max[head], state.sum[head], state.max[next], state.sum[next]);
-        if (other == block.rank) {
-          *reinterpret_cast<float4*>(to + at) = pack;
-        } else {
-          device::send_to_block(reinterpret_cast<float4*>(to + at), &block.shared.states_arrived,
-                                static_cast<uint32_t>(other), pack);
-        }
-      }
-    }
-  }
-  __syncthreads();  // the block's own are there
-  device::barrier_wait(&block.shared.states_arrived, 0);
-}
-
 // Merges the states of all shares. The blocks of the cluster divide the outputs, and four lanes the shares of one.
 template <class Tr>
 __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
@@ -122,8 +37,7 @@ __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
   const auto& attend = block.attend();
   const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
   const int num = attend.group * Tr::kDim;
-  const bool gathers = block.params.plan.gathers;
-  const int outputs = gathers ? gathered_columns<Tr>(block) : (num + cluster - 1) / cluster;
+  const int outputs = (num + cluster - 1) / cluster;
   const int64_t row = (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
   for (int first = block.warp * kAtOnce; first < outputs; first += Tr::kWarps * kAtOnce) {
     const int in_block = first + block.lane / kLanes;
@@ -135,14 +49,6 @@ __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int share = block.lane % kLanes * kEach + i;
-      if (gathers) {
-        const float* columns = gathered_share(block, share);
-        const float* sums = columns + outputs + (head - block.rank * outputs / Tr::kDim) * 2;
-        max[i] = exists ? sums[0] : 0.0f;
-        sum[i] = exists ? sums[1] : 0.0f;
-        out[i] = exists ? columns[in_block] : 0.0f;
-        continue;
-      }
       const DecodeState<Tr>& state = block.states()[share % shares];
       const uint32_t from = share / shares;
       max[i] = device::load_from_block(&state.max[head], from);
@@ -207,47 +113,27 @@ __device__ __forceinline__ void begin_choice(const DecodeBlock<Tr>& block, const
 }
 
 // The list of the layer below, and the bits of the candidates that it opens. Stages that layer's queries on
-// the way: they are loaded and rotated while messages travel. A __syncthreads has to follow before they are read.
+// the way, where they hide a wait.
 template <class Tr>
 __device__ __forceinline__ void choose(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                        const LayerSlots& below, const float* weighed, const int32_t* list,
                                        int32_t* next, uint32_t parity) {
-  // At the position of the last candidate.
-  QueryStage<Tr> queries;
-  queries.load(block.attend(), block.walk, below.num - 1);
+  stage_decode_queries(block, below);
   if (!block.leads) {
     load_list(block, below.layer, next);
     mark_next(block, slots, list, next);
-    queries.store(block.attend(), block.queries());
     return;
   }
   make_normalizers(block, parity);
   send_keys(block, slots, weighed);
-  queries.store(block.attend(), block.queries());
   device::barrier_wait(&block.shared.keys_arrived, parity);
   write_selection(block, slots, list, next);
-}
-
-// Brings the table of pages of a single sequence to the L2 cache while its length is on its way. The blocks of a cluster
-// share the lines.
-template <class Tr>
-__device__ __forceinline__ void fetch_table(const DecodeBlock<Tr>& block) {
-  constexpr uint32_t kLine = 128 / sizeof(int32_t);
-  const CacheSequences& sequences = block.attend().sequences;
-  if (sequences.num_sequences > 1) {
-    return;  // the sequence is not known yet
-  }
-  const uint32_t cluster = block.params.plan.cluster, step = Tr::kThreads * cluster * kLine;
-  const uint32_t first = (threadIdx.x * cluster + block.rank) * kLine;
-  for (uint32_t entry = first; entry < block.attend().layout.max_pages; entry += step) {
-    device::fetch_line(sequences.block_table + entry);
-  }
 }
 
 // From the top layer of the row to the tokens. `current` is the half of lists and rows that belongs to a layer.
 template <class Tr>
 __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
-  const int entry = block.leads ? static_cast<int>(ring_entry(block.attend(), block.walk)) : -1;
+  const int64_t entry = block.leads ? ring_entry(block.attend(), block.walk) : -1;
   LayerSlots slots = top_slots(block);
   int current = 0;
   if (block.leads) {
@@ -266,17 +152,11 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     slots = slots_below(block, slots);
   }
   TileRing<Tr> ring(block);
-  // What comes from memory is on its way together.
-  stage_child_rotations(block);
-  QueryStage<Tr> queries;
-  queries.load(block.attend(), block.walk, slots.num - 1);
   find_rows(block, slots, block.list(current), block.rows(current));
-  ring.ask_first(slots, block.rows(current));
-  ring.begin_layer(slots, block.rows(current));
-  queries.store(block.attend(), block.queries());
-  ring.wait_for_older();
+  stage_decode_queries(block, slots);
   __syncthreads();
   device::cluster_wait();  // the barriers of the other blocks are ready
+  int asked = 0;
   bool first = true;
   for (uint32_t parity = 0;; parity ^= 1, current ^= 1) {
     const int32_t* list = block.list(current);
@@ -293,14 +173,11 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
         begin_choice(block, slots, block.span_scores());
       }
     }
-    score_layer(block, ring, slots, block.rows(current));
+    score_layer(block, ring, slots, block.rows(current), asked);
     if (chooses && !by_spans) {
       begin_choice(block, slots, block.scores());
     }
     __syncthreads();
-    if (slots.layer == 0) {
-      let_states_come(block);
-    }
     LayerSlots below;
     if (slots.layer > 0) {
       below = slots_below(block, slots);
@@ -309,7 +186,6 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
         store_list(block, below.layer, entry, next);
       }
       find_rows(block, below, next, block.rows(current ^ 1));
-      ring.begin_layer(below, block.rows(current ^ 1));
     }
     // The keys of the layer below follow without a gap only where the values fill the ring.
     const bool follows = block.params.plan.shares * slots.tiles >= ring.ahead();
@@ -318,9 +194,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
     if (slots.layer == 0) {
       return;
     }
-    if (!follows) {
-      ring.ask_first(below, block.rows(current ^ 1));
-    }
+    asked = follows ? ring.ahead() : 0;
     slots = below;
     first = false;
   }
@@ -337,25 +211,11 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   DecodeBlock<Tr> block = {.params = params,
                            .shared = shared,
                            .dynamic = dynamic,
-                           .walk = {},
+                           .walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster),
                            .leads = true,
                            .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
                            .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
                            .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
-  // All that needs no global memory comes before the wait for earlier kernels.
-  if (threadIdx.x == 0) {
-    device::barrier_init(&shared.sums_arrived, 1);
-    device::barrier_init(&shared.keys_arrived, 1);
-    init_states_barriers(block);
-    device::fence_barrier_init();
-  }
-  clear_states(block);
-  device::wait_for_previous_kernels();
-  if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
-  }
-  fetch_table(block);
-  block.walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster);
   if (!counts(block.walk.query)) {
     if (params.leaders) {
       store_nothing(block);
@@ -366,18 +226,30 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if (block.leads != params.leaders) {
     return;
   }
+  if (threadIdx.x == 0) {
+    device::barrier_init(&shared.sums_arrived, 1);
+    device::barrier_init(&shared.keys_arrived, 1);
+    device::fence_barrier_init();
+  }
   __syncwarp();
   device::cluster_arrive_relaxed();
+  const int words = params.plan.shares * static_cast<int>(sizeof(DecodeState<Tr>) / 4);
+  for (int i = threadIdx.x; i < words; i += Tr::kThreads) {
+    reinterpret_cast<float*>(block.states())[i] = 0.0f;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += Tr::kThreads) {
+    block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
+  }
+  stage_child_rotations(block);
   walk_layers(block);
   device::wait_copies<0>();
   __syncwarp();
-  gather_states(block);
+  device::cluster_sync();
   store_row(block);
-  if (!params.plan.gathers) {
-    __syncwarp();
-    device::cluster_arrive_relaxed();  // no block ends while another reads its states
-    device::cluster_wait();
-  }
+  __syncwarp();
+  device::cluster_arrive_relaxed();  // no block ends while another reads its states
+  device::cluster_wait();
 #endif
 }
 
@@ -389,8 +261,7 @@ cudaError_t launch_decode_kernel(const DecodeParams<typename Tr::T>& params, cud
                        {.grid = static_cast<unsigned>(rows * params.plan.cluster),
                         .threads = Tr::kThreads,
                         .shared_bytes = params.plan.places.bytes,
-                        .cluster = params.plan.cluster,
-                        .overlaps = true},
+                        .cluster = params.plan.cluster},
                        stream, params);
 }
 

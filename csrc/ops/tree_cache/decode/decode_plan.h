@@ -45,7 +45,6 @@ struct DecodePlaces {
   int queries = 0;      // the rotated queries as operands of products
   int children = 0;     // float [16][child_stride()]: rotations by the places in a slot
   int ring = 0;         // [warps][stages] tiles
-  int gathered = 0;  // float [kShares][columns of a block + kGatheredSums], where queries and children stood
   int bytes = 0;
 };
 
@@ -54,8 +53,6 @@ struct DecodePlan {
       0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
   int shares = 0;  // of a block
   int stages = 0;  // tiles that a warp has room for
-  int fetched = 0;          // tiles that it brings to the L2 cache ahead of them
-  bool gathers = false;     // whether blocks send one another their states at the end
   int top_span_blocks = 0;  // blocks of a row and K/V head that score span means before the walk
   DecodePlaces places;
 };
@@ -85,13 +82,6 @@ constexpr int stage_bytes(int64_t dim) {
 constexpr int child_stride(int64_t dim) {
   return static_cast<int>(dim + 4);
 }
-// What follows the columns of a share that a block stores: maximum and sum of two heads.
-constexpr int kGatheredSums = 4;
-// From so many blocks on, one stores columns of at most two heads.
-constexpr int kLeastGathering = 8;
-constexpr int gathered_bytes(int64_t dim, int heads, int cluster) {
-  return static_cast<int>(kShares * (heads * dim / cluster + kGatheredSums) * 4);
-}
 constexpr int state_bytes(int64_t dim, int heads) {
   return static_cast<int>(heads * (dim + 2) * 4);
 }
@@ -118,7 +108,6 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   places.states = take(shares * state_bytes(dim, heads));
   places.queries = take(heads * dim * 4);
   places.children = take(kDecodeRate * child_stride(dim) * 4);
-  places.gathered = places.queries;
   places.ring = take(warps * stages * stage_bytes(dim));
   places.bytes = next;
   return places;
@@ -129,16 +118,6 @@ constexpr int kTopSpanBlocks = 4;
 
 // Static shared memory of the kernel is part of what a block may have.
 constexpr int kDecodeStaticBytes = 8 * 1024;
-
-// What the L2 cache holds for tiles that no ring has room for yet: less than half of it, because other data lives there.
-constexpr int64_t kFetchedBytes = 20 << 20;
-
-// Tiles that each warp may bring to the L2 cache, of as many blocks as run at a time: one on a multiprocessor.
-inline int fetched_tiles(const DecodeProblem& problem, int processors, int cluster) {
-  const int64_t blocks = std::min<int64_t>(problem.rows * cluster, processors);
-  const int warps = decode_warps(padded_heads(problem.group), problem.spans, problem.top_k);
-  return static_cast<int>(kFetchedBytes / (blocks * warps * kDecodeRate * problem.key_dim * 2));
-}
 
 // `wanted_cluster` 0 lets the sizes decide; a test may ask for a number.
 inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int most_cluster,
@@ -164,16 +143,12 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int 
   constexpr int kMostStages = 4, kLeastStages = 2;
   for (; cluster <= most_cluster; cluster *= 2) {
     for (int stages = kMostStages; stages >= kLeastStages; --stages) {
-      const DecodePlaces places = decode_places(problem, cluster, stages);
-      const int gathered = gathered_bytes(problem.key_dim, padded_heads(problem.group), cluster);
       const DecodePlan plan{
           .cluster = cluster,
           .shares = kShares / cluster,
           .stages = stages,
-          .fetched = fetched_tiles(problem, processors, cluster),
-          .gathers = cluster >= kLeastGathering && gathered <= places.ring - places.gathered,
           .top_span_blocks = static_cast<int>(ceil_div(int64_t{processors} * kTopSpanBlocks, problem.rows)),
-          .places = places};
+          .places = decode_places(problem, cluster, stages)};
       if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {
         return plan;
       }

@@ -39,101 +39,59 @@ __device__ __forceinline__ int query_word(int part, int head, int dim) {
          in_half % 8 / 2;
 }
 
-// What a thread stages of the queries of a row: it is loaded as a whole before any of it is used, so that the latencies
-// overlap. Heads beyond the group are zero.
+// Stages the queries of a row in `words`, rotated by `position`, in units of log2. Heads beyond the group are zero. Every
+// thread of the block calls it.
 template <class Tr>
-class QueryStage {
- public:
-  // Every thread of the block calls it, and store() after it.
-  __device__ __forceinline__ void load(const AttendParams<typename Tr::T>& attend, const WalkRow& walk,
-                                       int position) {
-    const auto* q = attend.q + walk.row * attend.q_row + int64_t{walk.head} * attend.group * attend.q_head;
-    const int64_t table = int64_t{position} * Tr::kHalf;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int head = head_of(i), dim = dim_of(i);
-      low_[i][0] = low_[i][1] = high_[i][0] = high_[i][1] = device::from_acc<T>(0.0f);
-      if (head >= attend.group) {
-        continue;
-      }
+__device__ __forceinline__ void stage_queries(const AttendParams<typename Tr::T>& attend, const WalkRow& walk,
+                                              int position, uint32_t* words) {
+  const auto& options = attend.options;
+  const float scale = options.scale * 1.44269504088896340736f;
+  const auto* q = attend.q + walk.row * attend.q_row + int64_t{walk.head} * attend.group * attend.q_head;
+  const int64_t table = int64_t{position} * Tr::kHalf;
+  for (int item = threadIdx.x; item < Tr::kHeads * Tr::kHalf / 2; item += Tr::kThreads) {
+    const int head = item / (Tr::kHalf / 2);
+    const int dim = item % (Tr::kHalf / 2) * 2;
+    float low[2] = {}, high[2] = {};
+    if (head < attend.group) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        low_[i][e] = q[head * attend.q_head + dim + e];
-        high_[i][e] = q[head * attend.q_head + Tr::kHalf + dim + e];
-        if (attend.options.cos != nullptr) {
-          cos_[i][e] = attend.options.cos[table + dim + e];
-          sin_[i][e] = attend.options.sin[table + dim + e];
+        low[e] = device::to_acc(q[head * attend.q_head + dim + e]);
+        high[e] = device::to_acc(q[head * attend.q_head + Tr::kHalf + dim + e]);
+        if (options.cos != nullptr) {
+          device::rotate_pair(low[e], high[e], options.cos[table + dim + e], options.sin[table + dim + e]);
         }
+        low[e] *= scale;
+        high[e] *= scale;
       }
     }
+    const auto low0 = split_any_float(low[0]), low1 = split_any_float(low[1]);
+    const auto high0 = split_any_float(high[0]), high1 = split_any_float(high[1]);
+    words[query_word<Tr>(0, head, dim)] = pack_upper_halves(low0.high, low1.high);
+    words[query_word<Tr>(1, head, dim)] = device::pack_pair<__nv_bfloat16>(low0.low, low1.low);
+    words[query_word<Tr>(0, head, Tr::kHalf + dim)] = pack_upper_halves(high0.high, high1.high);
+    words[query_word<Tr>(1, head, Tr::kHalf + dim)] = device::pack_pair<__nv_bfloat16>(high0.low, high1.low);
   }
+}
 
-  // Stages the queries in `words`, rotated by the position, in units of log2.
-  __device__ __forceinline__ void store(const AttendParams<typename Tr::T>& attend, uint32_t* words) const {
-    const float scale = attend.options.scale * 1.44269504088896340736f;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int head = head_of(i), dim = dim_of(i);
-      if (head >= Tr::kHeads) {
-        continue;
-      }
-      float low[2] = {}, high[2] = {};
-      if (head < attend.group) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          low[e] = device::to_acc(low_[i][e]);
-          high[e] = device::to_acc(high_[i][e]);
-          if (attend.options.cos != nullptr) {
-            device::rotate_pair(low[e], high[e], cos_[i][e], sin_[i][e]);
-          }
-          low[e] *= scale;
-          high[e] *= scale;
-        }
-      }
-      const auto low0 = split_any_float(low[0]), low1 = split_any_float(low[1]);
-      const auto high0 = split_any_float(high[0]), high1 = split_any_float(high[1]);
-      words[query_word<Tr>(0, head, dim)] = pack_upper_halves(low0.high, low1.high);
-      words[query_word<Tr>(1, head, dim)] = device::pack_pair<__nv_bfloat16>(low0.low, low1.low);
-      words[query_word<Tr>(0, head, Tr::kHalf + dim)] = pack_upper_halves(high0.high, high1.high);
-      words[query_word<Tr>(1, head, Tr::kHalf + dim)] =
-          device::pack_pair<__nv_bfloat16>(high0.low, high1.low);
-    }
-  }
-
- private:
-  using T = typename Tr::T;
-  static constexpr int kPairs = Tr::kHalf / 2;
-  static constexpr int kEach = (Tr::kHeads * kPairs + Tr::kThreads - 1) / Tr::kThreads;
-
-  // The head, from Tr::kHeads on where there is nothing to do, and the first of two dims of the thread's item i.
-  __device__ __forceinline__ static int head_of(int i) {
-    return (static_cast<int>(threadIdx.x) + i * Tr::kThreads) / kPairs;
-  }
-  __device__ __forceinline__ static int dim_of(int i) {
-    return (static_cast<int>(threadIdx.x) + i * Tr::kThreads) % kPairs * 2;
-  }
-
-  T low_[kEach][2], high_[kEach][2];
-  float cos_[kEach][2], sin_[kEach][2];
-};
+// The queries for a layer, at the position of its last candidate.
+template <class Tr>
+__device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
+  stage_queries<Tr>(block.attend(), block.walk, slots.num - 1, block.queries());
+}
 
 // The rotations of the sixteen children of a slot by their places in it, in shared memory: of each the cosines, then
-// the sines. Every thread calls it, before the ring is asked for a tile; TileRing::wait_for_older() and a __syncthreads
-// have to follow.
+// the sines. Every thread calls it; a __syncthreads has to follow.
 template <class Tr>
 __device__ __forceinline__ void stage_child_rotations(const DecodeBlock<Tr>& block) {
   const auto& options = block.attend().options;
   if (options.cos == nullptr) {
     return;
   }
-  constexpr int kPacks = Tr::kHalf / 4;  // of the cosines of a child
-  for (int i = threadIdx.x; i < kDecodeRate * 2 * kPacks; i += Tr::kThreads) {
-    const int child = i / (2 * kPacks), pack = i % (2 * kPacks);
-    const float* table = pack < kPacks ? options.cos : options.sin;
-    device::copy_async_16(device::shared_address(block.children(child) + pack * 4),
-                          table + child * Tr::kHalf + pack % kPacks * 4);
+  for (int i = threadIdx.x; i < kDecodeRate * Tr::kHalf; i += Tr::kThreads) {
+    float* to = block.children(i / Tr::kHalf) + i % Tr::kHalf;
+    to[0] = options.cos[i];
+    to[Tr::kHalf] = options.sin[i];
   }
-  device::commit_copies();
 }
 
 // Eight elements of T as floats.
@@ -318,11 +276,14 @@ __device__ __forceinline__ void score_tile(const DecodeBlock<Tr>& block, const u
   score_keys<Tr, kRotate>(block.queries(), block.lane, load, rotation, sums);
 }
 
-// The block's scores of a layer, -inf where there is no candidate. As many of the layer's places as the ring holds ahead
-// have been asked for; takes the tiles and asks for the first values. kCodes: the layer is that of packed tokens.
+// The block's scores of a layer, -inf where there is no candidate. Brings the tiles and asks for the first
+// values. `asked` says how many of the layer's places have been asked for. kCodes: the layer is that of packed tokens.
 template <class Tr, bool kCodes>
 __device__ __forceinline__ void score_rows(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
-                                           const LayerSlots& slots, const uint32_t* rows) {
+                                           const LayerSlots& slots, const uint32_t* rows, int asked) {
+  for (; asked < ring.ahead(); ++asked) {
+    ring.ask(slots, rows, asked);
+  }
   const bool rotates = block.attend().options.cos != nullptr;
   const int children[2] = {block.lane / 4, block.lane / 4 + 8};
   const int tiles = block.params.plan.shares * slots.tiles;
@@ -358,14 +319,14 @@ __device__ __forceinline__ void score_rows(const DecodeBlock<Tr>& block, TileRin
 // addresses in registers than there are.
 template <class Tr>
 __device__ __forceinline__ void score_layer(const DecodeBlock<Tr>& block, TileRing<Tr>& ring,
-                                            const LayerSlots& slots, const uint32_t* rows) {
+                                            const LayerSlots& slots, const uint32_t* rows, int asked) {
   if constexpr (Tr::kLeafBits > 0) {
     if (has_codes<Tr>(slots)) {
-      score_rows<Tr, true>(block, ring, slots, rows);
+      score_rows<Tr, true>(block, ring, slots, rows, asked);
       return;
     }
   }
-  score_rows<Tr, false>(block, ring, slots, rows);
+  score_rows<Tr, false>(block, ring, slots, rows, asked);
 }
 
 }  // namespace htree::tree_cache

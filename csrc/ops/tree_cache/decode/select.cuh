@@ -18,34 +18,6 @@ __device__ __forceinline__ LogSum merge_log_sums(const LogSum& a, const LogSum& 
   return {max, sum_a + sum_b};
 }
 
-// merge_log_sums() of load(0), load(1) and so on up to kNum, in this order and to the last bit. The maxima come first, so
-// that the exponentials do not wait for one another.
-template <int kNum, class Load>
-__device__ __forceinline__ LogSum fold_log_sums(Load&& load) {
-  const auto factor = [](float from, float to) {
-    return from == to ? 1.0f : device::exp2_flushed(from - to);
-  };
-  LogSum items[kNum];
-#pragma unroll
-  for (int i = 0; i < kNum; ++i) {
-    items[i] = load(i);
-  }
-  LogSum all = items[0];
-  float kept[kNum];
-#pragma unroll
-  for (int i = 1; i < kNum; ++i) {
-    const float max = fmaxf(all.max, items[i].max);
-    kept[i] = factor(all.max, max);
-    items[i].sum = __fmul_rn(items[i].sum, factor(items[i].max, max));
-    all.max = max;
-  }
-#pragma unroll
-  for (int i = 1; i < kNum; ++i) {
-    all.sum = __fadd_rn(__fmul_rn(all.sum, kept[i]), items[i].sum);
-  }
-  return all;
-}
-
 // log2 of the sum; an infinite maximum is the result, and a NaN stays.
 __device__ __forceinline__ float log2_of(const LogSum& sum) {
   if (sum.sum != sum.sum) {
@@ -97,7 +69,11 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
       LogSum sums[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        sums[i] = fold_log_sums<Tr::kWarps>([&](int warp) { return block.shared.warps[warp][head + i]; });
+        sums[i] = block.shared.warps[0][head + i];
+#pragma unroll
+        for (int warp = 1; warp < Tr::kWarps; ++warp) {
+          sums[i] = merge_log_sums(sums[i], block.shared.warps[warp][head + i]);
+        }
       }
       auto* to = reinterpret_cast<float4*>(&block.shared.shares[block.rank * shares + share][head]);
       const auto packed = make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
@@ -127,7 +103,10 @@ __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, u
     const int head = block.lane % Tr::kHeads;
     LogSum sum = {kNoScore, 0.0f};
     if (block.lane < block.attend().group) {
-      sum = fold_log_sums<kShares>([&](int share) { return block.shared.shares[share][head]; });
+      sum = block.shared.shares[0][head];
+      for (int share = 1; share < kShares; ++share) {
+        sum = merge_log_sums(sum, block.shared.shares[share][head]);
+      }
     }
     float normalizer = log2_of(sum);
     if (joint) {
@@ -141,33 +120,22 @@ __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, u
   __syncthreads();
 }
 
-// The keys of the block's own candidates, which order as select_topk.cuh says, and their way to the others. Clears the
-// digits that keys are counted in.
+// The keys of the block's own candidates, which order as select_topk.cuh says, and their way to the others.
 template <class Tr>
 __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                           const float* scores) {
   using Select = tree_attention::SelectTraits;
-  DecodeShared& shared = block.shared;
   const int own = slots.own(block.params.plan.shares) * kDecodeRate;
   const int first = slots.first * kDecodeRate;
   uint32_t* keys = block.keys() + first;
   const int group = block.attend().group;
-  KeyRange range;
   for (int i = threadIdx.x; i < own; i += Tr::kThreads) {
-    // All heads of a candidate come in whole packs: one by one the lanes would meet in the banks.
-    float4 packs[Tr::kHeads / 4];
-#pragma unroll
-    for (int pack = 0; pack < Tr::kHeads / 4; ++pack) {
-      packs[pack] = reinterpret_cast<const float4*>(scores + i * Tr::kHeads)[pack];
-    }
     float importance = 0.0f;
 #pragma unroll
     for (int head = 0; head < Tr::kHeads; ++head) {
       if (head < group) {
-        const float4& pack = packs[head / 4];
-        const float score = head % 4 == 0 ? pack.x : head % 4 == 1 ? pack.y : head % 4 == 2 ? pack.z : pack.w;
-        const float base = shared.normalizer[head];
-        const float weight = device::exp2_flushed(score - base);
+        const float base = block.shared.normalizer[head];
+        const float weight = device::exp2_flushed(scores[i * Tr::kHeads + head] - base);
         importance += base == kNoScore ? 0.0f : weight;
       }
     }
@@ -176,35 +144,20 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
               : p >= slots.num           ? 0
               : importance != importance ? Select::kNan
                                          : __float_as_uint(importance);
-    if (p < slots.num) {
-      range.add(keys[i]);
-    }
   }
-  range = range.over_warp();
-  if (block.lane == 0) {
-    shared.warp_ranges[block.warp] = range;
-  }
-  clear_digits<Tr::kThreads>(shared.mark);
   __syncthreads();
-  // No block goes on to the sums of the next layer before all others have read those of this one: that is what the range
-  // says, also where it is that of no keys.
-  const int cluster = block.params.plan.cluster;
-  if (block.warp == Tr::kWarps - 1) {
-    range = block.lane < Tr::kWarps ? shared.warp_ranges[block.lane] : KeyRange{};
-    range = range.over_warp();
-    if (block.lane < cluster && block.lane != block.rank) {
-      const float4 message = make_float4(__uint_as_float(range.least), __uint_as_float(range.most),
-                                         __uint_as_float(range.upper), 0.0f);
-      device::send_to_block(reinterpret_cast<float4*>(&shared.ranges[block.rank]), &shared.keys_arrived,
-                            static_cast<uint32_t>(block.lane), message);
-    }
-  }
   const int packs = own / 4;
-  for (int other = block.warp; other < cluster; other += Tr::kWarps) {
-    for (int i = block.lane; i < packs && other != block.rank; i += device::kWarpSize) {
-      auto* place = reinterpret_cast<float4*>(keys) + i;
-      device::send_to_block(place, &shared.keys_arrived, static_cast<uint32_t>(other), *place);
-    }
+  const int others = block.params.plan.cluster - 1;
+  for (int i = threadIdx.x; i < packs * others; i += Tr::kThreads) {
+    const int other = i / packs;
+    auto* place = reinterpret_cast<float4*>(keys) + (i - other * packs);
+    device::send_to_block(place, &block.shared.keys_arrived,
+                          static_cast<uint32_t>(other + (other >= block.rank)), *place);
+  }
+  // No block goes on to the sums of the next layer before all others have read those of this one.
+  if (static_cast<int>(threadIdx.x) < others) {
+    const int other = threadIdx.x + (static_cast<int>(threadIdx.x) >= block.rank);
+    device::send_to_block(&block.shared.ready[block.rank], &block.shared.keys_arrived, other, 0.0f);
   }
 }
 
@@ -213,8 +166,7 @@ template <class Tr>
 __device__ __forceinline__ uint32_t arriving_key_bytes(const DecodeBlock<Tr>& block,
                                                        const LayerSlots& slots) {
   const int keys = (slots.slots - slots.own(block.params.plan.shares)) * kDecodeRate;
-  return static_cast<uint32_t>(keys) * 4 +
-         static_cast<uint32_t>(block.params.plan.cluster - 1) * static_cast<uint32_t>(sizeof(KeyRange));
+  return static_cast<uint32_t>(keys + block.params.plan.cluster - 1) * 4;
 }
 
 // Writes the list of the layer below, ascending, and the bits of the selected candidates. Every thread
@@ -222,18 +174,62 @@ __device__ __forceinline__ uint32_t arriving_key_bytes(const DecodeBlock<Tr>& bl
 template <class Tr>
 __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                                 const int32_t* list, int32_t* next) {
-  KeyRange range;
-  if (block.lane < block.params.plan.cluster && block.lane != block.rank) {
-    range = block.shared.ranges[block.lane];
+  const uint32_t* keys = block.keys();
+  DecodeShared& shared = block.shared;
+  const device::Threshold threshold = device::block_radix_select<Tr::kThreads>(
+      keys, slots.num, static_cast<uint32_t>(block.top_k()), shared.radix);
+  const int words = (slots.num + 31) / 32;
+  const int each = (words + Tr::kWarps - 1) / Tr::kWarps;
+  const int begin = min(block.warp * each, words), end = min(begin + each, words);
+  uint32_t num_larger = 0, num_equal = 0;
+#pragma unroll 4
+  for (int p = begin * 32 + block.lane; p < min(end * 32, slots.num); p += 32) {
+    num_larger += keys[p] > threshold.key ? 1 : 0;
+    num_equal += keys[p] == threshold.key ? 1 : 0;
   }
-  if (block.lane < Tr::kWarps) {
-    range.add(block.shared.warp_ranges[block.lane]);
+  num_larger = __reduce_add_sync(device::kFullMask, num_larger);
+  num_equal = __reduce_add_sync(device::kFullMask, num_equal);
+  if (block.lane == 0) {
+    shared.counts[0][block.warp] = num_larger;
+    shared.counts[1][block.warp] = num_equal;
   }
-  mark_largest<Tr::kThreads>(block.keys(), slots.num, static_cast<uint32_t>(block.top_k()), range.over_warp(),
-                             block.selected(), block.shared.mark);
-  for_marked<Tr::kThreads>(block.selected(), slots.num, [&](uint32_t rank, int p) {
-    next[rank] = static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), kDecodeRate));
-  });
+  __syncthreads();
+  num_larger = num_equal = 0;
+  for (int warp = 0; warp < block.warp; ++warp) {
+    num_larger += shared.counts[0][warp];
+    num_equal += shared.counts[1][warp];
+  }
+  const uint32_t before = (1u << block.lane) - 1;
+  constexpr int kBatch = 4;  // words whose keys are loaded together
+  for (int first = begin; first < end; first += kBatch) {
+    uint32_t batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int p = (first + i) * 32 + block.lane;
+      batch[i] = p < slots.num ? keys[p] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int word = first + i, p = word * 32 + block.lane;
+      const bool exists = word < end && p < slots.num;
+      const uint32_t larger = __ballot_sync(device::kFullMask, exists && batch[i] > threshold.key);
+      const uint32_t equal = __ballot_sync(device::kFullMask, exists && batch[i] == threshold.key);
+      const uint32_t larger_rank = num_larger + __popc(larger & before);
+      const uint32_t equal_rank = num_equal + __popc(equal & before);
+      const bool chosen =
+          (larger >> block.lane & 1) != 0 || ((equal >> block.lane & 1) != 0 && equal_rank < threshold.equal);
+      if (chosen) {
+        next[larger_rank + min(equal_rank, threshold.equal)] =
+            static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), kDecodeRate));
+      }
+      const uint32_t bits = __ballot_sync(device::kFullMask, chosen);
+      if (block.lane == 0 && word < end) {
+        block.selected()[word] = bits;
+      }
+      num_larger += __popc(larger);
+      num_equal += __popc(equal);
+    }
+  }
   __syncthreads();
 }
 

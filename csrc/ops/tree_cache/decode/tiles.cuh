@@ -4,7 +4,6 @@
 
 #include <type_traits>
 
-#include "device/hopper/tma.cuh"
 #include "ops/tree_cache/decode/block.cuh"
 
 namespace htree::tree_cache {
@@ -87,71 +86,43 @@ __device__ __forceinline__ uint4 expand_eight(uint32_t address, uint32_t scale) 
 
 // ---- rows and the ring
 
-// Where the table of pages says that a node's row is: a page of the pool, or one that the pool does not have where there
-// is no row, and the row in it.
-struct TableEntry {
-  uint32_t page;
-  uint32_t row;
-};
-
-// The first half of row_of() for r = 16: the entry of a finished node. A parent of -1 has children behind every token.
+// row_of() for r = 16: the pool row of a finished node, or kAbsentRow. A parent of -1 has children behind every token.
+// Packed tokens have pools of their own.
 template <class Tr>
-__device__ __forceinline__ TableEntry entry_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
+__device__ __forceinline__ uint32_t row_of_node(const DecodeBlock<Tr>& block, int layer, uint32_t node) {
   const PageLayout& layout = block.attend().layout;
-  TableEntry entry = {~0u, 0};
-  if (node <= node_at(block.walk.query.token, layer)) {
-    const int log2 = kDecodeRateLog2 * layer;  // of the tokens of a node
-    const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
-    entry.row = layout.first_row[layer] + node - (page * layout.page_size >> log2);
-    if (page < layout.max_pages) {
-      const int64_t table = static_cast<int64_t>(block.walk.query.sequence) * layout.max_pages;
-      entry.page = static_cast<uint32_t>(block.attend().sequences.block_table[table + page]);
-    }
+  if (node > node_at(block.walk.query.token, layer)) {
+    return kAbsentRow;
   }
-  return entry;
-}
-
-// The second half: the pool row, or kAbsentRow. Packed tokens have pools of their own. A pool has fewer than 2^31 rows.
-template <class Tr>
-__device__ __forceinline__ uint32_t row_of_entry(const DecodeBlock<Tr>& block, int layer,
-                                                 const TableEntry& entry) {
-  const PageLayout& layout = block.attend().layout;
-  const auto page_rows =
-      static_cast<uint32_t>(Tr::kLeafBits > 0 && layer == 0 ? layout.page_size : layout.key_rows());
-  const uint32_t row = (entry.page * layout.num_kv_heads + block.walk.head) * page_rows + entry.row;
-  return entry.page < layout.num_pages ? row : kAbsentRow;
+  const int log2 = kDecodeRateLog2 * layer;  // of the tokens of a node
+  const uint32_t page = block.params.page_size.quotient(((node + 1) << log2) - 1);
+  const uint32_t in_page = node - (page * layout.page_size >> log2);
+  const Place place = {page, layout.first_row[layer] + in_page};
+  const int64_t page_rows = Tr::kLeafBits > 0 && layer == 0 ? layout.page_size : layout.key_rows();
+  const int64_t row = row_at(block.attend(), block.walk, place, page_rows, 1);
+  return row < 0 ? kAbsentRow : static_cast<uint32_t>(row);
 }
 
 // Writes the pool row of each candidate of the warp's slots to rows(which). Only this warp reads them.
 template <class Tr>
 __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                           const int32_t* list, uint32_t* rows) {
-  constexpr int kAtOnce = 32 / kDecodeRate;
-  constexpr int kBatch = 4;  // looks into the table that are on their way together
   const int tiles = block.params.plan.shares * slots.tiles;
   // Above the tokens the rightmost node is opened whatever its score, and may be unfinished: it is not read.
   const int readable = slots.num - (slots.layer > 0);
-  const int child = block.lane % kDecodeRate;
-  for (int first = block.lane / kDecodeRate; first < tiles; first += kBatch * kAtOnce) {
-    int slot[kBatch];
-    TableEntry entries[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int index = first + i * kAtOnce;
-      slot[i] = index < tiles ? slot_of_tile(block, slots, index) : -1;
-      const int in_list = slots.first + slot[i];
-      entries[i] = {~0u, 0};
-      if (slot[i] >= 0 && in_list * kDecodeRate + child < readable) {
-        entries[i] =
-            entry_of_node(block, slots.layer, static_cast<uint32_t>(list[in_list]) * kDecodeRate + child);
-      }
+  for (int index = block.lane / kDecodeRate; index < tiles; index += 32 / kDecodeRate) {
+    const int slot = slot_of_tile(block, slots, index);
+    const int child = block.lane % kDecodeRate;
+    if (slot < 0) {
+      continue;
     }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (slot[i] >= 0) {
-        rows[slot[i] * kDecodeRate + child] = row_of_entry(block, slots.layer, entries[i]);
-      }
+    const int p = (slots.first + slot) * kDecodeRate + child;
+    uint32_t row = kAbsentRow;
+    if (p < readable) {
+      row = row_of_node(block, slots.layer,
+                        static_cast<uint32_t>(list[slots.first + slot]) * kDecodeRate + child);
     }
+    rows[slot * kDecodeRate + child] = row;
   }
   __syncwarp();
 }
@@ -162,9 +133,10 @@ class TileRing {
  public:
   using T = typename Tr::T;
 
-  __device__ __forceinline__ explicit TileRing(const DecodeBlock<Tr>& block) : block_(block) {}
+  __device__ __forceinline__ explicit TileRing(const DecodeBlock<Tr>& block)
+      : block_(block), memory_(block.ring()), stages_(block.params.plan.stages) {}
 
-  __device__ __forceinline__ int ahead() const { return stages() - 1; }
+  __device__ __forceinline__ int ahead() const { return stages_ - 1; }
 
   // Asks for place `index` of a layer's sequence: its keys, then its values. Places without a tile
   // count too, because waiting counts. It takes the room of the tile before the last one that was taken.
@@ -180,125 +152,27 @@ class TileRing {
           copy_rotation((slots.first + slot) * kDecodeRate);
         }
       }
-      asked_ = asked_ + 1 == stages() ? 0 : asked_ + 1;
+      asked_ = asked_ + 1 == stages_ ? 0 : asked_ + 1;
     }
     device::commit_copies();
-    fetch(slots, rows, index + block_.params.plan.fetched, 1);
-  }
-
-  // Asks for as many places as the ring holds ahead.
-  __device__ __forceinline__ void ask_first(const LayerSlots& slots, const uint32_t* rows) {
-#pragma unroll 1
-    for (int index = 0; index < ahead(); ++index) {
-      ask(slots, rows, index);
-    }
-  }
-
-  // Brings the first places of a layer's sequence to the L2 cache, as soon as their rows are known. ask() keeps up the
-  // distance.
-  __device__ __forceinline__ void begin_layer(const LayerSlots& slots, const uint32_t* rows) const {
-    const int count = block_.params.plan.fetched;
-#pragma unroll 1
-    for (int first = 0; first < count; first += device::kWarpSize) {
-      fetch(slots, rows, first, min(count - first, device::kWarpSize));
-    }
-  }
-
-  // Waits for the copies of this thread that are older than the first tiles.
-  __device__ __forceinline__ void wait_for_older() const {
-    if (stages() == 4) {
-      device::wait_copies<3>();
-    } else if (stages() == 3) {
-      device::wait_copies<2>();
-    } else {
-      device::wait_copies<1>();
-    }
   }
 
   // Returns the oldest tile that was asked for and not yet taken, when it has arrived.
   __device__ __forceinline__ uint8_t* take() {
-    if (stages() == 4) {
+    if (stages_ == 4) {
       device::wait_copies<2>();
-    } else if (stages() == 3) {
+    } else if (stages_ == 3) {
       device::wait_copies<1>();
     } else {
       device::wait_copies<0>();
     }
     __syncwarp();
-    uint8_t* tile = block_.ring() + taken_ * Tr::kStageBytes;
-    taken_ = taken_ + 1 == stages() ? 0 : taken_ + 1;
+    uint8_t* tile = memory_ + taken_ * Tr::kStageBytes;
+    taken_ = taken_ + 1 == stages_ ? 0 : taken_ + 1;
     return tile;
   }
 
  private:
-  __device__ __forceinline__ int stages() const {
-    return block_.params.plan.stages;
-  }
-
-  // The ring has room for few tiles. What comes behind them is fetched from memory while the warp is busy with others:
-  // `count` places from `first` on, up to 32. A lane takes a place whose rows stand side by side.
-  __device__ __forceinline__ void fetch(const LayerSlots& slots, const uint32_t* rows, int first,
-                                        int count) const {
-    const int tiles = block_.params.plan.shares * slots.tiles;
-    if (slots.layer < 0 || first >= 2 * tiles) {
-      return;
-    }
-    const int index = first + block_.lane;
-    const bool values = index >= tiles;
-    int slot = -1;
-    if (block_.lane < count && index < 2 * tiles) {
-      slot = slot_of_tile(block_, slots, values ? index - tiles : index);
-    }
-    const uint32_t* children = rows + max(slot, 0) * kDecodeRate;
-    if constexpr (Tr::kLeafBits > 0) {
-      if (has_codes<Tr>(slots)) {
-        const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
-        if (slot >= 0 && children[0] != kAbsentRow) {
-          device::bulk_fetch(pool.codes + int64_t{children[0]} * Tr::kCodeBytes,
-                             kDecodeRate * Tr::kCodeBytes);
-          device::bulk_fetch(pool.scales + children[0], kDecodeRate * sizeof(uint16_t));
-        }
-        return;
-      }
-    }
-    const bool together = slot >= 0 && side_by_side(slots, children);
-    if (together) {
-      device::bulk_fetch(row_address(children[0], values), Tr::kTileBytes);
-    }
-    uint32_t scattered = __ballot_sync(device::kFullMask, slot >= 0 && !together);
-    for (; scattered != 0; scattered &= scattered - 1) {
-      const int lane = __ffs(static_cast<int>(scattered)) - 1;
-      fetch_rows(rows + __shfl_sync(device::kFullMask, slot, lane) * kDecodeRate, first + lane >= tiles);
-    }
-  }
-
-  // The same for one place whose rows stand anywhere, by all lanes.
-  __device__ __forceinline__ void fetch_rows(const uint32_t* children, bool values) const {
-    constexpr int kLines = Tr::kRowBytes / 128;
-    const int child = block_.lane / kLines;
-    if (child < kDecodeRate && children[child] != kAbsentRow) {
-      device::fetch_line(row_address(children[child], values) + block_.lane % kLines * 64);
-    }
-  }
-
-  // Whether all children of a slot are there, in neighbouring rows: where pages hold whole parents.
-  __device__ __forceinline__ bool side_by_side(const LayerSlots& slots, const uint32_t* children) const {
-    const int log2 = kDecodeRateLog2 * (slots.layer + 1);  // of the tokens of a parent
-    return log2 < 32 && (block_.attend().layout.page_size & ((1u << log2) - 1)) == 0 &&
-           children[kDecodeRate - 1] != kAbsentRow;
-  }
-
-  // A pool row of T.
-  __device__ __forceinline__ const T* row_address(uint32_t row, bool values) const {
-    const auto& attend = block_.attend();
-    if (Tr::kSpans && values) {
-      // A page has more key rows than value rows.
-      const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
-      row -= block_.params.key_rows.quotient(row) * extra;
-    }
-    return (values ? attend.values : attend.keys) + int64_t{row} * Tr::kDim;
-  }
-
   __device__ __forceinline__ void copy_children(const LayerSlots& slots, const uint32_t* rows, int slot,
                                                 bool values) {
     if constexpr (Tr::kLeafBits > 0) {
@@ -307,26 +181,30 @@ class TileRing {
         return;
       }
     }
+    copy_rows([&](int row) { return rows[slot * kDecodeRate + row]; }, values);
+  }
+
+  // row_of(i) is the pool row of row i of the tile.
+  template <class RowOf>
+  __device__ __forceinline__ void copy_rows(RowOf&& row_of, bool values) {
     constexpr int kRowsAtOnce = 32 / Tr::kChunks;
-    const uint32_t* children = rows + slot * kDecodeRate;
-    const uint32_t tile = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes);
-    const int chunk = block_.lane % Tr::kChunks, first_row = block_.lane / Tr::kChunks;
-    if (side_by_side(slots, children)) {
-      auto from = reinterpret_cast<uint64_t>(row_address(children[0] + first_row, values) + chunk * 8);
-      asm volatile("" : "+l"(from));  // one address, and what is added stands in the instructions
+    const auto& attend = block_.attend();
+    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
+    const int chunk = block_.lane % Tr::kChunks;
+    const T* pool = (values ? attend.values : attend.keys) + chunk * 8;
 #pragma unroll
-      for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
-        device::copy_async_16(tile + pack_offset<Tr>(first + first_row, chunk),
-                              reinterpret_cast<const void*>(from + first * Tr::kRowBytes));
-      }
-      return;
-    }
-#pragma unroll 2
     for (int first = 0; first < kDecodeRate; first += kRowsAtOnce) {
-      const uint32_t row = children[first + first_row];
-      const bool present = row != kAbsentRow;
-      device::copy_async_16_prefix(tile + pack_offset<Tr>(first + first_row, chunk),
-                                   row_address(present ? row : 0, values) + chunk * 8, present ? 16 : 0);
+      const int row = first + block_.lane / Tr::kChunks;
+      uint32_t index = row_of(row);
+      const bool present = index != kAbsentRow;
+      index = present ? index : 0;
+      if (Tr::kSpans && values) {
+        // A page has more key rows than value rows.
+        const auto extra = static_cast<uint32_t>(attend.layout.key_rows() - attend.layout.value_rows());
+        index -= block_.params.key_rows.quotient(index) * extra;
+      }
+      device::copy_async_16_prefix(tile + pack_offset<Tr>(row, chunk), pool + int64_t{index} * Tr::kDim,
+                                   present ? 16 : 0);
     }
   }
 
@@ -335,7 +213,7 @@ class TileRing {
   __device__ __forceinline__ void copy_codes(const uint32_t* rows, bool values) {
     constexpr int kChunks = Tr::kCodeBytes / 16, kRowsAtOnce = 32 / kChunks;
     const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
-    const uint32_t tile = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes);
+    const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
     const bool present = rows[block_.lane % kDecodeRate] != kAbsentRow;
     const int count = __popc(__ballot_sync(device::kFullMask, present)) / 2;  // two lanes saw each token
     const int64_t first_row = count > 0 ? rows[0] : 0;
@@ -361,7 +239,7 @@ class TileRing {
     if (options.cos == nullptr) {
       return;
     }
-    const uint32_t to = device::shared_address(block_.ring() + asked_ * Tr::kStageBytes + Tr::kTileBytes);
+    const uint32_t to = device::shared_address(memory_ + asked_ * Tr::kStageBytes + Tr::kTileBytes);
     if (block_.lane < 2 * kPacks) {
       const float* table = block_.lane < kPacks ? options.cos : options.sin;
       device::copy_async_16(to + block_.lane * 16,
@@ -370,6 +248,8 @@ class TileRing {
   }
 
   const DecodeBlock<Tr>& block_;
+  uint8_t* memory_;
+  int stages_;
   int asked_ = 0;  // stage of the next tile to ask for
   int taken_ = 0;  // stage of the next tile to take
 };

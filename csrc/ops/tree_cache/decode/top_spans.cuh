@@ -29,9 +29,7 @@ __global__ void __launch_bounds__(Tr::kThreads, kTopSpanBlocks)
   if (layer == 0) {
     return;  // nothing is chosen
   }
-  QueryStage<Tr> stage;
-  stage.load(attend, walk, num - 1);
-  stage.store(attend, queries);
+  stage_queries<Tr>(attend, walk, num - 1, queries);
   __syncthreads();
   const SpanSlots<Tr> all = {
       .attend = attend,

@@ -145,43 +145,35 @@ __device__ __forceinline__ void add_parts(const DecodeBlock<Tr>& block, int firs
   // A thread keeps its column, so each head has its threads side by side, in one round.
   static_assert(Tr::kThreads % Tr::kDim == 0);
   constexpr int kItems = merge_heads(Tr::kWarps) * Tr::kDim;
-  constexpr int kRounds = (kItems + Tr::kThreads - 1) / Tr::kThreads;
-  const int column = threadIdx.x % Tr::kDim;
-  float top[kRounds], total[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int part = (round * Tr::kThreads + static_cast<int>(threadIdx.x)) / Tr::kDim;
+  for (int begin = 0; begin < kItems; begin += Tr::kThreads) {
+    const int item = begin + static_cast<int>(threadIdx.x);
+    const int part = item / Tr::kDim, column = item % Tr::kDim;
     const int head = first_head + part;
-    if (part < merge_heads(Tr::kWarps)) {
-      float max = state.max[head];
+    float top = 0.0f, total = 0.0f;
+    if (item < kItems) {
+      top = state.max[head];
 #pragma unroll
       for (int warp = 0; warp < Tr::kWarps; ++warp) {
-        max = fmaxf(max, block.shared.warps[warp][head].max);
+        top = fmaxf(top, block.shared.warps[warp][head].max);
       }
-      const float base = max == kNoScore ? 0.0f : max;
+      const float base = top == kNoScore ? 0.0f : top;
       const float before = device::exp2_flushed(state.max[head] - base);
       float out = state.out[head][column] * before;
-      float sum_of_head = state.sum[head] * before;
+      total = state.sum[head] * before;
 #pragma unroll
       for (int warp = 0; warp < Tr::kWarps; ++warp) {
         const LogSum& sum = block.shared.warps[warp][head];
         const float factor = device::exp2_flushed(sum.max - base);
-        sum_of_head += sum.sum * factor;
+        total += sum.sum * factor;
         out +=
             block.warp_sums()[(warp * merge_heads(Tr::kWarps) + part) * Tr::kMergeStride + column] * factor;
       }
       state.out[head][column] = out;
-      top[round] = max;
-      total[round] = sum_of_head;
     }
-  }
-  __syncthreads();  // all threads of a head have read max and sum
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    const int part = (round * Tr::kThreads + static_cast<int>(threadIdx.x)) / Tr::kDim;
-    if (part < merge_heads(Tr::kWarps) && column == 0) {
-      state.max[first_head + part] = top[round];
-      state.sum[first_head + part] = total[round];
+    __syncthreads();  // the others of the head have read max and sum
+    if (item < kItems && column == 0) {
+      state.max[head] = top;
+      state.sum[head] = total;
     }
   }
   __syncthreads();
