@@ -5,6 +5,8 @@
 * ``HTREE_REQUIRE_CUDA=1`` turns every skip of a CUDA test, and of a whole module, into a failure.
 * ``--shard I/N`` runs part I of N, so that N processes share the suite. Tests of more than 2^31 elements, which need
   much memory, are all in part 1.
+* A kernel that faults ends the run: every later call of this process on the GPU fails of it, and so do those of other
+  processes that share the GPU through the multi-process service. A line "FAULTED" names the test that saw it.
 """
 
 from __future__ import annotations
@@ -118,10 +120,27 @@ def forbid_skip(report: pytest.TestReport | pytest.CollectReport, what: str) -> 
     report.longrepr = f"HTREE_REQUIRE_CUDA=1 allows no skip of {what}: {reason}"
 
 
+def gpu_is_lost() -> bool:
+    """Whether a kernel has faulted."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+FAULTED = pytest.StashKey[str]()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
     report.device = "cuda" if is_cuda(item) else "cpu"
+    if report.failed and gpu_is_lost():
+        item.config.stash.setdefault(FAULTED, item.nodeid)
+        item.session.shouldfail = "a kernel has faulted: later tests would fail of it"
     if REQUIRED and report.skipped and report.device == "cuda" and not hasattr(report, "wasxfail"):
         forbid_skip(report, "a CUDA test")
     return report
@@ -154,3 +173,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     why = f" (no CUDA: {MISSING})" if MISSING else f" ({torch.cuda.get_device_name()})"
     required = ", required by HTREE_REQUIRE_CUDA=1" if REQUIRED else ""
     terminalreporter.write_line(f"devices: {'; '.join(parts)}{why}{required}")
+    if faulted := terminalreporter.config.stash.get(FAULTED, None):
+        terminalreporter.write_line(f"FAULTED {faulted}")

@@ -26,6 +26,21 @@ report() {
   done
 }
 
+# A fault of one process ends all that share its GPU. So each test that saw one runs again, alone and with a GPU of its
+# own: the one that made it fails again, unless it needs company for it.
+repeat_faulted() {
+  local test log
+  while IFS= read -r test; do
+    log=$out/faulted-$((++repeated)).log
+    if env -u CUDA_MPS_PIPE_DIRECTORY -u CUDA_MPS_LOG_DIRECTORY CUDA_LAUNCH_BLOCKING=1 timeout "$limit" "$python" -m pytest \
+      -q -p no:cacheprovider -o timeout=300 "$test" >"$log" 2>&1; then
+      echo "passes alone: $test"
+    else
+      echo "fails alone, see $log: $test"
+    fi
+  done < <(grep -h '^FAULTED ' "$out"/test-gpu-*.log | cut -d ' ' -f 2- | sort -u)
+}
+
 # Status of a process that `timeout` may have ended, and what to do about it.
 checked() {
   if [ "$1" -eq 124 ]; then
@@ -40,7 +55,8 @@ start_mps() {
   command -v nvidia-cuda-mps-control >/dev/null && [ -z "${CUDA_MPS_PIPE_DIRECTORY:-}" ] || return 0
   mps=$(mktemp -d)
   export CUDA_MPS_PIPE_DIRECTORY=$mps CUDA_MPS_LOG_DIRECTORY=$mps
-  if nvidia-cuda-mps-control -d && timeout 60 "$python" -c "import torch; torch.ones(1, device='cuda').item()"; then
+  # not for CUDA_VISIBLE_DEVICES alone: a service of some GPUs gives them other numbers
+  if env -u CUDA_VISIBLE_DEVICES nvidia-cuda-mps-control -d && timeout 60 "$python" -c "import torch; torch.ones(1, device='cuda').item()"; then
     echo "processes share the GPU through its multi-process service"
     trap 'echo quit | nvidia-cuda-mps-control >/dev/null' EXIT
   else
@@ -63,8 +79,8 @@ visible_to() {
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
-    jobs=${JOBS:-1} status=0 running=()
-    rm -f "$out"/test-gpu-*.log # of an earlier run, which may have had more parts
+    jobs=${JOBS:-1} status=0 running=() repeated=0
+    rm -f "$out"/test-gpu-*.log "$out"/faulted-*.log # of an earlier run, which may have had more parts
     [ "$jobs" -eq 1 ] || start_mps
     for part in $(seq "$jobs"); do
       gpus=$(visible_to "$part")
@@ -81,6 +97,7 @@ case $mode in
     kill "$reporter"
     tail -n 3 "$out"/test-gpu-*.log
     grep -h '^FAILED\|^ERROR' "$out"/test-gpu-*.log
+    repeat_faulted
     exit "$status"
     ;;
   sanitize)

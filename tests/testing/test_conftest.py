@@ -116,6 +116,37 @@ def test_more_than_2_31_elements():
     assert "expected I/N with 1 <= I <= N, got 4/3" in output
 
 
+FAULT = """
+import torch
+
+def fault():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_before():
+    pass
+
+def test_a_kernel_faults():
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.memory_reserved = lambda: 0
+    torch.cuda.synchronize = fault
+    fault()
+
+def test_after():
+    fault()
+"""
+
+
+def test_a_fault_of_the_gpu_ends_the_run(tmp_path):
+    status, text = run_pytest(tmp_path, FAULT)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed, 1 passed" in text
+    assert re.search(r"^FAULTED test_sample.py::test_a_kernel_faults$", text, re.M), text
+    # any other failure ends nothing
+    status, text = run_pytest(tmp_path, FAULT.replace(" = fault", " = int"))
+    assert "2 failed, 1 passed" in text
+    assert "FAULTED" not in text
+
+
 def test_the_switch_is_checked(monkeypatch):
     for value, meaning in (("", False), ("0", False), ("1", True)):
         monkeypatch.setenv("HTREE_REQUIRE_CUDA", value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -15,7 +16,11 @@ SCRIPT = Path(__file__).resolve().parents[1] / "gpu.sh"
 #: In the place of python: fails in the part that FAILS names.
 STUB = """#!/usr/bin/env bash
 case "$*" in
-  *"--shard $FAILS "*) echo "FAILED tests/of_this_run.py"; exit 1 ;;
+  *"--shard $FAILS "*)
+    echo "FAILED tests/of_this_run.py"
+    [ -z "$FAULTED" ] || echo "FAULTED $FAULTED"
+    exit 1 ;;
+  *"$FAULTY") exit 1 ;;
   *) echo "1 passed on $CUDA_VISIBLE_DEVICES [100%]" ;;
 esac
 """
@@ -34,7 +39,8 @@ def run(out: Path, stub: Path, fails: str, **more: str) -> subprocess.CompletedP
     script = stub.parent / "tests" / "gpu.sh"
     script.parent.mkdir(exist_ok=True)
     shutil.copy(SCRIPT, script)
-    environment = os.environ | {"JOBS": "2", "FAILS": fails, "CUDA_MPS_PIPE_DIRECTORY": "given"} | more
+    given = {"JOBS": "2", "FAILS": fails, "FAULTED": "", "FAULTY": "none", "CUDA_MPS_PIPE_DIRECTORY": "given"}
+    environment = os.environ | given | more
     command = ["bash", str(script), "test", str(out), "60", str(stub), "tests/some.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -58,3 +64,14 @@ def test_the_parts_begin_with_different_gpus(tmp_path: Path, stub: Path) -> None
     assert found.returncode == 0
     seen = [(out / f"test-gpu-{part}.log").read_text().split()[3] for part in range(1, 5)]
     assert seen == ["0,2,5", "2,5,0", "5,0,2", "0,2,5"]
+
+
+@pytest.mark.parametrize(
+    ("faulty", "said"),
+    [("none", "passes alone"), ("test_x.py::test[a b]", r"fails alone, see \S+/faulted-1.log")],
+)
+def test_a_test_that_saw_a_fault_runs_again_alone(tmp_path: Path, stub: Path, faulty: str, said: str) -> None:
+    test = "tests/test_x.py::test[a b]"
+    found = run(tmp_path / "out", stub, "2/2", FAULTED=test, FAULTY=faulty)
+    assert found.returncode == 1
+    assert re.search(f"^{said}: {re.escape(test)}$", found.stdout, re.M), found.stdout
