@@ -210,7 +210,9 @@ class Pool:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(5)
+            # One that is killed while it leaves a GPU may take others along that share it through the multi-process
+            # service, so it gets time.
+            process.join(30)
             if process.is_alive():
                 process.kill()
         with suppress(OSError):
