@@ -129,7 +129,7 @@ def needles(rows: Sequence[Row], path: Path, theme: str) -> bool:
         picture: Any = axes.imshow(
             [[100 * (x or 0.0) for x in line] for line in grid], vmin=0, vmax=100, aspect="auto"
         )
-        axes.set_xticks(range(len(mine)), [f"{row.context // 1024}k" for row in mine])
+        axes.set_xticks(range(len(mine)), [f"{row.context // 1024}k" for row in mine], rotation=45)
         axes.set_yticks(range(len(grid)), [f"{100 * i // len(grid)} %" for i in range(len(grid))])
         axes.grid(visible=False)
         axes.set_xlabel(label(mine[0]))
