@@ -94,9 +94,8 @@ def work_before(token: int, layers: int) -> float:
     if token > dense:
         work += GATHER_COST * (token - dense)
         for layer in range(1, layers):
-            full = (
-                DENSE_TOKENS * CHILDREN**layer
-            )  # from this token on a row meets as many nodes as it ever does
+            # From this token on a row meets as many nodes as it ever does.
+            full = DENSE_TOKENS * CHILDREN**layer
             rising = (min(token, full) ** 2 - dense**2) / (2 * full)
             work += rising + max(0, token - full)
     return work

@@ -332,9 +332,8 @@ def _lists_above(cache: TreeKVCache, behind: int, tokens: int) -> Tensor:
     size, heads, width = ring.shape[1], ring.shape[3], ring.shape[4]
     nodes = cache.constant("nodes", width, lambda: torch.arange(width, dtype=torch.int32, device=ring.device))
     own = [leader * stride // tokens for leader in range(behind - size, behind)]  # the leaders' own nodes
-    lists = {
-        node: nodes.where(nodes <= node, -1) for node in dict.fromkeys(own)
-    }  # most often one of all leaders
+    # Most often all leaders have one.
+    lists = {node: nodes.where(nodes <= node, -1) for node in dict.fromkeys(own)}
     rows = next(iter(lists.values()))[None] if len(lists) == 1 else torch.stack([lists[node] for node in own])
     return rows[None, :, None].expand(-1, size, heads, -1)
 
