@@ -143,10 +143,14 @@ def _crossovers(rows: Iterable[Entry]) -> str:
         if crossings:
             (shorter, above), (longer, below) = crossings[-1]
             length = shorter * (longer / shorter) ** (above / (above - below))
-            clauses.append(f"{round(length / 1000)} thousand tokens with `selection_stride={stride}`")
+            clauses.append(
+                f"from about {round(length / 1000)} thousand tokens on with `selection_stride={stride}`"
+            )
+        elif steps[-1][1] <= 0:
+            clauses.append(f"at every length measured with `selection_stride={stride}`")
     if not clauses:
         return ""
-    return f"Tree attention is faster than dense attention by cuDNN from about {' and '.join(clauses)} on."
+    return f"Tree attention is faster than dense attention by cuDNN {' and '.join(clauses)}."
 
 
 #: Lengths of the README's table.
