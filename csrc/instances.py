@@ -1,9 +1,9 @@
 """What the library compiles beside the sources in csrc: template instances and instruction sets, one table per room.
 
 A kernel template is compiled for many types and sizes, and a CPU loop for several instruction sets. Each of them is a
-small file of its own, so that the compiler works on many at once; where it works on few, the instances of a kernel share
-a file, because most of the time of a small one is its headers'. ``setup.py`` writes these files into ``build/generated``
-from the tables below; a file does nothing but include the header that is named here and instantiate
+small file of its own, so that the compiler works on many at once; where it works on few, the instances of a kernel
+share one, because most of the time of a small file is its headers'. ``setup.py`` writes these files into
+``build/generated`` from the tables below; a file does nothing but include the header that is named here and instantiate
 what it defines, so an error points at that header. ``python csrc/instances.py FOLDER`` writes them anywhere.
 """
 
