@@ -35,6 +35,8 @@ ROOMS = (
 # architecture that every later GPU can compile from (compute_90a PTX runs on Hopper alone).
 DEFAULT_ARCH_LIST = "8.0+PTX;9.0a"
 GIB_PER_JOB = 3.0
+#: Up to so many compilations at once, the instances of a kernel share a file: a third of the work of a file for each.
+FEW_JOBS = 4
 #: Commands for which setuptools before 70.1 needs the package wheel.
 WHEEL_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}
 
@@ -123,13 +125,13 @@ def instances() -> ModuleType:
     return module
 
 
-def sources(*suffixes: str) -> list[str]:
+def sources(*suffixes: str, merged: bool = False) -> list[str]:
     """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host, the listed rooms and
     their instances, which main() writes."""
     found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").rglob("*.cpp")]
     for room in ROOMS:
         found += (ROOT / "csrc" / "ops" / room).rglob("*")
-    found += [GENERATED / name for name in instances().texts()]
+    found += [GENERATED / name for name in instances().texts(merged)]
     return sorted(str(f.relative_to(ROOT)) for f in found if f.suffix in suffixes)
 
 
@@ -263,7 +265,9 @@ def main() -> None:
         "-U__CUDA_NO_HALF2_OPERATORS__",
         "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
     ]
-    instances().write(GENERATED)
+    jobs = os.environ["MAX_JOBS"]
+    merged = jobs.isdecimal() and int(jobs) <= FEW_JOBS
+    instances().write(GENERATED, merged)
     op_extension = CUDAExtension if cuda.enabled else CppExtension
     # One translation unit of _host says at run time what was decided here; -D strings need their own quotes.
     facts = {
@@ -275,7 +279,7 @@ def main() -> None:
     extensions = [
         op_extension(
             "htree_ops._C",
-            sources(".cpp", ".cu") if cuda.enabled else sources(".cpp"),
+            sources(*((".cpp", ".cu") if cuda.enabled else (".cpp",)), merged=merged),
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
             # -s: without symbols the library is a third of the size; its exports stay

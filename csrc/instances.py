@@ -1,8 +1,9 @@
 """What the library compiles beside the sources in csrc: template instances and instruction sets, one table per room.
 
 A kernel template is compiled for many types and sizes, and a CPU loop for several instruction sets. Each of them is a
-small file of its own, so that the compiler works on many at once. ``setup.py`` writes these files into
-``build/generated`` from the tables below; a file does nothing but include the header that is named here and instantiate
+small file of its own, so that the compiler works on many at once; where it works on few, the instances of a kernel share
+a file, because most of the time of a small one is its headers'. ``setup.py`` writes these files into ``build/generated``
+from the tables below; a file does nothing but include the header that is named here and instantiate
 what it defines, so an error points at that header. ``python csrc/instances.py FOLDER`` writes them anywhere.
 """
 
@@ -34,7 +35,7 @@ ALL_TYPES = (FLOAT, HALF, BFLOAT16, DOUBLE)
 
 @dataclass(frozen=True)
 class Cuda:
-    """One .cu file for each combination of the values in ``over``.
+    """One .cu file for each combination of the values in ``over``, or one for all of them.
 
     ``{T}`` in ``code`` is the type's name in C++, in ``file`` its name for people; a number stands for itself.
 
@@ -50,15 +51,23 @@ class Cuda:
     code: Sequence[str]
     over: Mapping[str, Sequence[Type | int]] = field(default_factory=dict)
 
-    def files(self, namespace: str) -> Iterator[tuple[str, str]]:
+    def files(self, namespace: str, merged: bool) -> Iterator[tuple[str, str]]:
         """Name and text of each file."""
+        all_lines = []
         for values in itertools.product(*self.over.values()):
             chosen = dict(zip(self.over, values, strict=True))
             names = {key: v.name if isinstance(v, Type) else v for key, v in chosen.items()}
             codes = {key: v.cpp if isinstance(v, Type) else v for key, v in chosen.items()}
             lines = [f"template {line.format(**codes)};" for line in self.code]
-            text = source_text(namespace, f'#include "{self.header}"\n', lines)
-            yield f"{self.file.format(**names)}.cu", text
+            all_lines += lines
+            if not merged:
+                yield f"{self.file.format(**names)}.cu", self._text(namespace, lines)
+        if merged:
+            name = self.file.format(**dict.fromkeys(self.over, "all"))
+            yield f"{name}.cu", self._text(namespace, list(dict.fromkeys(all_lines)))
+
+    def _text(self, namespace: str, lines: list[str]) -> str:
+        return source_text(namespace, f'#include "{self.header}"\n', lines)
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,8 @@ class InstructionSets:
     headers: Sequence[str]
     table: str
 
-    def files(self, namespace: str) -> Iterator[tuple[str, str]]:
-        """Name and text of each file."""
+    def files(self, namespace: str, merged: bool) -> Iterator[tuple[str, str]]:
+        """Name and text of each file. Each has flags of its own, so ``merged`` makes no difference."""
         for isa in ("Baseline", "Avx2", "Avx512"):
             lines = [f"#define HTREE_{isa.upper()}"]
             lines += [f'#include "{header}"' for header in ("host/cpu/simd.h", *self.headers)]
@@ -546,21 +555,21 @@ ROOMS: dict[str, Table] = {
 }
 
 
-def texts() -> dict[str, str]:
-    """Every file as ``room/name``, with its text."""
+def texts(merged: bool = False) -> dict[str, str]:
+    """Every file as ``room/name``, with its text; ``merged``: the instances of a kernel share one."""
     found: dict[str, str] = {}
     for room, table in ROOMS.items():
         for entry in table:
-            for name, text in entry.files(room):
+            for name, text in entry.files(room, merged):
                 if f"{room}/{name}" in found:
                     raise ValueError(f"csrc/instances.py: {room}/{name} is made twice")
                 found[f"{room}/{name}"] = text
     return found
 
 
-def write(folder: Path) -> list[Path]:
+def write(folder: Path, merged: bool = False) -> list[Path]:
     """Makes ``folder`` hold exactly the files of ``texts()``; files that are right already keep their dates."""
-    wanted = texts()
+    wanted = texts(merged)
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in wanted:
             path.unlink()

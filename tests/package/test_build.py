@@ -9,6 +9,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -165,6 +166,28 @@ def test_every_source_is_built_and_shipped(build: ModuleType, monkeypatch: pytes
     found = {str(f.relative_to(ROOT)) for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".cu")}
     assert found - listed == {"csrc/bindings.cpp"}
     assert "graft csrc" in (ROOT / "MANIFEST.in").read_text()
+
+
+@in_checkout
+def test_instances_share_a_file_where_few_are_compiled_at_once(build: ModuleType) -> None:
+    """The two lists instantiate the same, each once, and no table row is split among several files."""
+    apart, merged = (build.instances().texts(merged=flag) for flag in (False, True))
+
+    def lines(texts: dict[str, str]) -> Counter[tuple[str, str]]:
+        """What files instantiate, by the header that defines it."""
+        found = Counter[tuple[str, str]]()
+        for text in texts.values():
+            header = next(line for line in text.splitlines() if line.startswith("#include"))
+            found.update((header, line) for line in text.splitlines() if line.startswith("template "))
+        return found
+
+    assert lines(merged) == lines(apart)
+    assert set(lines(apart).values()) == {1}
+    kernels = {name for name in merged if name.endswith(".cu")}
+    assert len(kernels) < len([name for name in apart if name.endswith(".cu")]) / 3
+    assert {name: text for name, text in apart.items() if name.endswith(".cpp")} == {
+        name: text for name, text in merged.items() if name.endswith(".cpp")
+    }
 
 
 @in_checkout
