@@ -269,6 +269,7 @@ def main() -> None:
     merged = jobs.isdecimal() and int(jobs) <= FEW_JOBS
     instances().write(GENERATED, merged)
     op_extension = CUDAExtension if cuda.enabled else CppExtension
+    suffixes = (".cpp", ".cu") if cuda.enabled else (".cpp",)
     # One translation unit of _host says at run time what was decided here; -D strings need their own quotes.
     facts = {
         "HTREE_VERSION": version(),
@@ -279,7 +280,7 @@ def main() -> None:
     extensions = [
         op_extension(
             "htree_ops._C",
-            sources(*((".cpp", ".cu") if cuda.enabled else (".cpp",)), merged=merged),
+            sources(*suffixes, merged=merged),
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
             # -s: without symbols the library is a third of the size; its exports stay

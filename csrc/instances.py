@@ -53,21 +53,22 @@ class Cuda:
 
     def files(self, namespace: str, merged: bool) -> Iterator[tuple[str, str]]:
         """Name and text of each file."""
-        all_lines = []
+        found = []
         for values in itertools.product(*self.over.values()):
             chosen = dict(zip(self.over, values, strict=True))
             names = {key: v.name if isinstance(v, Type) else v for key, v in chosen.items()}
             codes = {key: v.cpp if isinstance(v, Type) else v for key, v in chosen.items()}
             lines = [f"template {line.format(**codes)};" for line in self.code]
-            all_lines += lines
-            if not merged:
-                yield f"{self.file.format(**names)}.cu", self._text(namespace, lines)
+            found.append((self.file.format(**names), lines))
         if merged:
-            name = self.file.format(**dict.fromkeys(self.over, "all"))
-            yield f"{name}.cu", self._text(namespace, list(dict.fromkeys(all_lines)))
-
-    def _text(self, namespace: str, lines: list[str]) -> str:
-        return source_text(namespace, f'#include "{self.header}"\n', lines)
+            found = [
+                (
+                    self.file.format(**dict.fromkeys(self.over, "all")),
+                    [x for _, lines in found for x in lines],
+                )
+            ]
+        for name, lines in found:
+            yield f"{name}.cu", source_text(namespace, f'#include "{self.header}"\n', lines)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class InstructionSets:
     table: str
 
     def files(self, namespace: str, merged: bool) -> Iterator[tuple[str, str]]:
-        """Name and text of each file. Each has flags of its own, so ``merged`` makes no difference."""
+        """Name and text of each file. They are never merged: a file is of one instruction set."""
         for isa in ("Baseline", "Avx2", "Avx512"):
             lines = [f"#define HTREE_{isa.upper()}"]
             lines += [f'#include "{header}"' for header in ("host/cpu/simd.h", *self.headers)]
