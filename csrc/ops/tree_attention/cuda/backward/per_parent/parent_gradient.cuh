@@ -4,9 +4,10 @@
 // A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile,
 // streamed through shared memory. The parent's keys and values stay in registers as A operands, so a user
 // costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q', with
-// the weights straight from the accumulators. Queries are rotated in fp16 in registers and transposed by
-// movmatrix. A window keeps the rows of its users in the L2 while all parents of a head walk them. The sums
-// of the windows are added one after another.
+// the weights straight from the accumulators. Users come in pairs, so that the rows of two fill the 16 of the
+// last two products, and one waits for what the other computes. Queries are rotated in fp16 in registers and
+// transposed by movmatrix. A window keeps the rows of its users in the L2 while all parents of a head walk
+// them. The sums of the windows are added one after another.
 #pragma once
 
 #include "device/shared_memory.cuh"
@@ -19,7 +20,7 @@
 namespace htree::tree_attention {
 
 constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
-constexpr int kParentStages = 6;
+constexpr int kPairStages = 3;  // of two users each
 
 // One user in shared memory: its tiled record, the factors that rotate its queries, and what they
 // see of the parent.
@@ -33,7 +34,8 @@ struct UserStage {
       Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
   static constexpr int kPresentOffset = kRotationOffset + kRowBytes;
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
-  static constexpr int kWarpBytes = kParentStages * kBytes;
+  static constexpr int kPairBytes = 2 * kBytes;
+  static constexpr int kWarpBytes = kPairStages * kPairBytes;
   static_assert(PackedParent<kDim, kDim>::kBytes <= kWarpBytes);
   static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // sums of a warp
   static_assert(kSumBytes <= kWarpBytes);
@@ -91,19 +93,20 @@ class UserStream {
                  : reinterpret_cast<const char*>(params.rotations) + (lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
 #pragma unroll 1
-    for (uint32_t i = 0; i < kParentStages - 1; ++i) {
-      issue(ring + i * Stage::kBytes);
+    for (uint32_t i = 0; i < kPairStages - 1; ++i) {
+      issue_pair(ring + i * Stage::kPairBytes);
     }
   }
 
-  // Waits for the next user and returns its stage.
+  // Waits for the next two users and returns the stage of the first; the second stands behind it.
   __device__ __forceinline__ uint32_t wait() {
+    constexpr uint32_t kLast = (kPairStages - 1) * Stage::kPairBytes;
     const uint32_t stage = ring_ + read_;
-    const uint32_t last = ring_ + (read_ == 0 ? (kParentStages - 1) * Stage::kBytes : read_ - Stage::kBytes);
-    device::wait_copies<kParentStages - 2>();
+    const uint32_t before = ring_ + (read_ == 0 ? kLast : read_ - Stage::kPairBytes);
+    device::wait_copies<kPairStages - 2>();
     __syncwarp();
-    issue(last);  // no lane reads the user before this one any more
-    read_ = read_ == (kParentStages - 1) * Stage::kBytes ? 0 : read_ + Stage::kBytes;
+    issue_pair(before);  // no lane reads the users before these any more
+    read_ = read_ == kLast ? 0 : read_ + Stage::kPairBytes;
     return stage;
   }
 
@@ -152,34 +155,41 @@ class UserStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  __device__ __forceinline__ void issue(uint32_t stage) {
+  // Begins the copies of the next two users, or of one.
+  __device__ __forceinline__ void issue_pair(uint32_t stage) {
     if (next_ < end_) {
-      const int from = static_cast<int>((next_ - begin_) % 32);
+      const int from = static_cast<int>((next_ - begin_) % 32);  // even
       if (from == 0) {
         look_up();
       }
-      const unsigned query = __shfl_sync(device::kFullMask, query_, from);
-      const unsigned present = __shfl_sync(device::kFullMask, present_, from);
-      const unsigned position = __shfl_sync(device::kFullMask, position_, from);
-      const uint32_t to = stage + lane_ * 16;
-      const char* record = records_ + uint64_t{query} * Record::kBytes;
-#pragma unroll
-      for (int at = 0; at < Record::kMetaOffset; at += 512) {
-        device::copy_async_16(to + at, record + at);
+      issue(stage, from);
+      if (next_ + 1 < end_) {
+        issue(stage + Stage::kBytes, from + 1);
       }
-      // The numbers of the rows, and behind them the factors of the rotation.
-      const bool meta = lane_ < kRecordRows;
-      if (lane_ < kRecordRows + kDim / 8) {
-        device::copy_async_16(
-            to + Record::kMetaOffset,
-            rest_ + uint64_t{meta ? query : position} * (meta ? Record::kBytes : Stage::kRowBytes));
-      }
-      if (lane_ == 0) {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + Stage::kPresentOffset), "r"(present) : "memory");
-      }
-      ++next_;
+      next_ += 2;
     }
     device::commit_copies();
+  }
+  __device__ __forceinline__ void issue(uint32_t stage, int from) const {
+    const unsigned query = __shfl_sync(device::kFullMask, query_, from);
+    const unsigned present = __shfl_sync(device::kFullMask, present_, from);
+    const unsigned position = __shfl_sync(device::kFullMask, position_, from);
+    const uint32_t to = stage + lane_ * 16;
+    const char* record = records_ + uint64_t{query} * Record::kBytes;
+#pragma unroll
+    for (int at = 0; at < Record::kMetaOffset; at += 512) {
+      device::copy_async_16(to + at, record + at);
+    }
+    // The numbers of the rows, and behind them the factors of the rotation.
+    const bool meta = lane_ < kRecordRows;
+    if (lane_ < kRecordRows + kDim / 8) {
+      device::copy_async_16(
+          to + Record::kMetaOffset,
+          rest_ + uint64_t{meta ? query : position} * (meta ? Record::kBytes : Stage::kRowBytes));
+    }
+    if (lane_ == 0) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + Stage::kPresentOffset), "r"(present) : "memory");
+    }
   }
 
   const KeyGradientParams& params_;
@@ -194,26 +204,6 @@ class UserStream {
   uint32_t read_ = 0;  // stage to be read next
   unsigned query_ = 0, present_ = 0, position_ = 0;
 };
-
-// c[16 x 8] += a[16 x 8] * b[8 x 8]. Lane i holds of a rows i / 4 and i / 4 + 8 in a[0] and a[1], columns 2 *
-// (i % 4) and the next; of b column i / 4, rows 2 * (i % 4) and the next; of c what it holds in mma_16x8x16.
-template <typename T>
-__device__ __forceinline__ void mma_16x8x8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
-  if constexpr (__is_same(T, __half)) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, "
-        "%2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
-  } else {
-    static_assert(__is_same(T, __nv_bfloat16));
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, "
-        "%2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
-  }
-}
 
 // Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4 or, kTransposed,
 // rows 2 (lane % 4) and the next of dim 8 c + lane / 4, c counted from `first`.
@@ -253,15 +243,25 @@ __device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t ro
   }
 }
 
-template <typename T, int kDim>
+// A user in shared memory, by addresses: its record, the factors that rotate its queries, and the word of what they see
+// of the parent.
+struct UserRows {
+  uint32_t record, rotations, present;
+};
+
+// kValuesShared: the values of the parent stay in shared memory, which leaves registers for two users side by side.
+template <typename T, int kDim, bool kValuesShared = false>
 class ParentGradient {
  public:
   using Block = PackedParent<kDim, kDim>;
-  using Stage = UserStage<kDim>;
+  using Record = TiledRecord<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
-  // Loads the parent's operands into registers, by way of `ring`, the shared memory of this warp.
-  __device__ __forceinline__ void load(const char* block, uint32_t ring) {
+  static constexpr int kSharedBytes = kValuesShared ? kParentRows * kDim * 2 : 0;
+
+  // Loads the parent's operands into registers, by way of `ring`, the shared memory of this warp; its values into
+  // kSharedBytes from `values` on.
+  __device__ __forceinline__ void load(const char* block, uint32_t ring, uint32_t values = 0) {
     const int lane = threadIdx.x % 32;
     for (int at = lane * 16; at < Block::kBytes; at += 512) {
       device::copy_async_16(ring + at, block + at);
@@ -273,7 +273,15 @@ class ParentGradient {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       device::load_matrices(keys_[i], ring + address.plain(i));
-      device::load_matrices(values_[i], ring + Block::kValueOffset + address.plain(i));
+      if constexpr (!kValuesShared) {
+        device::load_matrices(values_[i], ring + Block::kValueOffset + address.plain(i));
+      }
+    }
+    if constexpr (kValuesShared) {
+      values_at_ = values;
+      for (int at = lane * 16; at < kSharedBytes; at += 512) {
+        device::store_shared_16(values + at, device::load_shared_16(ring + Block::kValueOffset + at));
+      }
     }
     load_row_scales(ring + Block::kScaleOffset, row_unscale_);
     __syncwarp();
@@ -286,52 +294,61 @@ class ParentGradient {
     }
   }
 
-  __device__ __forceinline__ void add_user(uint32_t stage, float score_scale, float gradient_scale) {
-    const int lane = threadIdx.x % 32;
-    uint32_t q[kChunks];
+  // Adds two users. Where `alone`, the second is the first once more and counts nothing.
+  __device__ __forceinline__ void add_pair(const UserRows (&users)[2], bool alone, float score_scale,
+                                           float gradient_scale) {
+    uint32_t q[2][kChunks];
+#pragma unroll
+    for (int user = 0; user < 2; ++user) {
+#pragma unroll
+      for (int i = 0; i < kChunks; i += 4) {
+        load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[user][i]), users[user].record, i);
+      }
+      rotate_user<kDim>(q[user], users[user].rotations);
+    }
+    // Four chains of products side by side: each hides the latency of the others.
+    float dp[2][4] = {}, s[2][4] = {};
 #pragma unroll
     for (int i = 0; i < kChunks; i += 4) {
-      load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[i]), stage, i);
-    }
-    rotate_user<kDim>(q, stage + Stage::kRotationOffset);
-    // Two chains of products side by side: each hides the latency of the other.
-    float dp[4] = {}, s[4] = {};
+      uint32_t x[2][4];
 #pragma unroll
-    for (int i = 0; i < kChunks; i += 4) {
-      uint32_t x[4];
-      load_four_chunks<kDim, false>(x, stage + Stage::kGradientOffset, i);
-      device::mma_16x8x16<T>(dp, values_[i / 2], x[0], x[1]);
-      device::mma_16x8x16<__half>(s, keys_[i / 2], q[i], q[i + 1]);
-      device::mma_16x8x16<T>(dp, values_[i / 2 + 1], x[2], x[3]);
-      device::mma_16x8x16<__half>(s, keys_[i / 2 + 1], q[i + 2], q[i + 3]);
-    }
-    unsigned present;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(stage + Stage::kPresentOffset) : "memory");
+      for (int user = 0; user < 2; ++user) {
+        load_four_chunks<kDim, false>(x[user], users[user].record + Record::kGradientOffset, i);
+      }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 bits = device::load_shared_16(stage + Stage::kMetaOffset + (lane % 4 * 2 + i) * 16);
-      const float unscale = __uint_as_float(bits.z);
+      for (int j = 0; j < 2; ++j) {
+        const int step = i / 2 + j;
+        uint32_t value[4];
+        load_values(value, step);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int e = i + 2 * half;
-        const bool here = present >> (lane / 4 + 8 * half) & 1;
-        const float score = s[e] * row_unscale_[half] * (unscale * score_scale);
-        const float weight = here ? device::exp2_flushed(score - __uint_as_float(bits.x)) : 0.f;
-        s[e] = weight;
-        dp[e] = here ? weight * (dp[e] - __uint_as_float(bits.y)) * (unscale * gradient_scale) : 0.f;
+        for (int user = 0; user < 2; ++user) {
+          device::mma_16x8x16<T>(dp[user], value, x[user][2 * j], x[user][2 * j + 1]);
+          device::mma_16x8x16<__half>(s[user], keys_[step], q[user][2 * step], q[user][2 * step + 1]);
+        }
       }
     }
-    const uint32_t weights[2] = {device::pack_pair<T>(s[0], s[1]), device::pack_pair<T>(s[2], s[3])};
-    const uint32_t gradients[2] = {device::pack_pair<__half>(dp[0], dp[1]),
-                                   device::pack_pair<__half>(dp[2], dp[3])};
+    uint32_t weights[4], gradients[4];
+#pragma unroll
+    for (int user = 0; user < 2; ++user) {
+      weigh(users[user], user == 1 && alone, score_scale, gradient_scale, s[user], dp[user]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        weights[2 * user + half] = device::pack_pair<T>(s[user][2 * half], s[user][2 * half + 1]);
+        gradients[2 * user + half] = device::pack_pair<__half>(dp[user][2 * half], dp[user][2 * half + 1]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kChunks; i += 4) {
-      uint32_t x[4];
-      load_four_chunks<kDim, true>(x, stage + Stage::kGradientOffset, i);
+      uint32_t x[2][4];
+#pragma unroll
+      for (int user = 0; user < 2; ++user) {
+        load_four_chunks<kDim, true>(x[user], users[user].record + Record::kGradientOffset, i);
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        mma_16x8x8<T>(value_sum_[i + j], weights, x[j]);
-        mma_16x8x8<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[i + j]));
+        device::mma_16x8x16<T>(value_sum_[i + j], weights, x[0][j], x[1][j]);
+        device::mma_16x8x16<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[0][i + j]),
+                                    device::transpose_matrix(q[1][i + j]));
       }
     }
   }
@@ -407,6 +424,40 @@ class ParentGradient {
   }
 
  private:
+  __device__ __forceinline__ void load_values(uint32_t (&value)[4], int step) const {
+    if constexpr (kValuesShared) {
+      device::load_matrices(value, values_at_ + TileAddress<kDim>().plain(step));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        value[i] = values_[step][i];
+      }
+    }
+  }
+
+  // Turns the scores of a user into weights and its dP^T into dS^T.
+  __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale, float gradient_scale,
+                                        float (&s)[4], float (&dp)[4]) const {
+    const int lane = threadIdx.x % 32;
+    unsigned present;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(user.present) : "memory");
+    present = unseen ? 0 : present;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 bits = device::load_shared_16(user.record + Record::kMetaOffset + (lane % 4 * 2 + i) * 16);
+      const float unscale = __uint_as_float(bits.z);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e = i + 2 * half;
+        const bool here = present >> (lane / 4 + 8 * half) & 1;
+        const float score = s[e] * row_unscale_[half] * (unscale * score_scale);
+        const float weight = here ? device::exp2_flushed(score - __uint_as_float(bits.x)) : 0.f;
+        s[e] = weight;
+        dp[e] = here ? weight * (dp[e] - __uint_as_float(bits.y)) * (unscale * gradient_scale) : 0.f;
+      }
+    }
+  }
+
   __device__ __forceinline__ static uint32_t sum_at(uint32_t ring, int i) {
     return ring + (i * 32 + threadIdx.x % 32) * 16;
   }
@@ -420,7 +471,8 @@ class ParentGradient {
     x[2] += __uint_as_float(bits.z), x[3] += __uint_as_float(bits.w);
   }
 
-  uint32_t keys_[kSteps][4], values_[kSteps][4];
+  uint32_t keys_[kSteps][4];
+  uint32_t values_[kValuesShared ? 1 : kSteps][4], values_at_;
   float row_unscale_[2];
   float key_sum_[kChunks][4], value_sum_[kChunks][4];
 };
@@ -450,8 +502,16 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
             ring);
   UserStream<kDim> stream(params, users, parent, begin, end, ring);
-  for (uint32_t user = begin; user < end; ++user) {
-    sums.add_user(stream.wait(), p.score_scale, power.scale);
+  for (uint32_t user = begin; user < end; user += 2) {
+    const uint32_t stage = stream.wait();
+    const bool alone = user + 1 == end;
+    const uint32_t stages[2] = {stage, alone ? stage : stage + Stage::kBytes};
+    UserRows rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rows[i] = {stages[i], stages[i] + Stage::kRotationOffset, stages[i] + Stage::kPresentOffset};
+    }
+    sums.add_pair(rows, alone, p.score_scale, power.scale);
   }
   if constexpr (kWarps > 1) {
     device::wait_copies<0>();
