@@ -436,7 +436,6 @@ TREE_ATTENTION: Table = [
     ),
     tensor_core("backward/per_parent/key_gradient.cuh", "launch_key_gradient(KeyGradientParams)"),
     tensor_core("backward/per_parent/parent_gradient.cuh", "launch_parent_gradient(KeyGradientParams)"),
-    tensor_core("backward/per_parent/group_gradient.cuh", "launch_group_gradient(KeyGradientParams)"),
     tensor_core_copy("backward/dense_rows/rows.cuh", "launch_row_tiles(DenseGradientParams)"),
     tensor_core("backward/dense_rows/query_gradient.cuh", "launch_dense_query_gradient(DenseGradientParams)"),
     tensor_core("backward/dense_rows/key_gradient.cuh", "launch_dense_key_gradient(DenseGradientParams)"),

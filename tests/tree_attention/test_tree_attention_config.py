@@ -373,7 +373,7 @@ def test_gradients_of_masked_rows_take_the_place_of_the_gathers_at_the_tokens(st
         assert found(32_768, queries) == ("masked_rows", "masked_rows")
     assert found(8192, 64) == (None, None)
     assert found(32_832, 64) == (None, None)
-    assert found(32_800, 32_800) == ("masked_rows|shared_gather", "masked_rows|group_gradient")
+    assert found(32_800, 32_800) == ("masked_rows|shared_gather", "masked_rows|parent_gradient")
     assert found(32_800, 32_800, group=16) == ("masked_rows|per_query", "masked_rows|key_gradient")
     odd = found(127, 127, max_top_nodes=127, top_k=8)
     row_behind_the_last_whole_list = (None, None) if stride == 1 else ("masked_rows", "masked_rows")
@@ -405,7 +405,7 @@ def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int)
             found = gradients((1, length, length, 2 * group, 2, width, width), selection_stride=stride)
             few = (
                 "shared_gather" if group <= 8 else "per_query",
-                "group_gradient" if 4 <= group <= 8 else "key_gradient",
+                "parent_gradient" if 4 <= group <= 8 else "key_gradient",
             )
             assert found == (("per_list", "per_list") if stride >= 4 and stride * group >= 32 else few)
 

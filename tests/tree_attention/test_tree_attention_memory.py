@@ -212,9 +212,9 @@ def backward_needs(
     bottom_dq = kernels["top_dQ" if len(call.layers) == 1 else "dQ"]
     if bottom_dq != "per_list":
         needs["records"] = queries * call.heads * record
-        if kernels["dK_dV"] in ("group_gradient", "parent_gradient"):
+        if kernels["dK_dV"] == "parent_gradient":
             needs["records"] = queries * call.kv_heads * 8 * (record + 16)
-    if kernels["dK_dV"] in ("group_gradient", "parent_gradient"):
+    if kernels["dK_dV"] == "parent_gradient":
         needs["rotations"] = (call.top_k * 16 + 1) * call.width * 2
     if len(call.layers) > 1:
         needs |= {

@@ -32,12 +32,6 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// So many arrivals at once.
-__device__ __forceinline__ void barrier_arrive(Barrier* barrier, uint32_t num_arrivals) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
-               : "memory");
-}
-
 // One arrival that adds `bytes` to what the phase must receive from bulk copies before it completes.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),

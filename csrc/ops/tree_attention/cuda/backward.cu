@@ -475,9 +475,7 @@ class BackwardRun {
       key.first_list = static_cast<uint32_t>(first);
       key.end_list = static_cast<uint32_t>(std::min<int64_t>(first + window, common.gather.num_lists));
       error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        using T = typename decltype(type)::type;
-        return config_.parent_groups ? launch_group_gradient<T, dim.value>(key, stream_)
-                                     : launch_parent_gradient<T, dim.value>(key, stream_);
+        return launch_parent_gradient<typename decltype(type)::type, dim.value>(key, stream_);
       });
       key.add = true;
     }

@@ -27,7 +27,7 @@ constexpr int64_t kMinPerListGradientRows = 32;
 // The same limit at the top, where all lists hold the same parents and a thread
 // block takes kGradientRun tokens.
 constexpr int64_t kMinTopGradientRows = 64;
-// G for which a warp owns a parent and computes its dK and dV. Below, kernels that fill a tile with the rows of
+// G for which parent_gradient.cuh computes dK and dV. Below, kernels that fill a tile with the rows of
 // several users do less work; above, it would need two tiles.
 constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
 // The most query heads whose gradients fit the registers of a warp of backward/shared_gather/.
@@ -44,8 +44,7 @@ struct BackwardConfig : TreeConfig {
   bool per_list = false;               // backward/per_list/ computes all layers
   bool per_list_top = false;           // it computes the top, for any stride, in runs of kGradientRun queries
   bool shared_gather_queries = false;  // dQ of other layers: backward/shared_gather/, else per_query/
-  bool parent_warps = false;  // dK and dV of other layers: a warp for a parent, else key_gradient.cuh
-  bool parent_groups = false;  // neighbouring parents share users: group_gradient.cuh, else parent_gradient.cuh
+  bool parent_warps = false;  // dK and dV of other layers: parent_gradient.cuh, else key_gradient.cuh
   int64_t num_sms = 1;        // a wave of backward/per_list/ has so many thread blocks
 };
 
@@ -163,10 +162,9 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
                                  gather != GatherChoice::kPerQuery && hopper_kernels(device) && !by_list &&
                                  group <= kMaxSharedGatherGroup;
   config.parent_warps = !by_list && group >= kMinParentGroup && group <= kMaxParentGroup;
-  config.parent_groups = config.parent_warps && gather != GatherChoice::kPerQuery && hopper_kernels(device);
   config.fragment_rotations = config.shared_gather_queries && walks(p, config);
   config.dim_rotations = (by_list || config.per_list_top) && walks(p, config);
-  // Bytes of a record per head. Records for warps of parents have room for 8 heads, even if
+  // Bytes of a record per head. Records for parent_gradient.cuh have room for 8 heads, even if
   // the group has fewer.
   const int64_t record = by_list               ? 0
                          : config.parent_warps ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)

@@ -32,9 +32,8 @@ inline std::string describe_gradients(const AttentionProblem& p, const BackwardC
                                                              : "per_query";
   const std::string keys = general               ? "general"
                            : config.per_list     ? "per_list"
-                           : config.parent_groups ? "group_gradient"
-                           : config.parent_warps  ? "parent_gradient"
-                                                  : "key_gradient";
+                           : config.parent_warps ? "parent_gradient"
+                                                 : "key_gradient";
   const std::string top_queries = config.per_list_top ? "per_list" : queries;
   const std::string top_keys = config.per_list_top ? "per_list" : keys;
   std::string text = "dQ=" + queries + " dK_dV=" + keys + " top_dQ=" + top_queries + " top_dK_dV=" + top_keys;

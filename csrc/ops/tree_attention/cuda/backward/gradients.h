@@ -142,7 +142,7 @@ struct KeyGradientParams {
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]
   bool add = false;         // adds to what is there, else replaces it
-  // Read by the kernels below alone: a window of lists, and the fp16 rotations of every position.
+  // Read by launch_parent_gradient alone: a window of lists, and the fp16 rotations of every position.
   uint32_t first_list = 0, end_list = 0;
   const __half2* rotations = nullptr;
 };
@@ -156,9 +156,6 @@ constexpr int64_t kParentWindowBytes = int64_t{16} << 20;
 // lists are implicit.
 template <typename T, int kDim>
 cudaError_t launch_parent_gradient(const KeyGradientParams& params, cudaStream_t stream);
-// The same on Hopper (sm_90a), where neighbouring parents share their users.
-template <typename T, int kDim>
-cudaError_t launch_group_gradient(const KeyGradientParams& params, cudaStream_t stream);
 
 // ---- all gradients of the queries that share a list: Hopper (sm_90a), any G,
 // docs/semantics/tree_attention.md §1.12

@@ -2,12 +2,12 @@
 // warp walks the users of a (batch, kv head, parent) in a window of the lists.
 //
 // A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile,
-// streamed through shared memory. The parent's keys and values stay in registers as A operands, so a user
-// costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q', with
-// the weights straight from the accumulators. Users come in pairs, so that the rows of two fill the 16 of the
-// last two products, and one waits for what the other computes. Queries are rotated in fp16 in registers and
-// transposed by movmatrix. A window keeps the rows of its users in the L2 while all parents of a head walk
-// them. The sums of the windows are added one after another.
+// streamed through shared memory. The parent's keys stay in registers as A operands and its values in shared
+// memory, so a user costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and
+// dK' += dS^T q', with the weights straight from the accumulators. Users come in pairs, so that the rows of two
+// fill the 16 of the last two products, and one waits for what the other computes. Queries are rotated in fp16 in
+// registers and transposed by movmatrix. A window keeps the rows of its users in the L2 while all parents of a
+// head walk them. The sums of the windows are added one after another.
 #pragma once
 
 #include "device/shared_memory.cuh"
@@ -20,7 +20,7 @@
 namespace htree::tree_attention {
 
 constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
-constexpr int kPairStages = 3;  // of two users each
+constexpr int kPairStages = 2;  // of two users each
 
 // One user in shared memory: its tiled record, the factors that rotate its queries, and what they
 // see of the parent.
@@ -35,10 +35,12 @@ struct UserStage {
   static constexpr int kPresentOffset = kRotationOffset + kRowBytes;
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
   static constexpr int kPairBytes = 2 * kBytes;
-  static constexpr int kWarpBytes = kPairStages * kPairBytes;
-  static_assert(PackedParent<kDim, kDim>::kBytes <= kWarpBytes);
+  static constexpr int kRingBytes = kPairStages * kPairBytes;
+  static constexpr int kValueBytes = kParentRows * kDim * 2;  // of the parent, behind the ring
+  static constexpr int kWarpBytes = kRingBytes + kValueBytes;
+  static_assert(PackedParent<kDim, kDim>::kBytes <= kRingBytes);
   static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // sums of a warp
-  static_assert(kSumBytes <= kWarpBytes);
+  static_assert(kSumBytes <= kRingBytes);
 };
 
 // The users of a parent in the window of lists [first_list, end_list): numbers of entries or, for the
@@ -205,17 +207,11 @@ class UserStream {
   unsigned query_ = 0, present_ = 0, position_ = 0;
 };
 
-// Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4 or, kTransposed,
-// rows 2 (lane % 4) and the next of dim 8 c + lane / 4, c counted from `first`.
-template <int kDim, bool kTransposed>
+// Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4, c counted from `first`.
+template <int kDim>
 __device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile, int first) {
   const int lane = threadIdx.x % 32;
-  const uint32_t at = tile + chunk_offset<kDim>(lane % 8, first + lane / 8);
-  if constexpr (kTransposed) {
-    device::load_matrices_transposed(x, at);
-  } else {
-    device::load_matrices(x, at);
-  }
+  device::load_matrices(x, tile + chunk_offset<kDim>(lane % 8, first + lane / 8));
 }
 
 // Rotates the queries of a user to their position, in place.
@@ -249,22 +245,23 @@ struct UserRows {
   uint32_t record, rotations, present;
 };
 
-// kValuesShared: the values of the parent stay in shared memory, which leaves registers for two users side by side.
-template <typename T, int kDim, bool kValuesShared = false>
+template <typename T, int kDim>
 class ParentGradient {
  public:
   using Block = PackedParent<kDim, kDim>;
   using Record = TiledRecord<kDim>;
+  using Stage = UserStage<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
-  static constexpr int kSharedBytes = kValuesShared ? kParentRows * kDim * 2 : 0;
-
-  // Loads the parent's operands into registers, by way of `ring`, the shared memory of this warp; its values into
-  // kSharedBytes from `values` on.
-  __device__ __forceinline__ void load(const char* block, uint32_t ring, uint32_t values = 0) {
+  // Loads the keys of the parent into registers, by way of `ring`, the shared memory of this warp, and its values into the
+  // place behind the ring.
+  __device__ __forceinline__ void load(const char* block, uint32_t ring) {
     const int lane = threadIdx.x % 32;
+    values_ = ring + Stage::kRingBytes;
     for (int at = lane * 16; at < Block::kBytes; at += 512) {
-      device::copy_async_16(ring + at, block + at);
+      const int value = at - Block::kValueOffset;
+      const bool is_value = value >= 0 && value < Stage::kValueBytes;
+      device::copy_async_16(is_value ? values_ + value : ring + at, block + at);
     }
     device::commit_copies();
     device::wait_copies<0>();
@@ -273,15 +270,6 @@ class ParentGradient {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       device::load_matrices(keys_[i], ring + address.plain(i));
-      if constexpr (!kValuesShared) {
-        device::load_matrices(values_[i], ring + Block::kValueOffset + address.plain(i));
-      }
-    }
-    if constexpr (kValuesShared) {
-      values_at_ = values;
-      for (int at = lane * 16; at < kSharedBytes; at += 512) {
-        device::store_shared_16(values + at, device::load_shared_16(ring + Block::kValueOffset + at));
-      }
     }
     load_row_scales(ring + Block::kScaleOffset, row_unscale_);
     __syncwarp();
@@ -302,51 +290,59 @@ class ParentGradient {
     for (int user = 0; user < 2; ++user) {
 #pragma unroll
       for (int i = 0; i < kChunks; i += 4) {
-        load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[user][i]), users[user].record, i);
+        load_four_chunks<kDim>(reinterpret_cast<uint32_t(&)[4]>(q[user][i]), users[user].record, i);
       }
       rotate_user<kDim>(q[user], users[user].rotations);
     }
-    // Four chains of products side by side: each hides the latency of the others.
-    float dp[2][4] = {}, s[2][4] = {};
+    // The even and the odd steps of each sum are chains of their own: one hides the latency of the others.
+    float dp[2][2][4] = {}, s[2][2][4] = {};
 #pragma unroll
     for (int i = 0; i < kChunks; i += 4) {
       uint32_t x[2][4];
 #pragma unroll
       for (int user = 0; user < 2; ++user) {
-        load_four_chunks<kDim, false>(x[user], users[user].record + Record::kGradientOffset, i);
+        load_four_chunks<kDim>(x[user], users[user].record + Record::kGradientOffset, i);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int step = i / 2 + j;
         uint32_t value[4];
-        load_values(value, step);
+        device::load_matrices(value, values_ + TileAddress<kDim>().plain(step));
 #pragma unroll
         for (int user = 0; user < 2; ++user) {
-          device::mma_16x8x16<T>(dp[user], value, x[user][2 * j], x[user][2 * j + 1]);
-          device::mma_16x8x16<__half>(s[user], keys_[step], q[user][2 * step], q[user][2 * step + 1]);
+          device::mma_16x8x16<T>(dp[user][j], value, x[user][2 * j], x[user][2 * j + 1]);
+          device::mma_16x8x16<__half>(s[user][j], keys_[step], q[user][2 * step], q[user][2 * step + 1]);
         }
       }
     }
     uint32_t weights[4], gradients[4];
 #pragma unroll
     for (int user = 0; user < 2; ++user) {
-      weigh(users[user], user == 1 && alone, score_scale, gradient_scale, s[user], dp[user]);
+      float(&weight)[4] = s[user][0];
+      float(&gradient)[4] = dp[user][0];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        weight[e] += s[user][1][e];
+        gradient[e] += dp[user][1][e];
+      }
+      weigh(users[user], user == 1 && alone, score_scale, gradient_scale, weight, gradient);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        weights[2 * user + half] = device::pack_pair<T>(s[user][2 * half], s[user][2 * half + 1]);
-        gradients[2 * user + half] = device::pack_pair<__half>(dp[user][2 * half], dp[user][2 * half + 1]);
+        weights[2 * user + half] = device::pack_pair<T>(weight[2 * half], weight[2 * half + 1]);
+        gradients[2 * user + half] = device::pack_pair<__half>(gradient[2 * half], gradient[2 * half + 1]);
       }
     }
+    // A load brings two chunks of both users, as the products take them.
+    const int lane = threadIdx.x % 32;
+    const uint32_t gradient_rows = (lane / 8 % 2 == 0 ? users[0] : users[1]).record + Record::kGradientOffset;
 #pragma unroll
-    for (int i = 0; i < kChunks; i += 4) {
-      uint32_t x[2][4];
+    for (int i = 0; i < kChunks; i += 2) {
+      uint32_t x[2][2];
+      device::load_matrices_transposed(reinterpret_cast<uint32_t(&)[4]>(x),
+                                       gradient_rows + chunk_offset<kDim>(lane % 8, i + lane / 16));
 #pragma unroll
-      for (int user = 0; user < 2; ++user) {
-        load_four_chunks<kDim, true>(x[user], users[user].record + Record::kGradientOffset, i);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        device::mma_16x8x16<T>(value_sum_[i + j], weights, x[0][j], x[1][j]);
+      for (int j = 0; j < 2; ++j) {
+        device::mma_16x8x16<T>(value_sum_[i + j], weights, x[j][0], x[j][1]);
         device::mma_16x8x16<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[0][i + j]),
                                     device::transpose_matrix(q[1][i + j]));
       }
@@ -424,17 +420,6 @@ class ParentGradient {
   }
 
  private:
-  __device__ __forceinline__ void load_values(uint32_t (&value)[4], int step) const {
-    if constexpr (kValuesShared) {
-      device::load_matrices(value, values_at_ + TileAddress<kDim>().plain(step));
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        value[i] = values_[step][i];
-      }
-    }
-  }
-
   // Turns the scores of a user into weights and its dP^T into dS^T.
   __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale, float gradient_scale,
                                         float (&s)[4], float (&dp)[4]) const {
@@ -472,7 +457,7 @@ class ParentGradient {
   }
 
   uint32_t keys_[kSteps][4];
-  uint32_t values_[kValuesShared ? 1 : kSteps][4], values_at_;
+  uint32_t values_;  // their address
   float row_unscale_[2];
   float key_sum_[kChunks][4], value_sum_[kChunks][4];
 };
