@@ -109,9 +109,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 where there are no rows."""
+    """Exit status: 0, or 2 where there are no rows or nothing to publish in."""
     arguments = make_parser().parse_args(argv)
     results = arguments.root / "benchmarks" / "results" / "quality"
+    page = arguments.root / "docs" / "quality.md"
+    if arguments.publish and not page.is_file():
+        print(f"report.py: --root must be a checkout, with {page}", file=sys.stderr)
+        return 2
     try:
         measured = [row for folder in arguments.folders for row in record.read_rows(folder)]
         rows = merge(read_published(results) if arguments.publish else [], measured)
@@ -135,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_published(results, rows)
         full = [row for row in rows if row.scale == "full"]
         pictures.draw(full, arguments.root / "docs" / "images")
-        page = arguments.root / "docs" / "quality.md"
         page.write_text(page_with(page.read_text(), rows))
     return 0
 

@@ -159,22 +159,23 @@ def work(session: Session, todo: Sequence[pieces.Piece]) -> int:
     return FAILED if failed else LEFT if left else 0
 
 
-def show_list() -> None:
+def show_list(todo: Sequence[pieces.Piece]) -> None:
     """The pieces with their minutes."""
-    for piece in pieces.PIECES:
+    for piece in todo:
         quick = ", also --quick" if piece.quick else ""
         print(f"{piece.name:16} {piece.minutes:4.1f} min  {piece.about}{quick}")
-    print(f"{'all':16} {sum(piece.minutes for piece in pieces.PIECES):4.1f} min")
+    print(f"{'all':16} {sum(piece.minutes for piece in todo):4.1f} min")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     arguments = make_parser().parse_args(argv)
-    if arguments.list:
-        show_list()
-        return 0
     try:
-        todo, session = chosen(arguments), make_session(arguments)
+        todo = chosen(arguments)
+        if arguments.list:
+            show_list(todo)
+            return 0
+        session = make_session(arguments)
     except (UsageError, ValueError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         return WRONG_USE

@@ -23,6 +23,7 @@ __all__ = [
     "FLOATING",
     "FLOATING_AND_DOUBLE",
     "autocast_dtype",
+    "check_data",
     "check_devices",
     "check_dtype",
     "check_int",
@@ -204,6 +205,24 @@ def check_tensor(op: str, name: str, tensor: Any) -> None:
     if tensor.is_nested or tensor.layout != torch.strided:
         came = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{op}: {name} must be a dense tensor, got {came}")
+
+
+def check_data(op: str, name: str, tensor: Any) -> None:
+    """Checks a tensor whose numbers are read.
+
+    Raises:
+        TypeError: it is not a dense tensor.
+        DeviceError: it has no numbers, because it is on the device meta.
+    """
+    check_tensor(op, name, tensor)
+    if tensor.is_meta:
+        refuse(
+            DeviceError,
+            f"{op}: {name} must be on a device that holds numbers, got meta",
+            expected_device="cpu",
+            actual_device="meta",
+            tensor_name=name,
+        )
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -77,6 +77,10 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
     for name in state:
         with pytest.raises(ValueError, match=f"state must have {name}, got "):
             full.load_state_dict({n: x for n, x in state.items() if n != name})
+        with pytest.raises(DeviceError, match=f"{name} of the state must be .* got meta"):
+            full.load_state_dict(state | {name: state[name].to("meta")})
+        with pytest.raises(TypeError, match=f"{name} of the state must be a dense tensor"):
+            full.load_state_dict(state | {name: state[name].to_sparse()})
     with pytest.raises(ValueError, match="num_kv_heads of the state must be that of the cache, 4, got 0"):
         full.load_state_dict(state | {"options": state["options"] - 4})
     with pytest.raises(TypeError, match="state must be a dict, got list"):

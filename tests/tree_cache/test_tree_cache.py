@@ -521,6 +521,7 @@ def test_attention_refuses(change: dict, error: type, message: str) -> None:
         ({"lengths": torch.tensor([-1, 1], dtype=torch.int32)}, ValueError, "at least 0"),
         ({"cu_new": torch.tensor([0, 7, 5], dtype=torch.int32)}, ValueError, "cu_new must ascend"),
         ({"max_new": 2}, ValueError, "max_new = 2 must be at least"),
+        ({"max_new": 0}, ValueError, "max_new = 0 must be at least"),
         ({"new_lengths": torch.tensor([4, 1], dtype=torch.int32)}, ValueError, "new_lengths must lie"),
         (
             {"block_table": torch.full((2, 3), -1, dtype=torch.int32)},

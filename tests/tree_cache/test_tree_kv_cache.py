@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tree_cache_schedules import Run, Shape, bitwise, schedules
 
 from htree_ops import HTreeAttention, TreeKVCache, quantize_model_, tree_attention
+from htree_ops.errors import DeviceError, ShapeMismatchError
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -397,7 +398,37 @@ def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
     for wrong in (1.0, None, torch.tensor([3, 3]).to_sparse()):
         with pytest.raises(TypeError, match=r"TreeKVCache\.truncate: lengths must be"):
             cache.truncate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match=r"TreeKVCache\.truncate: lengths must be .* got meta"):
+        cache.truncate(torch.zeros(2, dtype=torch.int32, device="meta"))
     assert cache.lengths.tolist() == [9, 9]
+
+
+def test_heads_are_checked_before_the_lists(device: str) -> None:
+    """A call that is refused reports no missing leader."""
+    cache = make(device, selection_stride=4)
+    cache.append(rows(2, 6, 2, 0, device), rows(2, 6, 2, 1, device))
+    with pytest.raises(ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \(2, 1, 3"):
+        cache.attend(rows(2, 1, 3, 2, device))
+    cache.check()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_lengths_that_only_a_device_knows_are_reported(device: str, compiled: bool) -> None:
+    """In a compiled call, and on a GPU in every call. Lengths of a list are refused at once there too."""
+    wrap = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if compiled else (lambda f: f)
+    cache = make(device)
+    append, attend = wrap(cache.append), wrap(cache.attend)
+    k = rows(2, 3, 2, 0, device)
+    given = torch.tensor([2, 9], dtype=torch.int32, device=device)
+    calls = (lambda lengths: append(k, k, lengths), lambda lengths: attend(rows(2, 3, 4, 1, device), lengths))
+    for call in calls:
+        if compiled or device == "cuda":
+            call(given)
+            assert cache.lengths.tolist() == [2, 0]
+            with pytest.raises(ValueError, match="sequence 1 was given a negative length or one beyond"):
+                cache.check()
+        with pytest.raises(Exception, match="lengths must lie between 0 and n = 3"):
+            call([2, 9])
 
 
 def test_tokens_that_are_not_written_do_not_count() -> None:
@@ -457,6 +488,13 @@ def test_states_are_checked() -> None:
     ):
         with pytest.raises(error, match=message):
             cache.load_state_dict(state | change)
+    kept = cache.layer(0, 0)[0]
+    for name in state:
+        with pytest.raises(DeviceError, match=f"{name} must be .* got meta"):
+            cache.load_state_dict(state | {name: state[name].to("meta")})
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
+            cache.load_state_dict(state | {name: state[name].to_sparse()})
+    assert torch.equal(cache.layer(0, 0)[0], kept)
     with pytest.raises(ValueError, match="the state must hold"):
         cache.load_state_dict({})
     cache.load_state_dict(state)

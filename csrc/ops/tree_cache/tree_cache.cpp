@@ -19,7 +19,8 @@ void with_append_call(const char* op, const Tensor& k, const Tensor& v, const Te
                       const Tensor& lengths, const Tensor& cu_new, OptionalTensor new_lengths,
                       const std::optional<SymInt>& max_new, Run&& run) {
   const int64_t most = max_new.has_value() ? max_new->guard_int(__FILE__, __LINE__) : k.size(0);
-  if (k.size(0) > 0 && most > 0 && lengths.numel() > 0) {
+  // On the CPU a bound below the new tokens is refused, 0 as well.
+  if (k.size(0) > 0 && (most > 0 || k.is_cpu()) && lengths.numel() > 0) {
     if (new_lengths.has_value()) new_lengths = new_lengths->contiguous();
     run(block_table.contiguous(), lengths.contiguous(),
         AppendCall{tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(),

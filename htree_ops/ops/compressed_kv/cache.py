@@ -757,7 +757,8 @@ class CompressedKVCache:
         a dict, are read too.
 
         Raises:
-            TypeError: the state is not a dict, or key_weight is not a floating tensor.
+            TypeError: the state is not a dict, an entry is not dense, or key_weight is not a floating tensor.
+            DeviceError: an entry has no numbers, because it is on the device meta.
             ValueError: an entry is missing or does not fit: another configuration or batch, more tokens than the
                 capacity, lengths that no cache has, a tensor of another shape or dtype.
             RuntimeError: pages are lacking. The cache is left as it was.

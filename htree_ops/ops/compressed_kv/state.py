@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import ShapeMismatchError, refuse
+from htree_ops.ops.arguments import check_data
 from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
 from htree_ops.ops.compressed_kv.storage import RowFormat
 
@@ -147,6 +148,9 @@ def check_state(
     Raises:
         ValueError: an entry is missing or does not fit; the message names it.
     """
+    for name, entry in state.items():
+        if isinstance(entry, Tensor):
+            check_data(op, f"{name} of the state", entry)
     _check_keys(op, state, config)
     _check_lengths(op, state, config, batch, room)
     heads = config["num_kv_heads"]

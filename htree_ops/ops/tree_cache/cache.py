@@ -12,10 +12,10 @@ from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
     FLOATING_AND_DOUBLE,
+    check_data,
     check_dtype,
     check_int,
     check_option_dtype,
-    check_tensor,
     check_tensors,
     options_of,
 )
@@ -37,6 +37,7 @@ from htree_ops.ops.tree_cache.prompts import (
     attend_prompts,
     host_counts,
     is_recorded,
+    read_lengths,
 )
 from htree_ops.ops.tree_cache.state import check_state, free_stack, options_as_tensors
 
@@ -48,11 +49,13 @@ RING = 4
 #: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
 
+WRONG_LENGTH = 4
+
 #: The bits of the errors that the device records (csrc/ops/tree_cache/page_layout.h).
 ERRORS = {
     1: "was given tokens beyond the capacity",
     2: "found no free page",
-    4: "was given a negative length, or truncated to more than it holds",
+    WRONG_LENGTH: "was given a negative length or one beyond the tokens of the call, or truncated to more than it holds",
     8: "was truncated inside a stride whose leader's lists are gone",
     16: "has a query whose leader is neither in the call nor in the ring of lists",
     32: "was given a beam that is none",
@@ -540,8 +543,8 @@ class TreeKVCache:
         """Takes the state of a cache of the same sizes and options; the pool must have the pages that it names.
 
         Raises:
-            ValueError, TypeError: an entry is missing or has another shape, dtype or option, or the pages contradict
-                each other. The cache is left as it was.
+            ValueError, TypeError, DeviceError: an entry is missing, has another shape, dtype or option or no numbers, or
+                the pages contradict each other. The cache is left as it was.
         """
         own = self.state_dict()
         users, held = check_state(
@@ -615,7 +618,7 @@ class TreeKVCache:
             for value in values:
                 check_int(name, argument, value, -1)
             values = torch.tensor(values, dtype=torch.int32)
-        check_tensor(name, argument, values)
+        check_data(name, argument, values)
         if values.shape != (self.batch,) or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"{name}: {argument} must be {self.batch} integers, got {values.dtype} {tuple(values.shape)}"
@@ -631,10 +634,14 @@ class TreeKVCache:
                 "counts", n, lambda: torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
             )
         counts = self._integers(name, "lengths", lengths)
-        readable = counts.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and not bool(((counts >= 0) & (counts <= n)).all()):
-            raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {counts.tolist()}")
-        return counts.clamp(0, n)
+        given = read_lengths(lengths)
+        if given is not None:
+            if any(not 0 <= count <= n for count in given):
+                raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {given}")
+            return counts
+        wrong = (counts < 0) | (counts > n)
+        self._errors.bitwise_or_(wrong.int() * WRONG_LENGTH)
+        return counts.masked_fill(wrong, 0)
 
     def _check_sizes(self, name: str, **tensors: Tensor) -> None:
         heads = None if "q" in tensors else self.num_kv_heads
@@ -645,6 +652,15 @@ class TreeKVCache:
                     ShapeMismatchError,
                     f"{name}: {argument} must be [{self.batch}, n, {heads or 'H'}, {width}], got {tuple(tensor.shape)}",
                     expected=(self.batch, "n", heads or "H", width),
+                    actual=tuple(tensor.shape),
+                    tensor_name=argument,
+                )
+            if heads is None and (tensor.shape[2] == 0 or tensor.shape[2] % self.num_kv_heads != 0):
+                refuse(
+                    ShapeMismatchError,
+                    f"{name}: H of {argument} must be a positive multiple of H_kv = {self.num_kv_heads}, got "
+                    f"{tuple(tensor.shape)}",
+                    expected=f"a multiple of {self.num_kv_heads}",
                     actual=tuple(tensor.shape),
                     tensor_name=argument,
                 )

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from htree_ops.ops.tree_cache.cache import TreeKVCache
 
-__all__ = ["PROMPT_ROWS", "HostLengths", "PromptCopies", "attend_prompts", "host_counts", "is_recorded"]
+__all__ = ["PROMPT_ROWS", "HostLengths", "PromptCopies", "attend_prompts", "host_counts", "is_recorded", "read_lengths"]
 
 #: From so many rows of a sequence in a call on, they are a prompt. It depends on nothing else, so that a row has the
 #: same bits beside other sequences and in other pages.
@@ -35,15 +35,16 @@ def is_recorded(device: torch.device) -> bool:
     )
 
 
-def host_counts(lengths: Tensor | Sequence[int] | None, batch: int, n: int) -> list[int] | None:
-    """How many of the n rows of each sequence count, or None where only a device knows."""
-    if lengths is None:
-        return [n] * batch
+def read_lengths(lengths: Tensor | Sequence[int]) -> list[int] | None:
+    """The lengths, or None where only a device knows them."""
     if isinstance(lengths, Tensor):
-        if lengths.device.type != "cpu" or torch.compiler.is_compiling():
-            return None
-        lengths = lengths.tolist()
-    return [min(max(int(length), 0), n) for length in lengths]
+        return lengths.tolist() if lengths.device.type == "cpu" and not torch.compiler.is_compiling() else None
+    return list(lengths)
+
+
+def host_counts(lengths: Tensor | Sequence[int] | None, batch: int, n: int) -> list[int] | None:
+    """How many of the n rows of each sequence count, or None where only a device knows. They have been checked."""
+    return [n] * batch if lengths is None else read_lengths(lengths)
 
 
 class HostLengths:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from htree_ops.ops.arguments import check_data
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
@@ -75,6 +76,7 @@ def check_state(
             raise TypeError(
                 f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
             )
+        check_data(name, key, theirs)
         skip = int(key in PAGED)
         if theirs.dim() != mine.dim() or theirs.shape[skip:] != mine.shape[skip:]:
             raise ValueError(f"{name}: {key} must be like {tuple(mine.shape)}, got {tuple(theirs.shape)}")
