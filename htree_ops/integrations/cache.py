@@ -324,9 +324,9 @@ class TreeCache(Cache):
             docs/quality.md (g).
 
     Raises:
-        NotImplementedError: a config with other layers than those of full attention.
-        TypeError, ValueError: a size of the wrong kind or out of range. The head size and dtype of the model must suit
-            leaf_bits; the first call finds out.
+        NotImplementedError: a config with other layers than those of full attention, or with a window.
+        TypeError, ValueError: a config or a size of the wrong kind, or a size out of range. The head size and dtype of
+            the model must suit leaf_bits; the first call finds out.
     """
 
     def __init__(
@@ -339,13 +339,21 @@ class TreeCache(Cache):
         leaf_bits: int | None = None,
         prompt_bytes: int | None = None,
     ) -> None:
+        if not isinstance(config, PretrainedConfig):
+            raise TypeError(f"TreeCache: config must be a PretrainedConfig, got {type(config).__name__}")
         check_int("TreeCache", "max_cache_len", max_cache_len, 1)
         if leaf_bits is not None:
             check_bits("TreeCache", leaf_bits)
         self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes)
         text = config.get_text_config(decoder=True)
-        others = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
-        if others:
+        kinds = set(getattr(text, "layer_types", None) or ())
+        window = getattr(text, "sliding_window", None)
+        if not kinds and window is not None and getattr(text, "use_sliding_window", True):
+            raise NotImplementedError(
+                f"htree: a TreeCache holds layers of 'full_attention', this config has sliding_window = {window}: set "
+                "config.sliding_window = None"
+            )
+        if others := sorted(kinds - {"full_attention"}):
             raise NotImplementedError(
                 f"htree: a TreeCache holds layers of 'full_attention', this config has {', '.join(others)} too: use a "
                 "DynamicCache"

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from htree_ops.ops.tree_attention import tree_attention, tree_attention_varlen
 
@@ -21,7 +22,8 @@ __all__ = [
     "attend_documents",
     "attend_padded",
     "documents_of",
-    "starts_of_documents",
+    "has_restarts",
+    "restarts",
     "take_rows",
 ]
 
@@ -100,22 +102,37 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(1, rows[:, :, None, None].expand(x.shape))
 
 
-def attend_cached(query: Tensor, key: Tensor, value: Tensor, real: Tensor, options: dict[str, Any]) -> Tensor:
-    """:func:`attend_padded` for queries [B, T_q, H, K] that are the last rows of ``real`` [B, T]; reads its lengths."""
+def attend_cached(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor,
+    options: dict[str, Any],
+    positions: Tensor | None = None,
+) -> Tensor:
+    """:func:`attend_padded` for queries [B, T_q, H, K] that are the last rows of ``real`` [B, T]; reads its lengths.
+
+    With ``positions`` [B or 1, T], where T_q = T, each document of a sequence is a text of its own.
+    """
     B, T_q = query.shape[:2]
-    last = real[:, real.shape[1] - T_q :]
-    documents, rows_q, rows_k = _remembered(real, T_q, lambda real: _real_rows(real, last))
+    known = (real,) if positions is None else (real, positions)
+    documents, rows_q, rows_k = _remembered(known, T_q, lambda: _real_rows(real, T_q, positions))
     q, k, v = (x.flatten(0, 1)[rows] for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k)))
     out = attend_documents(q, k, v, documents, options)
     result = out.new_zeros(B * T_q, *out.shape[1:])
     return result.index_copy(0, rows_q, out).unflatten(0, (B, T_q))
 
 
-def _real_rows(real: Tensor, last: Tensor) -> tuple[Documents, Tensor, Tensor]:
-    """The sequences without their padding, and the rows of queries [B * T_q] and keys [B * T] that are real."""
-    documents = Documents.of(last.sum(1).tolist(), real.sum(1).tolist(), real.device)
-    rows_q, rows_k = (mask.flatten().nonzero().flatten() for mask in (last, real))
-    return documents, rows_q, rows_k
+def _real_rows(real: Tensor, T_q: int, positions: Tensor | None) -> tuple[Documents, Tensor, Tensor]:
+    """The documents without padding, and the rows of queries [B * T_q] and keys [B * T] that are real."""
+    starts = torch.zeros_like(real) if positions is None else restarts(positions, real)
+    starts[:, :1] = True
+    document, number = starts.flatten().cumsum(0).view_as(real) - 1, int(starts.sum())
+    last = slice(real.shape[1] - T_q, None)
+    counted = document[:, last][real[:, last]], document[real]
+    lengths_q, lengths_k = (torch.bincount(x, minlength=number).tolist() for x in counted)
+    rows_q, rows_k = (mask.flatten().nonzero().flatten() for mask in (real[:, last], real))
+    return Documents.of(lengths_q, lengths_k, real.device), rows_q, rows_k
 
 
 # ---- lengths, read once per tensor: every layer of a model gets the same one
@@ -123,32 +140,58 @@ def _real_rows(real: Tensor, last: Tensor) -> tuple[Documents, Tensor, Tensor]:
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _remembered(x: Tensor, what: object, read: Callable[[Tensor], T]) -> T:
-    """``read(x)``, which waits for the device, or what it gave for ``what`` before this tensor was changed."""
-    if x.is_inference():
-        return read(x)  # such a tensor does not count its changes
-    found = _known.get(x)
-    if found is None or found[0] != (what, x._version):
-        found = _known[x] = ((what, x._version), read(x))
+def _remembered(known: tuple[Tensor, ...], what: object, read: Callable[[], T]) -> T:
+    """``read()``, which waits for the device, or what it gave for ``what`` before one of these tensors was changed."""
+    if any(x.is_inference() for x in known):
+        return read()  # such a tensor does not count its changes
+    state = (what, [(WeakIdRef(x), x._version) for x in known])
+    found = _known.get(known[0])
+    if found is None or found[0] != state:
+        found = _known[known[0]] = (state, read())
     return found[1]
 
 
-def starts_of_documents(positions: Tensor) -> Tensor:
-    """Where position_ids [B, T] do not go on by one, and where a sequence begins: bool [B, T]."""
-    starts = torch.ones_like(positions, dtype=torch.bool)
-    starts[:, 1:] = positions.diff() != 1
-    return starts
+def restarts(positions: Tensor, real: Tensor | None = None, before: int = 0) -> Tensor:
+    """Where a document begins behind other tokens of its sequence: a position is 0, or less than the one before.
+
+    A position that comes twice and one that is left out, as where tokens were taken out of a text, begin nothing.
+
+    Args:
+        positions: [B or 1, n], of the last tokens.
+        real: bool [B, before + n], False at padding, whose positions mean nothing. None where all are real.
+        before: tokens that a cache holds; their positions are not known.
+
+    Returns:
+        bool [B or 1, n].
+    """
+    positions = F.pad(positions, (before, 0))
+    if real is None:
+        real = torch.ones_like(positions, dtype=torch.bool)
+    column = torch.arange(real.shape[1], device=real.device)
+    latest = torch.where(real, column, -1).cummax(1).values
+    previous = F.pad(latest, (1, 0), value=-1)[:, :-1]
+    positions = positions.expand(real.shape)
+    goes_back = (positions == 0) | (positions < positions.gather(1, previous.clamp(min=0)))
+    return (real & (previous >= 0) & goes_back)[:, before:]
+
+
+def has_restarts(positions: Tensor, real: Tensor | None, before: int = 0) -> bool:
+    """Whether there are :func:`restarts`; waits for the device."""
+    known = (positions,) if real is None else (positions, real)
+    return _remembered(known, ("restarts", before), lambda: bool(restarts(positions, real, before).any()))
 
 
 def documents_of(positions: Tensor, batch: int) -> Documents | None:
     """The documents in position_ids [B or 1, T], sequence after sequence. None where every sequence is one."""
 
-    def read(positions: Tensor) -> Documents | None:
-        first = starts_of_documents(positions).flatten().nonzero().flatten().tolist()
+    def read() -> Documents | None:
+        starts = restarts(positions)
+        starts[:, :1] = True
+        first = starts.flatten().nonzero().flatten().tolist()
         if len(first) == len(positions):
             return None
         lengths = [end - begin for begin, end in zip(first, [*first[1:], positions.numel()], strict=True)]
         lengths *= batch // len(positions)
         return Documents.of(lengths, lengths, positions.device)
 
-    return _remembered(positions, ("documents", batch), read)
+    return _remembered((positions,), ("documents", batch), read)

@@ -25,8 +25,10 @@ from htree_ops.integrations.transformers import (
     refuse_without_interface,
     register,
 )
+from htree_ops.ops.arguments import check_kind
 from htree_ops.ops.fp8 import FP8Linear, quantize_model_
 from htree_ops.ops.gated_mlp import gated_mlp
+from htree_ops.ops.gated_mlp.function import Activation, Side
 from htree_ops.ops.gated_mlp.module import formula_of
 from htree_ops.ops.rmsnorm_rope import head_rmsnorm_rope
 from htree_ops.ops.tree_attention import rope
@@ -79,18 +81,25 @@ class _Norm(nn.Module):
 
 
 class _MLP(nn.Module):
-    """The gated MLP with its two first products and the activation in one op, while these are plain layers."""
+    """The gated MLP with its two first products and the activation in one op, while these are as they were.
+
+    Attributes:
+        htree_formula: (the module of the activation that was there, activation, side).
+    """
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
-    htree_formula: Any
+    act_fn: nn.Module
+    htree_formula: tuple[nn.Module, Activation, Side]
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj, self.up_proj
-        if not (_is_just(gate, nn.Linear) and _is_just(up, nn.Linear)):
+        act_fn, activation, side = self.htree_formula
+        layers_are_plain = all(_is_just(layer, nn.Linear) and layer.bias is None for layer in (gate, up))
+        if not (layers_are_plain and self.act_fn is act_fn and _is_just(act_fn, type(act_fn))):
             return super().forward(x)  # of the model
-        return self.down_proj(gated_mlp(x, gate.weight, up.weight, *self.htree_formula))
+        return self.down_proj(gated_mlp(x, gate.weight, up.weight, activation, side))
 
 
 class FusedLlamaRMSNorm(_Norm, LlamaRMSNorm):
@@ -276,8 +285,8 @@ def patch_model_(
 
     Modules change their class and nothing else, so that parameters, the state dict, hooks and optimisers stay as they
     are. Results differ by rounding: the fused ops round once where the model rounds after every step. What has no fused
-    form, such as an MLP with a bias, stays. Where a part is wrapped or gets hooks later, as by an adapter, the model's
-    own computation comes back.
+    form, such as an MLP with a bias, stays. Where a layer, its bias or an activation changes later, as by an adapter or
+    hooks, the model's own computation comes back.
 
     Args:
         model: of transformers, or a part of such a model that holds the parts to be swapped.
@@ -285,7 +294,8 @@ def patch_model_(
         norms: RMSNorm in one kernel; for Qwen3 also the norms of the heads together with the rotary positions.
         mlp: :func:`htree_ops.gated_mlp`, with the activation on the side where the outputs are those of the model.
         fp8: :func:`htree_ops.quantize_model_` for the linear layers but the output embedding, and but the first two
-            of an MLP that is fused, which the op reads by itself. For inference; it cannot be undone.
+            of an MLP that is fused, which the op reads by itself, or was fused in the model that a checkpoint was
+            saved from. For inference; it cannot be undone.
         rotary: the rotary positions of queries and keys in one kernel each, by the model's own cos and sin.
 
     Returns:
@@ -293,12 +303,14 @@ def patch_model_(
         whose norms rotate as well is under both.
 
     Raises:
-        TypeError: model is no ``PreTrainedModel``.
+        TypeError: model is no ``PreTrainedModel``, or another argument no bool.
         ValueError: nothing in it can be swapped.
         NotImplementedError: attention of a model that does not use the attention interface of transformers.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"patch_model_: model must be a PreTrainedModel, got {type(model).__name__}")
+    _check_model("patch_model_", model)
+    flags = {"attention": attention, "norms": norms, "mlp": mlp, "fp8": fp8, "rotary": rotary}
+    for name, flag in flags.items():
+        check_kind("patch_model_", name, flag, "bool")
     changed: dict[str, list[str]] = {"attention": [], "norms": [], "rotary": [], "mlp": [], "fp8": []}
     if attention:
         refuse_without_interface(type(model))
@@ -317,9 +329,9 @@ def patch_model_(
             part.__class__ = {**NORMS, **HEADS}[kind]
             changed["norms"].append(name)
         if mlp and kind in MLPS and (formula := _formula(part)) is not None:
-            part.__class__, part.htree_formula = MLPS[kind], formula
+            part.__class__, part.htree_formula = MLPS[kind], (part.act_fn, *formula)
             changed["mlp"].append(name)
-        if isinstance(part, _MLP):
+        if isinstance(part, _MLP) or (mlp and kind in MLPS and type(part.down_proj) is FP8Linear):
             fused_weights |= {f"{name}.gate_proj", f"{name}.up_proj"}
     if fp8:
         output, before = model.get_output_embeddings(), _quantised(model)
@@ -334,6 +346,11 @@ def patch_model_(
         known = ", ".join(kind.__name__ for kind in (*NORMS, *ROTATIONS, *MLPS))
         raise ValueError(f"patch_model_: model must hold modules among {known}, got {type(model).__name__}")
     return changed
+
+
+def _check_model(function: str, model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{function}: model must be a PreTrainedModel, got {type(model).__name__}")
 
 
 def _quantised(model: nn.Module) -> set[str]:
@@ -361,8 +378,10 @@ def unpatch_model_(model: PreTrainedModel) -> PreTrainedModel:
     """Takes back what :func:`patch_model_` has done to ``model``, and returns it.
 
     Raises:
+        TypeError: model is no ``PreTrainedModel``.
         ValueError: its layers are quantised, and their weights are rounded for good: load the checkpoint again.
     """
+    _check_model("unpatch_model_", model)
     if getattr(model, QUANTISED, False):
         raise ValueError("unpatch_model_: model must not be quantised (fp8=True): load its checkpoint again")
     if hasattr(model, ATTENTION_BEFORE):

@@ -39,8 +39,10 @@ from htree_ops.integrations.documents import (
     attend_documents,
     attend_padded,
     documents_of,
-    starts_of_documents,
+    has_restarts,
+    restarts,
 )
+from htree_ops.ops.arguments import check_dtype, check_tensors, named_as, options_of
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 
 __all__ = ["NAME", "TreeCache", "options_of_config", "refuse_without_interface", "register"]
@@ -83,7 +85,7 @@ REFUSED = {
 PACKED_AND_COMPILED = (
     "a compiled model cannot see where position_ids start again: give cu_seq_lens_q, or do not compile"
 )
-PACKED_AND_CACHED = "a TreeCache holds one text per sequence: give packed documents to a call without a cache"
+PACKED_AND_CACHED = "a cache holds one text per sequence: give packed documents to a call without a cache"
 
 _default_positions: Positions = "own"
 
@@ -168,7 +170,7 @@ def options_of_config(config: PretrainedConfig) -> tuple[dict[str, Any], bool]:
         )
     for name in options:
         if name in OF_THE_MODEL or name not in TreeOptions.__dataclass_fields__:
-            known = [x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL]
+            known = ["positions", *(x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL)]
             raise ValueError(f"htree: config.htree must have keys among {', '.join(known)}, got {name!r}")
     return options, positions == "compact"
 
@@ -270,12 +272,12 @@ def mask(
 
     Returns:
         None for causal attention over whole sequences; bool [B, T], False at padding; or int64 [B, T] for packed
-        documents, which goes up by one from each token to the next of its document, and otherwise does not. An empty
-        tensor, which :func:`attention` refuses, for a window that no layer of the config has: some models make the
-        masks of all kinds of layers.
+        documents, each token's position in its document. An empty tensor, which :func:`attention` refuses, for a window
+        that no layer of the config has: some models make the masks of all kinds of layers.
 
     Raises:
         NotImplementedError: a mask that is neither causal nor padding, or a cache that does not hold exactly the keys.
+        ValueError: attention_mask of another shape.
     """
     if local_size is not None:
         kinds = getattr(config, "layer_types", None)
@@ -291,9 +293,10 @@ def mask(
             "generate() takes by default (cache_implementation=None), and an attention_mask of the keys' length"
         )
     if attention_mask is not None:
-        if attention_mask.shape[-1] != kv_length:
-            _refuse(
-                f"attention_mask must have {kv_length} columns, one per key, got {attention_mask.shape[-1]}"
+        if attention_mask.shape != (batch_size, kv_length):
+            raise ValueError(
+                f"htree: attention_mask must have shape [{batch_size}, {kv_length}], a row per sequence and a column "
+                f"per key, got {list(attention_mask.shape)}"
             )
         return None if not is_tracing(attention_mask) and bool(attention_mask.all()) else attention_mask
     if name == "causal_mask_function":
@@ -308,7 +311,9 @@ def mask(
         _refuse(
             f"only causal attention is supported, this model shows later tokens to earlier ones: {ELSEWHERE}"
         )
-    return nn.functional.pad((1 + 2 * (sees_later | ~goes_on).long()).cumsum(1), (1, 0))
+    starts = nn.functional.pad(sees_later | ~goes_on, (1, 0), value=True)
+    token = torch.arange(q_length, device=device)
+    return token - torch.where(starts, token, 0).cummax(1).values
 
 
 # ---- attention
@@ -337,7 +342,7 @@ def attention(
         query: [B, H, T_q, K]; key: [B, H_kv, T, K]; value: [B, H_kv, T, V]; rotated, but for compact positions. What a
             :class:`TreeCache` hands over in their place holds the T_q new tokens.
         attention_mask: of :func:`mask`.
-        position_ids: [B or 1, T_q]; where they start again without a mask, documents are packed.
+        position_ids: [B or 1, T_q]; where they start again among real tokens, documents are packed.
         cu_seq_lens_q, cu_seq_lens_k: boundaries of packed documents, [number + 1]; B = 1.
         max_length_q, max_length_k: no document is longer; None is the length of the row.
 
@@ -350,28 +355,23 @@ def attention(
     """
     options, compact = options_of_config(module.config)  # type: ignore[arg-type]
     _check_call(module, dropout, is_causal, rest)
-    options |= _compact_options(module, scaling) if compact else {"scale": scaling, "rope_base": None}
-    if isinstance(key, HandedOver):
-        return _attend_from_a_tree_cache(
-            query, key, attention_mask, position_ids, cu_seq_lens_q, options
-        ), None
-    assert isinstance(value, Tensor)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        longest = (max_length_q or q.shape[1], max_length_k or k.shape[1])
-        return _attend_bounded(
-            q, k, v, attention_mask, (cu_seq_lens_q, cu_seq_lens_k), longest, options
-        ), None
-    if q.shape[1] != k.shape[1]:
-        return _attend_behind_a_cache(q, k, v, attention_mask, options), None
-    if attention_mask is None and position_ids is not None and position_ids.shape[-1] == q.shape[1]:
-        attention_mask = position_ids
-    if attention_mask is None:
-        return tree_attention(q, k, v, **options), None
-    _check_mask(attention_mask)
-    if attention_mask.dtype == torch.bool:
-        return _attend_real(q, k, v, attention_mask, options), None
-    return _attend_positions(q, k, v, attention_mask, options), None
+    of_model = _compact_options(module, scaling) if compact else {"scale": scaling, "rope_base": None}
+    q, mask, positions = query.transpose(1, 2), attention_mask, position_ids
+    if positions is not None and (positions.dim() != 2 or positions.shape[1] != q.shape[1]):
+        positions = None
+    try:
+        if isinstance(key, HandedOver):
+            return _attend_from_a_tree_cache(q, key, mask, positions, cu_seq_lens_q, options | of_model), None
+        assert isinstance(value, Tensor)
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+            return _attend_bounded(q, k, v, mask, *bounds, options | of_model), None
+        return _attend(q, k, v, mask, positions, options | of_model), None
+    except (TypeError, ValueError):
+        with options_of("config.htree"):  # it may be an option that the op has refused
+            TreeOptions(**options)
+        raise
 
 
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest: Mapping[str, Any]) -> None:
@@ -408,8 +408,24 @@ def _check_mask(attention_mask: Tensor) -> None:
         )
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Whole sequences, padded ones and documents that positions show."""
+    if q.shape[1] != k.shape[1]:
+        return _attend_behind_a_cache(q, k, v, mask, positions, options)
+    if mask is None:
+        mask = positions
+    if mask is None:
+        return tree_attention(q, k, v, **options)
+    _check_mask(mask)
+    if mask.dtype == torch.bool:
+        return _attend_real(q, k, v, mask, positions, options)
+    return _attend_positions(q, k, v, mask, options)
+
+
 def _attend_from_a_tree_cache(
-    query: Tensor,
+    q: Tensor,
     new: HandedOver,
     mask: Tensor | None,
     positions: Tensor | None,
@@ -417,32 +433,41 @@ def _attend_from_a_tree_cache(
     options: dict[str, Any],
 ) -> Tensor:
     """The new tokens go into the cache, and their rows come from it."""
-    q, k, v = (x.transpose(1, 2) for x in (query, new.key, new.value))
+    k, v = new.key.transpose(1, 2), new.value.transpose(1, 2)
     if bounds is not None:
         _refuse(PACKED_AND_CACHED)
     if mask is not None:
         _check_mask(mask)
         mask = mask.bool()
-    elif positions is not None and 1 < q.shape[1] == positions.shape[-1]:
-        if torch.compiler.is_compiling():
-            q = _nan_where_packed(q, positions)
-        elif documents_of(positions, len(q)) is not None:
-            _refuse(PACKED_AND_CACHED)
+    q = _without_documents(q, positions, mask, new.layer.columns)
     return new.layer.attend(q, k, v, mask, options)
 
 
-def _attend_real(q: Tensor, k: Tensor, v: Tensor, real: Tensor, options: dict[str, Any]) -> Tensor:
-    """The rows that are no padding."""
-    if options.get("importance") != "lse":
-        return attend_padded(q, k, v, real, options)
+def _attend_real(
+    q: Tensor, k: Tensor, v: Tensor, real: Tensor, positions: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """The rows that are no padding, of whole sequences or of documents."""
     # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
+    looks_ahead = options.get("importance") == "lse"
     if torch.compiler.is_compiling():
-        _refuse("padding with importance='lse' cannot be compiled: call the model uncompiled, or pad nothing")
-    return attend_cached(q, k, v, real, options)
+        if looks_ahead:
+            _refuse(
+                "padding with importance='lse' cannot be compiled: call the model uncompiled, or pad nothing"
+            )
+        if positions is not None:
+            q = _nan_where_packed(q, positions, real)
+    elif looks_ahead or (positions is not None and has_restarts(positions, real)):
+        return attend_cached(q, k, v, real, options, positions)
+    return attend_padded(q, k, v, real, options)
 
 
 def _attend_behind_a_cache(
-    q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor | None,
+    positions: Tensor | None,
+    options: dict[str, Any],
 ) -> Tensor:
     """Queries that are the last rows: the tree of all keys is built again."""
     if options.get("selection_stride", 1) != 1:
@@ -450,40 +475,54 @@ def _attend_behind_a_cache(
             f"queries behind a DynamicCache need selection_stride = 1, got {options['selection_stride']}: "
             "generate with past_key_values=TreeCache(model.config, max_cache_len=...), or use_cache=False"
         )
-    if real is None:
-        return tree_attention(q, k, v, **options)
-    if real.dtype != torch.bool or real.dim() != 2:
+    if real is not None and (real.dtype != torch.bool or real.dim() != 2):
         _refuse("behind a cache only padding may be masked: other masks need attn_implementation='sdpa'")
-    if torch.compiler.is_compiling():
+    if real is not None and torch.compiler.is_compiling():
         _refuse("a padded batch behind a cache cannot be compiled: call the model uncompiled, or pad nothing")
-    return attend_cached(q, k, v, real, options)
+    q = _without_documents(q, positions, real, k.shape[1] - q.shape[1])
+    return tree_attention(q, k, v, **options) if real is None else attend_cached(q, k, v, real, options)
 
 
+@named_as(
+    "htree",
+    cu_seq_q="cu_seq_lens_q",
+    cu_seq_k="cu_seq_lens_k",
+    max_q="max_length_q",
+    max_k="max_length_k",
+)
 def _attend_bounded(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    bounds: tuple[Tensor | None, Tensor | None],
-    longest: tuple[int, int],
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    max_length_q: int | None,
+    max_length_k: int | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Documents between boundaries of queries and of keys, in one row."""
-    bounds_q, bounds_k = bounds
     if q.shape[0] != 1:
         _refuse(f"packed documents (cu_seq_lens_q) need a batch of 1, got {q.shape[0]}")
-    if bounds_q is None:
+    if cu_seq_lens_q is None:
         _refuse("packed documents need cu_seq_lens_q beside cu_seq_lens_k")
-    if bounds_k is None and q.shape[1] != k.shape[1]:
-        _refuse("packed documents behind a cache need cu_seq_lens_k beside cu_seq_lens_q")
+    if cu_seq_lens_k is None:
+        if q.shape[1] != k.shape[1]:
+            _refuse("packed documents behind a cache need cu_seq_lens_k beside cu_seq_lens_q")
+        cu_seq_lens_k = cu_seq_lens_q
     if mask is not None and mask.dtype != torch.int64:  # not one that restarting positions have made
         _refuse("packed documents (cu_seq_lens_q) must have no attention_mask: leave padding out of them")
-    documents = Documents(bounds_q, bounds_q if bounds_k is None else bounds_k, *longest)
+    # tree_attention_varlen checks the same, in words that named_as leaves as they are.
+    bounds = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    check_tensors("htree", query=(q, "B T H K"), **{name: (x, "documents+1") for name, x in bounds.items()})
+    check_dtype("htree", (torch.int32,), **bounds)
+    longest = (max_length_q or q.shape[1], max_length_k or k.shape[1])
+    documents = Documents(cu_seq_lens_q, cu_seq_lens_k, *longest)
     return attend_documents(q[0], k[0], v[0], documents, options)[None]
 
 
 def _attend_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any]) -> Tensor:
-    """Whole sequences, or documents where positions do not go on by one."""
+    """Whole sequences, or documents where positions start again."""
     if torch.compiler.is_compiling():
         return tree_attention(_nan_where_packed(q, positions), k, v, **options)
     documents = documents_of(positions, len(q))
@@ -493,9 +532,20 @@ def _attend_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, option
     return out.unflatten(0, q.shape[:2])
 
 
-def _nan_where_packed(q: Tensor, positions: Tensor) -> Tensor:
+def _without_documents(q: Tensor, positions: Tensor | None, real: Tensor | None, before: int) -> Tensor:
+    """The queries of a call with ``before`` tokens in a cache, which cannot tell documents apart later."""
+    if positions is None or q.shape[1] == 1:  # a step never waits for the device
+        return q
+    if torch.compiler.is_compiling():
+        return _nan_where_packed(q, positions, real, before)
+    if has_restarts(positions, real, before):
+        _refuse(PACKED_AND_CACHED)
+    return q
+
+
+def _nan_where_packed(q: Tensor, positions: Tensor, real: Tensor | None = None, before: int = 0) -> Tensor:
     """While torch compiles, what positions hold is not known. Documents must not attend to each other in silence."""
-    several = starts_of_documents(positions)[:, 1:].any()
+    several = restarts(positions, real, before).any(1)
     if not q.is_cuda:
-        torch._assert_async(~several, f"htree: {PACKED_AND_COMPILED}")
-    return q.masked_fill(several, torch.nan)
+        torch._assert_async(~several.any(), f"htree: {PACKED_AND_COMPILED}")
+    return q.masked_fill(several[:, None, None, None], torch.nan)

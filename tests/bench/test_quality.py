@@ -635,8 +635,12 @@ def test_the_recommended_settings_are_those_of_the_rows(study):
     assert f"{100 * trained.copies_found:.0f} % of the copies" in readme
     assert f"{100 * trained.copies_found:.1f} % of the copies" in docstring
     with (ROOT / "benchmarks" / "results" / "quality" / "conversion_again.csv").open() as file:
-        again = [row for row in csv.DictReader(file) if row["run"] == dense.run and row["step"] == row["steps"]]
+        again = [
+            row for row in csv.DictReader(file) if row["run"] == dense.run and row["step"] == row["steps"]
+        ]
     assert {int(row["seen"]) for row in again} == {dense.seen}
     copies = [100 * dense.copies_found, *(100 * float(row["copies_found"]) for row in again)]
-    assert f"dense attention finds {min(copies):.0f} to {max(copies):.0f} %, at the same bits per byte" in readme
+    assert (
+        f"dense attention finds {min(copies):.0f} to {max(copies):.0f} %, at the same bits per byte" in readme
+    )
     assert f"dense attention {min(copies):.0f} to {max(copies):.0f} %" in docstring

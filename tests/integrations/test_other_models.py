@@ -114,6 +114,39 @@ def test_documents_are_kept_apart_where_the_models_own_mask_does_not_do_it() -> 
         torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("importance", ["lse_causal", "lse"])
+def test_documents_in_a_padded_batch(importance: str, device: str) -> None:
+    """Real tokens that start again are a document; positions of padding, 1 in generate(), say nothing."""
+    model, ids = (
+        make_model(options=SPARSE | {"importance": importance}, device=device),
+        make_text(device=device),
+    )
+    column = torch.arange(40, device=device)
+    positions = torch.stack((column % 17, (column - 9).clamp(min=0) % 17))
+    mask = torch.ones_like(ids)
+    mask[1, :9], positions[1, :9] = 0, 1
+    mask[1, 26:28], positions[1, 28:] = 0, column[:12]
+    packed = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    for row, lengths in enumerate(((17, 17, 6), (17, 12))):
+        real = mask[row].bool()
+        alone = [model(part[None], use_cache=False).logits[0] for part in ids[row][real].split(lengths)]
+        torch.testing.assert_close(packed[row][real], torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+JUMPS = {"gap": [*range(20), *range(25, 45)], "twice": [*range(20), *range(19, 39)]}
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize("call", ["cache", "no cache", "ones", "padding"])
+def test_positions_that_jump_count_as_in_the_models_own_attention(jump: str, call: str) -> None:
+    ids, keywords = make_text(), {"position_ids": torch.tensor([JUMPS[jump]]), "use_cache": call == "cache"}
+    if call in ("ones", "padding"):
+        keywords["attention_mask"] = torch.ones_like(ids)
+        keywords["attention_mask"][0, : 3 * (call == "padding")] = 0
+    ours, theirs = (make_model(attention=name)(ids, **keywords).logits for name in ("htree", "eager"))
+    torch.testing.assert_close(ours[:, 3:], theirs[:, 3:], rtol=1e-4, atol=1e-4)
+
+
 # ---- refusals
 
 WINDOW = "a window of attention.*make each of config.layer_types 'full_attention'"

@@ -249,11 +249,43 @@ def replace_forwards(model: nn.Module) -> None:
             part.forward = lambda x, forward=part.forward: 2 * forward(x)
 
 
+def replace_activations(model: nn.Module) -> None:
+    for part in model.model.layers:
+        part.mlp.act_fn = nn.ReLU()
+
+
+def hook_activations(model: nn.Module) -> None:
+    for part in model.model.layers:
+        part.mlp.act_fn.register_forward_hook(lambda part, args, out: 2 * out)
+
+
+def replace_forwards_of_activations(model: nn.Module) -> None:
+    for part in model.model.layers:
+        part.mlp.act_fn.forward = torch.relu
+
+
+def add_biases(model: nn.Module) -> None:
+    for part in model.model.layers:
+        part.mlp.up_proj.bias = nn.Parameter(torch.ones(48))
+
+
 def quantise(model: nn.Module) -> None:
     quantize_model_(model, lambda name, _: name.endswith("gate_proj"))
 
 
-@pytest.mark.parametrize("change", [add_adapters, add_hooks, replace_forwards, quantise])
+CHANGES = [
+    add_adapters,
+    add_hooks,
+    replace_forwards,
+    quantise,
+    replace_activations,
+    hook_activations,
+    replace_forwards_of_activations,
+    add_biases,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_what_changes_after_the_patch_counts(kind: str, change: Any, device: str) -> None:
     model, patched = (make_model(kind, attention="eager", device=device) for _ in range(2))
@@ -268,6 +300,28 @@ def test_what_changes_after_the_patch_counts(kind: str, change: Any, device: str
     effect = (wanted - before).norm() / before.norm()
     assert effect > 1e-3
     assert bool((found - wanted).norm() <= 0.2 * effect * wanted.norm())
+
+
+@pytest.mark.parametrize("change", [replace_activations, add_biases])
+def test_what_changes_after_a_compiled_call_counts(change: Any) -> None:
+    torch._dynamo.reset()
+    model, patched = (make_model(attention="eager", num_hidden_layers=1) for _ in range(2))
+    patch_model_(patched, attention=False)
+    compiled, ids = torch.compile(patched, fullgraph=True, backend="eager"), make_text()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+        change(model)
+        change(patched)
+        torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    model = make_model(attention="eager")
+    for name in ("attention", "norms", "mlp", "fp8", "rotary"):
+        with pytest.raises(TypeError, match=f"patch_model_: {name} must be a bool, got str"):
+            patch_model_(model, **{name: "no"})
+    with pytest.raises(TypeError, match="unpatch_model_: model must be a PreTrainedModel, got NoneType"):
+        unpatch_model_(None)  # type: ignore[arg-type]
 
 
 def test_patching_again_changes_nothing() -> None:
@@ -330,6 +384,17 @@ def test_a_quantised_model_is_loaded_with_its_scales(
     with torch.no_grad():
         wanted = model.model(ids).last_hidden_state
         assert torch.equal(part(ids).last_hidden_state, wanted)
+
+
+def test_a_loaded_model_keeps_the_layers_that_were_left(tmp_path: Path) -> None:
+    """Those of an MLP that was fused; loaded with FP8 layers it has no fused form."""
+    patch_model_(model := make_model(), fp8=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="htree")
+    kinds = [type(part.mlp.gate_proj) for part in again.model.layers]
+    changed = patch_model_(again, fp8=True)
+    assert (changed["mlp"], changed["fp8"]) == ([], [])
+    assert [type(part.mlp.gate_proj) for part in again.model.layers] == kinds == [nn.Linear] * 2
 
 
 def test_a_model_without_the_quantised_layers_is_refused(tmp_path: Any) -> None:

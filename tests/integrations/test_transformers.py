@@ -23,7 +23,13 @@ from transformers import (
 
 import htree_ops
 from htree_ops.integrations.cache import TreeCache
-from htree_ops.integrations.transformers import _compact_options, _computed_rotation, attention, register
+from htree_ops.integrations.transformers import (
+    _compact_options,
+    _computed_rotation,
+    _nan_where_packed,
+    attention,
+    register,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,6 +259,17 @@ def test_a_cache_gives_what_the_whole_text_gives(device: str) -> None:
     )
 
 
+def test_a_padded_prompt_in_chunks_through_the_default_cache(device: str) -> None:
+    """The first chunk of a sequence may be padding alone; its positions start in a later one."""
+    model, ids = make_model(options=SPARSE, device=device), make_text(device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    call = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(
+        model.generate(ids, prefill_chunk_size=7, **call), model.generate(ids, use_cache=False, **call)
+    )
+
+
 def test_a_stride_needs_no_cache(device: str) -> None:
     model, ids = make_model(options=SPARSE | {"selection_stride": 4}, device=device), make_text(device=device)
     model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=False)
@@ -401,6 +418,29 @@ def test_compiled_models_give_what_uncompiled_ones_give(
             torch.testing.assert_close(ours, theirs)
 
 
+def test_a_compiled_model_tells_padding_from_documents() -> None:
+    torch._dynamo.reset()
+    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    for padding in (mask, torch.ones_like(ids)):
+        positions = (padding.cumsum(1) - 1).masked_fill(padding == 0, 1)
+        call = {"attention_mask": padding, "position_ids": positions, "use_cache": False}
+        torch.testing.assert_close(compiled(ids, **call).logits, model(ids, **call).logits)
+        with pytest.raises(RuntimeError, match="htree: a compiled model cannot see where position_ids start"):
+            compiled(ids, **call | {"position_ids": positions % 17})
+
+
+def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
+    """On a GPU, which asserts nothing."""
+    monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
+    positions = torch.stack((torch.arange(40), torch.arange(40) % 17))
+    for real in (None, torch.ones(2, 40, dtype=torch.bool)):
+        found = _nan_where_packed(torch.zeros(2, 40, 4, 8), positions, real).isnan().flatten(1)
+        assert (found.any(1).tolist(), found.all(1).tolist()) == ([False, True], [False, True])
+
+
 def test_a_compiled_model_takes_packed_documents_between_boundaries() -> None:
     torch._dynamo.reset()
     model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
@@ -441,10 +481,14 @@ def no_dict() -> Any:
     return layer
 
 
-def short_mask() -> None:
+def behind_a_cache(**call: Any) -> None:
     model = make_model()
-    past = model(make_text()).past_key_values
-    model(make_text(), past_key_values=past, attention_mask=torch.ones(2, 40, dtype=torch.long))
+    model(make_text(), past_key_values=model(make_text()).past_key_values, **call)
+
+
+def packed_with(**call: Any) -> None:
+    bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
+    make_model()(make_text(1), use_cache=False, **{"cu_seq_lens_q": bounds} | call)
 
 
 COMPACT = EXACT | {"positions": "compact"}
@@ -490,20 +534,71 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         NotImplementedError,
         "static cache",
     ),
-    "short mask": (short_mask, NotImplementedError, "must have 80 columns, one per key, got 40"),
+    "short mask": (
+        lambda: behind_a_cache(attention_mask=torch.ones(2, 40, dtype=torch.long)),
+        ValueError,
+        r"attention_mask must have shape \[2, 80\], .* a column per key, got \[2, 40\]",
+    ),
+    "mask of another batch": (
+        lambda: call_with({}, attention_mask=torch.ones(3, 40, dtype=torch.long)),
+        ValueError,
+        r"attention_mask must have shape \[2, 40\], a row per sequence .*, got \[3, 40\]",
+    ),
+    "mask of 1 dim": (
+        lambda: call_with({}, attention_mask=torch.ones(40, dtype=torch.long)),
+        ValueError,
+        r"attention_mask must have shape \[2, 40\], .*, got \[40\]",
+    ),
+    "mask of 3 dims": (
+        lambda: call_with({}, attention_mask=torch.ones(2, 40, 40, dtype=torch.bool)),
+        ValueError,
+        r"attention_mask must have shape \[2, 40\], .*, got \[2, 40, 40\]",
+    ),
+    "documents behind a cache": (
+        lambda: behind_a_cache(position_ids=(40 + torch.arange(40) % 17)[None]),
+        NotImplementedError,
+        "one text per sequence: give packed documents to a call without a cache",
+    ),
+    "a document behind a cache, in a padded batch": (
+        lambda: behind_a_cache(
+            position_ids=torch.arange(40)[None],
+            attention_mask=torch.cat([torch.zeros(2, 9), torch.ones(2, 71)], 1),
+        ),
+        NotImplementedError,
+        "one text per sequence",
+    ),
+    "wide boundaries": (
+        lambda: packed_with(cu_seq_lens_q=torch.tensor([0, 17, 40])),
+        TypeError,
+        r"^htree: cu_seq_lens_q must have dtype torch.int32, got torch.int64",
+    ),
+    "boundaries in a list": (
+        lambda: packed_with(cu_seq_lens_q=[0, 17, 40]),
+        TypeError,
+        "^htree: cu_seq_lens_q must be a Tensor, got list",
+    ),
+    "long documents": (
+        lambda: packed_with(max_length_q=20),
+        ValueError,
+        "^htree: max_length_q must be at least the length of every document, got 20 and 23 rows",
+    ),
     "encoder": (encoder, NotImplementedError, "only causal attention|not causal"),
     "weights": (lambda: call_with({}, output_attentions=True), NotImplementedError, "no weights to return"),
     "unknown option": (
         lambda: call_with({"options": {"topk": 4}}),
         ValueError,
-        r"config\.htree must have keys among compression_rate.*'topk'",
+        r"config\.htree must have keys among positions, compression_rate.*'topk'",
     ),
     "option of the model": (
         lambda: call_with({"options": {"rope_base": 1e6}}),
         ValueError,
         "got 'rope_base'",
     ),
-    "value of an option": (lambda: call_with({"options": {"top_k": 0}}), ValueError, "top_k"),
+    "value of an option": (
+        lambda: call_with({"options": {"top_k": 0}}),
+        ValueError,
+        "^config.htree: top_k must be between 1 and .*, got 0",
+    ),
     "positions": (
         lambda: call_with({"options": {"positions": "long"}}),
         ValueError,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import EXACT, SPARSE, make_model, make_text
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel
 
 import htree_ops
 from htree_ops.integrations.documents import attend_padded
@@ -300,6 +300,16 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "capacity of a prompt": (lambda: filled(size=29), ValueError, "max_cache_len must be at least 30"),
     "size": (lambda: TreeCache(make_model().config, 0), ValueError, "max_cache_len must be .*1.*got 0"),
+    "no config": (
+        lambda: TreeCache(make_model(), 8),
+        TypeError,
+        "config must be a PretrainedConfig, got LlamaForCausalLM",
+    ),
+    "window": (
+        lambda: TreeCache(MistralConfig(sliding_window=16), 8),
+        NotImplementedError,
+        "has sliding_window = 16: set config.sliding_window = None",
+    ),
     "batch": (lambda: go_on(*filled(), batch=3), ValueError, "the batch must stay 2, got 3"),
     "options": (with_other_options, ValueError, "options must stay those of the first call"),
     "mask that is forgotten": (
@@ -314,13 +324,28 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "mask that is too short": (
         lambda: go_on(*filled(), attention_mask=PADDING),
-        NotImplementedError,
-        "must have 31 columns, one per key, got 30",
+        ValueError,
+        r"attention_mask must have shape \[2, 31\], .* a column per key, got \[2, 30\]",
     ),
     "documents": (
         lambda: make_model()(
             make_text(length=30), position_ids=DOCUMENTS, past_key_values=TreeCache(make_model().config, 64)
         ),
+        NotImplementedError,
+        "one text per sequence",
+    ),
+    "documents in a padded batch": (
+        lambda: make_model()(
+            make_text(length=30),
+            position_ids=DOCUMENTS,
+            attention_mask=PADDING,
+            past_key_values=TreeCache(make_model().config, 64),
+        ),
+        NotImplementedError,
+        "one text per sequence",
+    ),
+    "a document behind the tokens": (
+        lambda: go_on(*filled(), 5, position_ids=torch.arange(5)[None]),
         NotImplementedError,
         "one text per sequence",
     ),
@@ -387,6 +412,11 @@ def test_what_a_tree_cache_cannot_do_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_window_that_is_not_used_is_no_window() -> None:
+    assert TreeCache(LlamaConfig(sliding_window=16, use_sliding_window=False, num_hidden_layers=3), 8).layers
+    assert TreeCache(MistralConfig(sliding_window=None), 8).layers
 
 
 def test_a_crop_of_whole_strides_needs_no_lists() -> None:

@@ -407,7 +407,9 @@ def test_heads_are_checked_before_the_lists(device: str) -> None:
     """A call that is refused reports no missing leader."""
     cache = make(device, selection_stride=4)
     cache.append(rows(2, 6, 2, 0, device), rows(2, 6, 2, 1, device))
-    with pytest.raises(ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \(2, 1, 3"):
+    with pytest.raises(
+        ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \(2, 1, 3"
+    ):
         cache.attend(rows(2, 1, 3, 2, device))
     cache.check()
 

@@ -22,6 +22,7 @@ from htree_ops.ops.arguments import (
 from htree_ops.ops.tree_attention.attention import Frequencies, Importance, top_nodes
 from htree_ops.ops.tree_attention.options import TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
+from htree_ops.ops.tree_cache.errors import TAIL_LOST, WRONG_LENGTH, in_words
 from htree_ops.ops.tree_cache.functions import (
     cache_layers,
     page_rows,
@@ -29,7 +30,7 @@ from htree_ops.ops.tree_cache.functions import (
     tree_cache_append_packed_,
     tree_cache_attention,
 )
-from htree_ops.ops.tree_cache.leaves import TAIL_LOST, PackedLeaves, check_leaf_bits
+from htree_ops.ops.tree_cache.leaves import PackedLeaves, check_leaf_bits
 from htree_ops.ops.tree_cache.prompts import (
     PROMPT_ROWS,
     HostLengths,
@@ -48,23 +49,6 @@ OP = "TreeKVCache"
 RING = 4
 #: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
-
-WRONG_LENGTH = 4
-
-#: The bits of the errors that the device records (csrc/ops/tree_cache/page_layout.h).
-ERRORS = {
-    1: "was given tokens beyond the capacity",
-    2: "found no free page",
-    WRONG_LENGTH: "was given a negative length or one beyond the tokens of the call, or truncated to more than it holds",
-    8: "was truncated inside a stride whose leader's lists are gone",
-    16: "has a query whose leader is neither in the call nor in the ring of lists",
-    32: "was given a beam that is none",
-    64: "has a page in its table that is none of the pool",
-    TAIL_LOST: "was truncated inside a node whose tokens are left in fewer bits only",
-    256: "has a length that its pages do not hold, or more pages than its row of the table",
-    512: "has a page whose users are not those of the table: none, or others where it gets tokens",
-    1024: "found a contradiction in the free pages: their number, or one that has users or is none of the pool",
-}
 
 
 class TreeCacheBytes(NamedTuple):
@@ -475,13 +459,7 @@ class TreeKVCache:
         if not any(found):
             return
         self._errors.zero_()
-        lines = [
-            f"sequence {b} {words}"
-            for b, bits in enumerate(found)
-            for bit, words in ERRORS.items()
-            if bits & bit
-        ]
-        raise ValueError(f"{OP}.check: {'; '.join(lines)}")
+        raise ValueError(f"{OP}.check: {in_words(found)}")
 
     # ---- what it holds
 
@@ -543,8 +521,8 @@ class TreeKVCache:
         """Takes the state of a cache of the same sizes and options; the pool must have the pages that it names.
 
         Raises:
-            ValueError, TypeError, DeviceError: an entry is missing, has another shape, dtype or option or no numbers, or
-                the pages contradict each other. The cache is left as it was.
+            ValueError, TypeError, DeviceError: an entry is missing, has another shape, dtype or option, or no numbers;
+                or the pages contradict each other. The cache is left as it was.
         """
         own = self.state_dict()
         users, held = check_state(

@@ -16,12 +16,10 @@ from htree_ops.ops.compressed_kv.functions import kv_decompress
 if TYPE_CHECKING:
     from htree_ops.ops.tree_cache.cache import TreeKVCache
 
-__all__ = ["LEAF_BITS", "TAIL_LOST", "PackedLeaves", "check_bits", "check_leaf_bits"]
+__all__ = ["LEAF_BITS", "PackedLeaves", "check_bits", "check_leaf_bits"]
 
 #: What ``leaf_bits`` may be besides None.
 LEAF_BITS = (8, 4)
-#: The bit that a refused truncation sets in the errors of a cache, beside those of ``tree_cache_pages_``.
-TAIL_LOST = 128
 
 
 def check_bits(op: str, bits: int) -> None:

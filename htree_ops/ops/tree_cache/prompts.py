@@ -17,7 +17,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from htree_ops.ops.tree_cache.cache import TreeKVCache
 
-__all__ = ["PROMPT_ROWS", "HostLengths", "PromptCopies", "attend_prompts", "host_counts", "is_recorded", "read_lengths"]
+__all__ = [
+    "PROMPT_ROWS",
+    "HostLengths",
+    "PromptCopies",
+    "attend_prompts",
+    "host_counts",
+    "is_recorded",
+    "read_lengths",
+]
 
 #: From so many rows of a sequence in a call on, they are a prompt. It depends on nothing else, so that a row has the
 #: same bits beside other sequences and in other pages.
@@ -38,7 +46,9 @@ def is_recorded(device: torch.device) -> bool:
 def read_lengths(lengths: Tensor | Sequence[int]) -> list[int] | None:
     """The lengths, or None where only a device knows them."""
     if isinstance(lengths, Tensor):
-        return lengths.tolist() if lengths.device.type == "cpu" and not torch.compiler.is_compiling() else None
+        return (
+            lengths.tolist() if lengths.device.type == "cpu" and not torch.compiler.is_compiling() else None
+        )
     return list(lengths)
 
 

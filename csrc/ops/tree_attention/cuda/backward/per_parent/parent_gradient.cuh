@@ -86,13 +86,14 @@ class UserStream {
         begin_(begin),
         end_(end),
         lane_(threadIdx.x % 32),
+        rest_lane_(min(lane_, kRecordRows + kDim / 8 - 1)),
         ring_(ring),
         next_(begin) {
     const GatherParams& p = params.common.gather;
     records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
-    const bool meta = lane_ < kRecordRows;
-    rest_ = meta ? records_ + Record::kMetaOffset
-                 : reinterpret_cast<const char*>(params.rotations) + (lane_ - kRecordRows) * 16;
+    rest_ = rest_lane_ < kRecordRows
+                ? records_ + Record::kMetaOffset
+                : reinterpret_cast<const char*>(params.rotations) + (rest_lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
 #pragma unroll 1
     for (uint32_t i = 0; i < kPairStages - 1; ++i) {
@@ -157,19 +158,16 @@ class UserStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  // Begins the copies of the next two users, or of one.
+  // Begins the copies of the next two users. Behind the last user they are copies that nobody reads: without a branch
+  // the products of the users before hide what the addresses wait for.
   __device__ __forceinline__ void issue_pair(uint32_t stage) {
-    if (next_ < end_) {
-      const int from = static_cast<int>((next_ - begin_) % 32);  // even
-      if (from == 0) {
-        look_up();
-      }
-      issue(stage, from);
-      if (next_ + 1 < end_) {
-        issue(stage + Stage::kBytes, from + 1);
-      }
-      next_ += 2;
+    const int from = static_cast<int>((next_ - begin_) % 32);  // even
+    if (from == 0) {
+      look_up();
     }
+    issue(stage, from);
+    issue(stage + Stage::kBytes, from + 1);
+    next_ += 2;
     device::commit_copies();
   }
   __device__ __forceinline__ void issue(uint32_t stage, int from) const {
@@ -182,15 +180,13 @@ class UserStream {
     for (int at = 0; at < Record::kMetaOffset; at += 512) {
       device::copy_async_16(to + at, record + at);
     }
-    // The numbers of the rows, and behind them the factors of the rotation.
-    const bool meta = lane_ < kRecordRows;
-    if (lane_ < kRecordRows + kDim / 8) {
-      device::copy_async_16(
-          to + Record::kMetaOffset,
-          rest_ + uint64_t{meta ? query : position} * (meta ? Record::kBytes : Stage::kRowBytes));
-    }
+    // The numbers of the rows, and behind them the factors of the rotation; lanes beyond copy the last of these again.
+    device::copy_async_16(
+        stage + Record::kMetaOffset + rest_lane_ * 16,
+        rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
+                    (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
     if (lane_ == 0) {
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + Stage::kPresentOffset), "r"(present) : "memory");
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + Stage::kPresentOffset), "r"(present) : "memory");
     }
   }
 
@@ -198,7 +194,7 @@ class UserStream {
   const WindowUsers& users_;
   int64_t parent_;
   uint32_t begin_, end_;
-  int lane_;
+  int lane_, rest_lane_;
   uint32_t ring_;
   const char* records_;  // of the head, from this lane's 16-byte chunk on
   const char* rest_;     // what this lane copies behind the two tiles, for record 0 or position 0
@@ -498,8 +494,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
     }
     sums.add_pair(rows, alone, p.score_scale, power.scale);
   }
+  device::wait_copies<0>();  // those behind the last user
   if constexpr (kWarps > 1) {
-    device::wait_copies<0>();
     __syncwarp();
     if (warp > 0) {
       sums.leave(ring);
