@@ -44,6 +44,7 @@ from htree_ops.integrations.documents import (
 )
 from htree_ops.ops.arguments import check_dtype, check_tensors, named_as, options_of
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
+from htree_ops.ops.tree_attention.attention import check_scope
 
 __all__ = ["NAME", "TreeCache", "options_of_config", "refuse_without_interface", "register"]
 
@@ -157,7 +158,7 @@ def options_of_config(config: PretrainedConfig) -> tuple[dict[str, Any], bool]:
 
     Raises:
         TypeError: ``config.htree`` is no mapping.
-        ValueError: a key that is no option, or one that the model decides; another word for "positions".
+        ValueError: a key that is no option, or one that the model decides; another word for "positions" or "scope".
     """
     given = getattr(config, "htree", None) or {}
     if not isinstance(given, Mapping):
@@ -172,6 +173,8 @@ def options_of_config(config: PretrainedConfig) -> tuple[dict[str, Any], bool]:
         if name in OF_THE_MODEL or name not in TreeOptions.__dataclass_fields__:
             known = ["positions", *(x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL)]
             raise ValueError(f"htree: config.htree must have keys among {', '.join(known)}, got {name!r}")
+    if "scope" in options:  # packed documents and a cache take the word for a known one
+        check_scope("config.htree", options["scope"])
     return options, positions == "compact"
 
 

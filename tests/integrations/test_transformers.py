@@ -599,6 +599,13 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "^config.htree: top_k must be between 1 and .*, got 0",
     ),
+    "scope": (
+        lambda: call_with(
+            {"options": {"scope": "head"}}, cu_seq_lens_q=torch.tensor([0, 4], dtype=torch.int32)
+        ),
+        ValueError,
+        "^config.htree: scope must be one of kv_head, q_head, got 'head'",
+    ),
     "positions": (
         lambda: call_with({"options": {"positions": "long"}}),
         ValueError,
