@@ -32,7 +32,9 @@ struct UserStage {
   static constexpr int kMetaOffset = Record::kMetaOffset;
   static constexpr int kRotationOffset =
       Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
-  static constexpr int kPresentOffset = kRotationOffset + kRowBytes;
+  // The last copy of a user takes 16 bytes of each lane: the numbers of its rows, the rotation, and what nobody reads.
+  static constexpr int kPresentOffset = kMetaOffset + 32 * 16;
+  static_assert(kRotationOffset + kRowBytes <= kPresentOffset);
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
   static constexpr int kPairBytes = 2 * kBytes;
   static constexpr int kRingBytes = kPairStages * kPairBytes;
@@ -182,7 +184,7 @@ class UserStream {
     }
     // The numbers of the rows, and behind them the factors of the rotation; lanes beyond copy the last of these again.
     device::copy_async_16(
-        stage + Record::kMetaOffset + rest_lane_ * 16,
+        to + Record::kMetaOffset,
         rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
                     (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
     if (lane_ == 0) {
