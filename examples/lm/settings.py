@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {
         "context": 4096,
         "batch": 1,
-        "steps": 120,
+        "steps": 64,
         "layers": 3,
         "dim": 128,
         "heads": 4,
