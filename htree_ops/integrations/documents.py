@@ -129,9 +129,9 @@ def _real_rows(real: Tensor, T_q: int, positions: Tensor | None) -> tuple[Docume
     starts[:, :1] = True
     document, number = starts.flatten().cumsum(0).view_as(real) - 1, int(starts.sum())
     last = slice(real.shape[1] - T_q, None)
-    counted = document[:, last][real[:, last]], document[real]
-    lengths_q, lengths_k = (torch.bincount(x, minlength=number).tolist() for x in counted)
     rows_q, rows_k = (mask.flatten().nonzero().flatten() for mask in (real[:, last], real))
+    counted = document[:, last].flatten()[rows_q], document.flatten()[rows_k]
+    lengths_q, lengths_k = (torch.bincount(x, minlength=number).tolist() for x in counted)
     return Documents.of(lengths_q, lengths_k, real.device), rows_q, rows_k
 
 
