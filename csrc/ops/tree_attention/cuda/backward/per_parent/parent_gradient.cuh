@@ -2,11 +2,12 @@
 // warp walks the users of a (batch, kv head, parent) in a window of the lists.
 //
 // A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile,
-// streamed through shared memory. The parent's keys and values stay in registers as A operands, so a user
-// costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and dK' += dS^T q', with
-// the weights straight from the accumulators. Queries are rotated in fp16 in registers and transposed by
-// movmatrix. A window keeps the rows of its users in the L2 while all parents of a head walk them. The sums
-// of the windows are added one after another.
+// streamed through shared memory. The parent's keys stay in registers as A operands and its values in shared
+// memory, so a user costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and
+// dK' += dS^T q', with the weights straight from the accumulators. Users come in pairs, so that the rows of two
+// fill the 16 of the last two products, and one waits for what the other computes. Queries are rotated in fp16 in
+// registers and transposed by movmatrix. A window keeps the rows of its users in the L2 while all parents of a
+// head walk them. The sums of the windows are added one after another.
 #pragma once
 
 #include "device/shared_memory.cuh"
@@ -19,7 +20,7 @@
 namespace htree::tree_attention {
 
 constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
-constexpr int kParentStages = 6;
+constexpr int kPairStages = 2;  // of two users each
 
 // One user in shared memory: its tiled record, the factors that rotate its queries, and what they
 // see of the parent.
@@ -31,12 +32,17 @@ struct UserStage {
   static constexpr int kMetaOffset = Record::kMetaOffset;
   static constexpr int kRotationOffset =
       Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
-  static constexpr int kPresentOffset = kRotationOffset + kRowBytes;
+  // The last copy of a user takes 16 bytes of each lane: the numbers of its rows, the rotation, and what nobody reads.
+  static constexpr int kPresentOffset = kMetaOffset + 32 * 16;
+  static_assert(kRotationOffset + kRowBytes <= kPresentOffset);
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
-  static constexpr int kWarpBytes = kParentStages * kBytes;
-  static_assert(PackedParent<kDim, kDim>::kBytes <= kWarpBytes);
+  static constexpr int kPairBytes = 2 * kBytes;
+  static constexpr int kRingBytes = kPairStages * kPairBytes;
+  static constexpr int kValueBytes = kParentRows * kDim * 2;  // of the parent, behind the ring
+  static constexpr int kWarpBytes = kRingBytes + kValueBytes;
+  static_assert(PackedParent<kDim, kDim>::kBytes <= kRingBytes);
   static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // sums of a warp
-  static_assert(kSumBytes <= kWarpBytes);
+  static_assert(kSumBytes <= kRingBytes);
 };
 
 // The users of a parent in the window of lists [first_list, end_list): numbers of entries or, for the
@@ -82,28 +88,30 @@ class UserStream {
         begin_(begin),
         end_(end),
         lane_(threadIdx.x % 32),
+        rest_lane_(min(lane_, kRecordRows + kDim / 8 - 1)),
         ring_(ring),
         next_(begin) {
     const GatherParams& p = params.common.gather;
     records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
-    const bool meta = lane_ < kRecordRows;
-    rest_ = meta ? records_ + Record::kMetaOffset
-                 : reinterpret_cast<const char*>(params.rotations) + (lane_ - kRecordRows) * 16;
+    rest_ = rest_lane_ < kRecordRows
+                ? records_ + Record::kMetaOffset
+                : reinterpret_cast<const char*>(params.rotations) + (rest_lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
 #pragma unroll 1
-    for (uint32_t i = 0; i < kParentStages - 1; ++i) {
-      issue(ring + i * Stage::kBytes);
+    for (uint32_t i = 0; i < kPairStages - 1; ++i) {
+      issue_pair(ring + i * Stage::kPairBytes);
     }
   }
 
-  // Waits for the next user and returns its stage.
+  // Waits for the next two users and returns the stage of the first; the second stands behind it.
   __device__ __forceinline__ uint32_t wait() {
+    constexpr uint32_t kLast = (kPairStages - 1) * Stage::kPairBytes;
     const uint32_t stage = ring_ + read_;
-    const uint32_t last = ring_ + (read_ == 0 ? (kParentStages - 1) * Stage::kBytes : read_ - Stage::kBytes);
-    device::wait_copies<kParentStages - 2>();
+    const uint32_t before = ring_ + (read_ == 0 ? kLast : read_ - Stage::kPairBytes);
+    device::wait_copies<kPairStages - 2>();
     __syncwarp();
-    issue(last);  // no lane reads the user before this one any more
-    read_ = read_ == (kParentStages - 1) * Stage::kBytes ? 0 : read_ + Stage::kBytes;
+    issue_pair(before);  // no lane reads the users before these any more
+    read_ = read_ == kLast ? 0 : read_ + Stage::kPairBytes;
     return stage;
   }
 
@@ -152,41 +160,43 @@ class UserStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  __device__ __forceinline__ void issue(uint32_t stage) {
-    if (next_ < end_) {
-      const int from = static_cast<int>((next_ - begin_) % 32);
-      if (from == 0) {
-        look_up();
-      }
-      const unsigned query = __shfl_sync(device::kFullMask, query_, from);
-      const unsigned present = __shfl_sync(device::kFullMask, present_, from);
-      const unsigned position = __shfl_sync(device::kFullMask, position_, from);
-      const uint32_t to = stage + lane_ * 16;
-      const char* record = records_ + uint64_t{query} * Record::kBytes;
-#pragma unroll
-      for (int at = 0; at < Record::kMetaOffset; at += 512) {
-        device::copy_async_16(to + at, record + at);
-      }
-      // The numbers of the rows, and behind them the factors of the rotation.
-      const bool meta = lane_ < kRecordRows;
-      if (lane_ < kRecordRows + kDim / 8) {
-        device::copy_async_16(
-            to + Record::kMetaOffset,
-            rest_ + uint64_t{meta ? query : position} * (meta ? Record::kBytes : Stage::kRowBytes));
-      }
-      if (lane_ == 0) {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + Stage::kPresentOffset), "r"(present) : "memory");
-      }
-      ++next_;
+  // Begins the copies of the next two users. Behind the last user they are copies that nobody reads: without a branch
+  // the products of the users before hide what the addresses wait for.
+  __device__ __forceinline__ void issue_pair(uint32_t stage) {
+    const int from = static_cast<int>((next_ - begin_) % 32);  // even
+    if (from == 0) {
+      look_up();
     }
+    issue(stage, from);
+    issue(stage + Stage::kBytes, from + 1);
+    next_ += 2;
     device::commit_copies();
+  }
+  __device__ __forceinline__ void issue(uint32_t stage, int from) const {
+    const unsigned query = __shfl_sync(device::kFullMask, query_, from);
+    const unsigned present = __shfl_sync(device::kFullMask, present_, from);
+    const unsigned position = __shfl_sync(device::kFullMask, position_, from);
+    const uint32_t to = stage + lane_ * 16;
+    const char* record = records_ + uint64_t{query} * Record::kBytes;
+#pragma unroll
+    for (int at = 0; at < Record::kMetaOffset; at += 512) {
+      device::copy_async_16(to + at, record + at);
+    }
+    // The numbers of the rows, and behind them the factors of the rotation; lanes beyond copy the last of these again.
+    device::copy_async_16(
+        to + Record::kMetaOffset,
+        rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
+                    (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
+    if (lane_ == 0) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + Stage::kPresentOffset), "r"(present) : "memory");
+    }
   }
 
   const KeyGradientParams& params_;
   const WindowUsers& users_;
   int64_t parent_;
   uint32_t begin_, end_;
-  int lane_;
+  int lane_, rest_lane_;
   uint32_t ring_;
   const char* records_;  // of the head, from this lane's 16-byte chunk on
   const char* rest_;     // what this lane copies behind the two tiles, for record 0 or position 0
@@ -195,37 +205,11 @@ class UserStream {
   unsigned query_ = 0, present_ = 0, position_ = 0;
 };
 
-// c[16 x 8] += a[16 x 8] * b[8 x 8]. Lane i holds of a rows i / 4 and i / 4 + 8 in a[0] and a[1], columns 2 *
-// (i % 4) and the next; of b column i / 4, rows 2 * (i % 4) and the next; of c what it holds in mma_16x8x16.
-template <typename T>
-__device__ __forceinline__ void mma_16x8x8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
-  if constexpr (__is_same(T, __half)) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, "
-        "%2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
-  } else {
-    static_assert(__is_same(T, __nv_bfloat16));
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, "
-        "%2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
-  }
-}
-
-// Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4 or, kTransposed,
-// rows 2 (lane % 4) and the next of dim 8 c + lane / 4, c counted from `first`.
-template <int kDim, bool kTransposed>
+// Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4, c counted from `first`.
+template <int kDim>
 __device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile, int first) {
   const int lane = threadIdx.x % 32;
-  const uint32_t at = tile + chunk_offset<kDim>(lane % 8, first + lane / 8);
-  if constexpr (kTransposed) {
-    device::load_matrices_transposed(x, at);
-  } else {
-    device::load_matrices(x, at);
-  }
+  device::load_matrices(x, tile + chunk_offset<kDim>(lane % 8, first + lane / 8));
 }
 
 // Rotates the queries of a user to their position, in place.
@@ -253,18 +237,29 @@ __device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t ro
   }
 }
 
+// A user in shared memory, by addresses: its record, the factors that rotate its queries, and the word of what they see
+// of the parent.
+struct UserRows {
+  uint32_t record, rotations, present;
+};
+
 template <typename T, int kDim>
 class ParentGradient {
  public:
   using Block = PackedParent<kDim, kDim>;
+  using Record = TiledRecord<kDim>;
   using Stage = UserStage<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
-  // Loads the parent's operands into registers, by way of `ring`, the shared memory of this warp.
+  // Loads the keys of the parent into registers, by way of `ring`, the shared memory of this warp, and its values into the
+  // place behind the ring.
   __device__ __forceinline__ void load(const char* block, uint32_t ring) {
     const int lane = threadIdx.x % 32;
+    values_ = ring + Stage::kRingBytes;
     for (int at = lane * 16; at < Block::kBytes; at += 512) {
-      device::copy_async_16(ring + at, block + at);
+      const int value = at - Block::kValueOffset;
+      const bool is_value = value >= 0 && value < Stage::kValueBytes;
+      device::copy_async_16(is_value ? values_ + value : ring + at, block + at);
     }
     device::commit_copies();
     device::wait_copies<0>();
@@ -273,7 +268,6 @@ class ParentGradient {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       device::load_matrices(keys_[i], ring + address.plain(i));
-      device::load_matrices(values_[i], ring + Block::kValueOffset + address.plain(i));
     }
     load_row_scales(ring + Block::kScaleOffset, row_unscale_);
     __syncwarp();
@@ -286,52 +280,69 @@ class ParentGradient {
     }
   }
 
-  __device__ __forceinline__ void add_user(uint32_t stage, float score_scale, float gradient_scale) {
-    const int lane = threadIdx.x % 32;
-    uint32_t q[kChunks];
+  // Adds two users. Where `alone`, the second is the first once more and counts nothing.
+  __device__ __forceinline__ void add_pair(const UserRows (&users)[2], bool alone, float score_scale,
+                                           float gradient_scale) {
+    uint32_t q[2][kChunks];
+#pragma unroll
+    for (int user = 0; user < 2; ++user) {
+#pragma unroll
+      for (int i = 0; i < kChunks; i += 4) {
+        load_four_chunks<kDim>(reinterpret_cast<uint32_t(&)[4]>(q[user][i]), users[user].record, i);
+      }
+      rotate_user<kDim>(q[user], users[user].rotations);
+    }
+    // The even and the odd steps of each sum are chains of their own: one hides the latency of the others.
+    float dp[2][2][4] = {}, s[2][2][4] = {};
 #pragma unroll
     for (int i = 0; i < kChunks; i += 4) {
-      load_four_chunks<kDim, false>(reinterpret_cast<uint32_t(&)[4]>(q[i]), stage, i);
-    }
-    rotate_user<kDim>(q, stage + Stage::kRotationOffset);
-    // Two chains of products side by side: each hides the latency of the other.
-    float dp[4] = {}, s[4] = {};
+      uint32_t x[2][4];
 #pragma unroll
-    for (int i = 0; i < kChunks; i += 4) {
-      uint32_t x[4];
-      load_four_chunks<kDim, false>(x, stage + Stage::kGradientOffset, i);
-      device::mma_16x8x16<T>(dp, values_[i / 2], x[0], x[1]);
-      device::mma_16x8x16<__half>(s, keys_[i / 2], q[i], q[i + 1]);
-      device::mma_16x8x16<T>(dp, values_[i / 2 + 1], x[2], x[3]);
-      device::mma_16x8x16<__half>(s, keys_[i / 2 + 1], q[i + 2], q[i + 3]);
-    }
-    unsigned present;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(stage + Stage::kPresentOffset) : "memory");
+      for (int user = 0; user < 2; ++user) {
+        load_four_chunks<kDim>(x[user], users[user].record + Record::kGradientOffset, i);
+      }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 bits = device::load_shared_16(stage + Stage::kMetaOffset + (lane % 4 * 2 + i) * 16);
-      const float unscale = __uint_as_float(bits.z);
+      for (int j = 0; j < 2; ++j) {
+        const int step = i / 2 + j;
+        uint32_t value[4];
+        device::load_matrices(value, values_ + TileAddress<kDim>().plain(step));
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int e = i + 2 * half;
-        const bool here = present >> (lane / 4 + 8 * half) & 1;
-        const float score = s[e] * row_unscale_[half] * (unscale * score_scale);
-        const float weight = here ? device::exp2_flushed(score - __uint_as_float(bits.x)) : 0.f;
-        s[e] = weight;
-        dp[e] = here ? weight * (dp[e] - __uint_as_float(bits.y)) * (unscale * gradient_scale) : 0.f;
+        for (int user = 0; user < 2; ++user) {
+          device::mma_16x8x16<T>(dp[user][j], value, x[user][2 * j], x[user][2 * j + 1]);
+          device::mma_16x8x16<__half>(s[user][j], keys_[step], q[user][2 * step], q[user][2 * step + 1]);
+        }
       }
     }
-    const uint32_t weights[2] = {device::pack_pair<T>(s[0], s[1]), device::pack_pair<T>(s[2], s[3])};
-    const uint32_t gradients[2] = {device::pack_pair<__half>(dp[0], dp[1]),
-                                   device::pack_pair<__half>(dp[2], dp[3])};
+    uint32_t weights[4], gradients[4];
 #pragma unroll
-    for (int i = 0; i < kChunks; i += 4) {
-      uint32_t x[4];
-      load_four_chunks<kDim, true>(x, stage + Stage::kGradientOffset, i);
+    for (int user = 0; user < 2; ++user) {
+      float(&weight)[4] = s[user][0];
+      float(&gradient)[4] = dp[user][0];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        mma_16x8x8<T>(value_sum_[i + j], weights, x[j]);
-        mma_16x8x8<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[i + j]));
+      for (int e = 0; e < 4; ++e) {
+        weight[e] += s[user][1][e];
+        gradient[e] += dp[user][1][e];
+      }
+      weigh(users[user], user == 1 && alone, score_scale, gradient_scale, weight, gradient);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        weights[2 * user + half] = device::pack_pair<T>(weight[2 * half], weight[2 * half + 1]);
+        gradients[2 * user + half] = device::pack_pair<__half>(gradient[2 * half], gradient[2 * half + 1]);
+      }
+    }
+    // A load brings two chunks of both users, as the products take them.
+    const int lane = threadIdx.x % 32;
+    const uint32_t gradient_rows = (lane / 8 % 2 == 0 ? users[0] : users[1]).record + Record::kGradientOffset;
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 2) {
+      uint32_t x[2][2];
+      device::load_matrices_transposed(reinterpret_cast<uint32_t(&)[4]>(x),
+                                       gradient_rows + chunk_offset<kDim>(lane % 8, i + lane / 16));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        device::mma_16x8x16<T>(value_sum_[i + j], weights, x[j][0], x[j][1]);
+        device::mma_16x8x16<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[0][i + j]),
+                                    device::transpose_matrix(q[1][i + j]));
       }
     }
   }
@@ -407,6 +418,29 @@ class ParentGradient {
   }
 
  private:
+  // Turns the scores of a user into weights and its dP^T into dS^T.
+  __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale, float gradient_scale,
+                                        float (&s)[4], float (&dp)[4]) const {
+    const int lane = threadIdx.x % 32;
+    unsigned present;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(user.present) : "memory");
+    present = unseen ? 0 : present;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 bits = device::load_shared_16(user.record + Record::kMetaOffset + (lane % 4 * 2 + i) * 16);
+      const float unscale = __uint_as_float(bits.z);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e = i + 2 * half;
+        const bool here = present >> (lane / 4 + 8 * half) & 1;
+        const float score = s[e] * row_unscale_[half] * (unscale * score_scale);
+        const float weight = here ? device::exp2_flushed(score - __uint_as_float(bits.x)) : 0.f;
+        s[e] = weight;
+        dp[e] = here ? weight * (dp[e] - __uint_as_float(bits.y)) * (unscale * gradient_scale) : 0.f;
+      }
+    }
+  }
+
   __device__ __forceinline__ static uint32_t sum_at(uint32_t ring, int i) {
     return ring + (i * 32 + threadIdx.x % 32) * 16;
   }
@@ -420,7 +454,8 @@ class ParentGradient {
     x[2] += __uint_as_float(bits.z), x[3] += __uint_as_float(bits.w);
   }
 
-  uint32_t keys_[kSteps][4], values_[kSteps][4];
+  uint32_t keys_[kSteps][4];
+  uint32_t values_;  // their address
   float row_unscale_[2];
   float key_sum_[kChunks][4], value_sum_[kChunks][4];
 };
@@ -450,11 +485,19 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
             ring);
   UserStream<kDim> stream(params, users, parent, begin, end, ring);
-  for (uint32_t user = begin; user < end; ++user) {
-    sums.add_user(stream.wait(), p.score_scale, power.scale);
+  for (uint32_t user = begin; user < end; user += 2) {
+    const uint32_t stage = stream.wait();
+    const bool alone = user + 1 == end;
+    const uint32_t stages[2] = {stage, alone ? stage : stage + Stage::kBytes};
+    UserRows rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rows[i] = {stages[i], stages[i] + Stage::kRotationOffset, stages[i] + Stage::kPresentOffset};
+    }
+    sums.add_pair(rows, alone, p.score_scale, power.scale);
   }
+  device::wait_copies<0>();  // those behind the last user
   if constexpr (kWarps > 1) {
-    device::wait_copies<0>();
     __syncwarp();
     if (warp > 0) {
       sums.leave(ring);
