@@ -32,6 +32,7 @@ def study():
         import report
         import run
         from study import (
+            choices,
             corpus,
             evaluation,
             model,
@@ -46,7 +47,7 @@ def study():
         )
 
         yield SimpleNamespace(
-            main=run.main, publish=report.main, report=report, corpus=corpus, evaluation=evaluation, model=model,
+            main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation, model=model,
             pictures=pictures,
             pieces=pieces, recall=recall, record=record, session=session, settings=settings, tables=tables,
             training=training,
@@ -441,6 +442,91 @@ def test_the_window_is_a_window(study):
         study.model.sliding_window(q, k, v, 32)
 
 
+def attention_and_inputs(study, span, stride, tokens=512, top_k=3, max_top_nodes=32):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, tokens, heads, 16) for heads in (4, 2, 2))
+    return study.settings.tree(top_k, max_top_nodes, span, stride), (q, k, v)
+
+
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("span", [None, 4, 2, 1])
+@pytest.mark.parametrize(("tokens", "max_top_nodes"), [(512, 32), (1024, 48), (1024, 4)])
+def test_a_choice_written_out_is_tree_attention(study, span, stride, tokens, max_top_nodes):
+    """Two and three layers, full lists and lists that are not full yet."""
+    attention, inputs = attention_and_inputs(study, span, stride, tokens, 3, max_top_nodes)
+    expected = study.model.attend(*inputs, attention)
+    choice = study.choices.Choice("", span, stride)
+    assert torch.allclose(study.choices.attend_chosen(*inputs, attention, choice), expected, atol=1e-5)
+
+
+def test_choices_that_are_other_ones_in_disguise(study):
+    """All of the text near, an indexer that was not trained, all nodes of the upper layer opened."""
+    attention, inputs = attention_and_inputs(study, 2, 1)
+    choice, attend = study.choices.Choice, study.choices.attend_chosen
+    expected = attend(*inputs, attention, choice("", 2))
+    assert torch.equal(attend(*inputs, attention, choice("", 4, near=512, near_span=2)), expected)
+    assert not torch.equal(attend(*inputs, attention, choice("", 4, near=128, near_span=2)), expected)
+    assert not torch.equal(attend(*inputs, attention, choice("", 2, open_next=True)), expected)
+    size = replace(study.settings.TINY.conversion, width=64, heads=4, kv_heads=2)
+    for hidden in (0, 8):
+        indexers = study.choices.make_indexers(size, 16, 2, hidden)
+        with torch.no_grad():
+            same = attend(*inputs, attention, choice("", indexers=indexers), layer=1)
+        assert torch.allclose(same, expected, atol=1e-5)
+    three = study.settings.tree(3, 2, 2)
+    assert three.layers(512) == 3
+    opened = attend(*inputs, three, choice("", 2, upper=2))
+    assert torch.allclose(opened, attend(*inputs, study.settings.tree(3, 32, 2), choice("", 2)), atol=1e-5)
+    assert not torch.allclose(opened, attend(*inputs, three, choice("", 2, upper=1)), atol=1e-5)
+    longer = study.settings.tree(3, 48, 2)
+    with pytest.raises(ValueError, match="whole nodes of 16 tokens, got 520"):
+        attend(*(torch.cat((x, x[:, :8]), 1) for x in inputs), longer, choice("", 2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_half_of_the_nodes_and_their_neighbours(study, count):
+    """Against the rule in words, row by row."""
+    torch.manual_seed(count)
+    rightmost = torch.arange(16)
+    nodes = torch.arange(16)
+    candidates = (nodes <= rightmost[:, None]) & ((torch.rand(2, 16, 16) < 0.8) | (nodes == rightmost[:, None]))
+    importance = torch.randint(0, 5, (2, 16, 16)) / 4.0
+    found = study.choices.opened(importance, candidates, rightmost, count, open_next=True)
+    for row in range(2):
+        for query in range(16):
+            inside = candidates[row, query].nonzero().flatten().tolist()
+            inside.sort(key=lambda node: (node != query, -float(importance[row, query, node]), node))
+            first = inside[: -(-count // 2)]
+            following = [node for node in inside if node - 1 in first and node not in first]
+            rest = [node for node in inside if node not in first + following]
+            wanted = (first + sorted(following) + rest)[:count]
+            assert sorted(wanted) == found[row, query].nonzero().flatten().tolist()
+
+
+def test_products_of_a_choice(study):
+    choice = study.choices.Choice
+    assert choice("").products(4096, 64) == 1 / 16
+    assert choice("", 2, stride=4).products(4096, 64) == 1 / 8
+    assert choice("", 2, near=1024, near_span=1).products(4096, 64) == 0.75 / 2 + 0.25
+    narrow = study.choices.make_indexers(study.settings.FULL.conversion, 16, 1)
+    assert choice("", indexers=narrow).products(4096, 64) == 1 / 4
+
+
+def test_indexers_learn_the_masses_and_leave_the_model(study, text, tmp_path):
+    session = session_of(study, tmp_path, text)
+    size = session.scale.conversion
+    model = session.make_model(size)
+    weights = [parameter.clone() for parameter in model.parameters()]
+    apart = []
+    for steps in (1, 60):
+        indexers = study.choices.make_indexers(size, 4, 1)
+        tokens = torch.randint(0, 256, (2, size.context), generator=torch.Generator().manual_seed(1))
+        found = study.choices.fit_indexers(session, model, indexers, lambda step, t=tokens: t, steps, 32)
+        apart.append(found)
+    assert 0 < apart[1] < 0.5 * apart[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+
+
 def test_compiled_parts_are_made_once(study, monkeypatch):
     """One graph for all layers, seeds and models of a shape: the weights are arguments."""
     made = []
@@ -536,7 +622,8 @@ def test_runs_of_one_name_on_two_texts_are_two_runs(study, whole):
         alone = write(rows).splitlines()
         both = study.report.merge(rows, others)
         assert set(alone) <= set(write(both).splitlines()), name
-        again = text if name in ("conversion", "conversion-32k", "search", "needle") else "0123456789ab"
+        in_full = ("conversion", "conversion-32k", "choices", "search", "needle")
+        again = text if name in in_full else "0123456789ab"
         assert (again in write(both)) == (name != "recall"), name
     last = study.tables.last_rows(both, "scratch")
     assert {study.tables.jump(both, row) for row in last if row.text == text} == {"6"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import evaluation, record
+from .choices import Choice, Indexer, fit_indexers, make_indexers, with_choice
 from .corpus import Texts, draw_texts
 from .model import LanguageModel, SearchModel
 from .recall import draw_recall, lesson
@@ -215,6 +217,87 @@ def conversion_long(scale: Scale) -> list[Run]:
     return [Run("train: dense, longer texts", work)]
 
 
+def choice_settings(size: Training) -> list[tuple[Attention, Choice]]:
+    """What might help where spans of 2 and 4 lose copies: other nodes, other scores, scores that are learned."""
+    usual, quarter = size.tree(), size.context // 4
+    found = [
+        Choice(f"span {span}, s={stride}, half and their neighbours", span, stride, open_next=True)
+        for span in (4, 2)
+        for stride in (1, 4, 16)
+    ]
+    found += [
+        Choice(f"{far}, s=1, span {near_span} in the last quarter", span, near=quarter, near_span=near_span)
+        for far, span, near_span in (("mean", None, 2), ("span 4", 4, 1), ("span 2", 2, 1))
+    ]
+    width = size.width // size.heads
+    learned = [
+        (f"means of {span} projected keys" if span > 1 else f"projected keys of {kept} numbers", kept, span, 0)
+        for kept, span in ((width, RATE), (width, 2), (width // 2, 1), (width // 4, 1), (width // 8, 1))
+    ]
+    learned += [(f"means of {span} features of keys", width, span, 4 * width) for span in (RATE, 4)]
+    found += [
+        Choice(f"learned: {name}", indexers=make_indexers(size, *options)) for name, *options in learned
+    ]
+    half = size.top_k // 2
+    smaller = tree(half, most_top_nodes(half, size.context))
+    return [(usual, choice) for choice in found] + [
+        (smaller, Choice(f"span {span}, s=1, {upper} of the nodes above", span, upper=upper))
+        for span in (4, 2)
+        for upper in (half, half * 3 // 2, half * 2)
+    ]
+
+
+def choices(scale: Scale) -> list[Run]:
+    """(a) The dense model of (a) with other rules for the nodes that are opened."""
+    size = scale.conversion
+    loaded: list[LanguageModel] = []
+
+    def load(session: Session) -> LanguageModel:
+        if not loaded:
+            loaded.append(session.load_model(size, session.checkpoint))
+        return loaded[0]
+
+    def work(session: Session, attention: Attention, choice: Choice) -> None:
+        model, progress, note = load(session), Progress(), ""
+        if choice.indexers:
+            progress, apart = train_indexers(session, scale, model, choice.indexers)
+            note = f"{apart:.4f} nats from the true masses"
+        replaced = with_choice(size, attention, choice)
+        setup = Setup(
+            "choices", f"evaluated: {choice.name}", replaced, size, parameters=model.num_parameters(), note=note,
+            baseline="dense, same weights",
+        )  # fmt: skip
+        found = evaluation.measure_texts(session, model, replaced, held_out_texts(session, size))
+        products = choice.products(size.context, size.width // size.heads)
+        session.write(setup, "final", progress, choice=choice.name, products=products, **found)
+
+    usual = [dense(), *(size.tree(span, stride) for span in SPANS for stride in (1, 4, 16))]
+    return [
+        *evaluate_runs("choices", size, usual, load),
+        *(
+            Run(f"evaluated: {choice.name}", lambda session, a=attention, c=choice: work(session, a, c))  # type: ignore[misc]
+            for attention, choice in choice_settings(size)
+        ),
+    ]
+
+
+def train_indexers(
+    session: Session, scale: Scale, model: LanguageModel, indexers: Sequence[Indexer]
+) -> tuple[Progress, float]:
+    """Trains them on texts like those that the model was trained on; what :func:`fit_indexers` returns, and the steps."""
+    size, steps, batch = scale.conversion, scale.indexer_steps, min(4, scale.conversion.batch)
+
+    def draw(step: int) -> Tensor:
+        texts = draw_texts(
+            session.corpus.train, batch, size.context, size.strings, size.letters, STEP_SEEDS + step
+        )
+        return texts.tokens[:, :-1]
+
+    begin = time.monotonic()
+    apart = fit_indexers(session, model, indexers, draw, steps, scale.indexer_queries)
+    return Progress(steps, steps, steps * batch * size.context, time.monotonic() - begin), apart
+
+
 def scratch_run(piece: str, size: Training, attention: Attention, seed: int = 0) -> Run:
     """(b) One model trained from the beginning with ``attention``."""
     name = f"{attention.label}, seed {seed}"
@@ -389,6 +472,11 @@ def needle(scale: Scale) -> list[Run]:
     return [needle_run(size, scale, size.tree(2, 1, "compact"))]
 
 
+def needle_fine(scale: Scale) -> list[Run]:
+    """(e) The true mass, which costs more."""
+    return [needle_run(scale.needle, scale, scale.needle.tree(1, 1, "compact"))]
+
+
 def needle_others(scale: Scale) -> list[Run]:
     """(e) Own positions and dense attention, which do not extrapolate by themselves."""
     size = scale.needle
@@ -409,6 +497,8 @@ PIECES = (
     Piece("needle", "needles by depth up to 1M bytes: compact positions", 5, needle),
     Piece("long-128k", "131 072 bytes, equal time", 9, lambda s: long_texts("long-128k", s.longest, s)),
     Piece("scratch-more", "from scratch: second seeds", 8.5, scratch_more, "scratch"),
+    Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
+    Piece("choices", "the dense model of 4096 bytes with other rules for the nodes", 4, choices),
     Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
 )

@@ -210,9 +210,8 @@ class Session:
         )
         record.append_row(self.out, row)
         self.rows.append(row)
-        self.say(
-            f"{setup.piece}: {setup.run}: step {progress.step}, {status}: {_words(measured)}{setup.note}"
-        )
+        words = ", ".join(filter(None, (_words(measured), setup.note)))
+        self.say(f"{setup.piece}: {setup.run}: step {progress.step}, {status}: {words}")
         return row
 
 

@@ -123,6 +123,7 @@ class Scale:
         corpus_bytes: of text, at most. pairs: of the recall task. needle_lengths: of the texts with needles.
         long_settings: span and stride of the trees of the long texts.
         wide: an upper layer more in every other step of the needle's training: its ``max_top_nodes``.
+        indexer_steps, indexer_queries: of the training of indexers, the latter of each text.
     """
 
     name: str
@@ -141,6 +142,8 @@ class Scale:
     vocabulary: int
     long_settings: tuple[tuple[int | None, int], ...] = ((2, 1), (2, 4))
     wide: int = 64
+    indexer_steps: int = 400
+    indexer_queries: int = 256
 
 
 FULL = Scale(
@@ -218,6 +221,8 @@ TINY = replace(
     depths=3,
     vocabulary=512,
     wide=8,
+    indexer_steps=3,
+    indexer_queries=8,
 )
 
 SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

@@ -114,6 +114,30 @@ def conversion_long(rows: Sequence[Row]) -> str:
     return conversion(rows, "conversion-32k")
 
 
+def choices(rows: Sequence[Row]) -> str:
+    """(a) Other rules for the nodes that are opened, a table for each text."""
+    used = [row for row in last_rows(rows, "choices") if row.run.startswith("evaluated")]
+    return "\n\n".join(choices_of(mine) for mine in by_model(used))
+
+
+def choices_of(used: Sequence[Row]) -> str:
+    """The table of one text."""
+    whole = next((row.copies_found for row in used if row.kind == "dense"), None)
+    lines = []
+    for row in used:
+        products = row.products
+        if products is None and row.kind == "tree":
+            products = 1 / (row.span or row.compression_rate) / row.stride
+        share = percent((row.copies_found or 0) / whole) if whole else ""
+        cost = "" if products is None else f"{products:.3f}"
+        budget = str(row.top_k * row.compression_rate or row.context)
+        name = row.choice or label(row).removeprefix("tree, ")
+        lines.append([name, budget, cost, bits(row.bits_per_byte), found(row), share])
+    head = ("nodes chosen by", "tokens per query", "products", "bits per byte", "copies found", "of the dense ones")
+    texts = f"{used[0].context} bytes, `seen` {used[0].seen}, {used[0].texts} texts from {used[0].text}"
+    return f"{texts}; {place(used)}.\n\n{table(head, lines)}"
+
+
 def jump(rows: Sequence[Row], last: Row) -> str:
     """The first evaluated step from which on a run finds half of the letters."""
     steps = sorted(
@@ -265,6 +289,7 @@ def needle_of(used: Sequence[Row]) -> str:
 SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "conversion": conversion,
     "conversion-32k": conversion_long,
+    "choices": choices,
     "search": search,
     "scratch": scratch,
     "recall": recall,
