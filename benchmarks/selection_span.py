@@ -6,8 +6,8 @@ smaller ones. All spans of a length and stride, scored as they are and in int8 (
 in one process, then one by one under load ("sustained").
 
 ``--loss`` measures instead what the lists lose by int8: the importance of the nodes that are selected in int8 beside
-that of those selected without, both in float64 by the definition without rounding. Figures are reported, never
-asserted.
+that of those selected without, both in float64 by the definition without rounding. ``--open-next`` times each of the
+first settings with and without ``open_next``. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -143,6 +143,60 @@ def measure(
 
 
 @dataclass(frozen=True, kw_only=True)
+class NextRow:
+    """One forward with ``open_next`` and one without, under load; ``multiple`` is the one by the other."""
+
+    gpu: str
+    torch: str
+    commit: str
+    T: int
+    selection_stride: int
+    selection_span: int | None
+    plain_ms: float
+    open_next_ms: float
+    multiple: float
+
+
+def measure_next(
+    length: int, stride: int, spans: Sequence[int], device: str, effort: timing.Effort
+) -> list[NextRow]:
+    """A row for None and for the last of the spans."""
+    case = TreeAttentionCase(name="next", T=length, r=16, selection_stride=stride, **SIZES[device])
+    q, k, v = case.make_qkv(device)
+    clock, rows = timing.clock_for(device), []
+    for span in (None, spans[-1]):
+        calls = {
+            open_next: functools.partial(
+                torch.ops.htree.attention,
+                *(q, k, v, *case.op_options()),
+                store_parents=False,
+                selection_span=span,
+                open_next=open_next,
+            )
+            for open_next in (False, True)
+        }
+        times = timing.measure_undisturbed({str(way): [call] for way, call in calls.items()}, clock, effort)
+        plain, ours = (
+            timing.sustained([call], clock, times[str(way)].median_us, effort).median_us / 1e3
+            for way, call in calls.items()
+        )
+        rows.append(
+            NextRow(
+                gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
+                torch=torch.__version__,
+                commit=source_commit(),
+                T=length,
+                selection_stride=stride,
+                selection_span=span,
+                plain_ms=plain,
+                open_next_ms=ours,
+                multiple=ours / plain,
+            )
+        )
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossRow:
     """What the lists of the last leaders lose by int8; the layer above the tokens is the only one that selects.
 
@@ -238,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--loss", action="store_true", help="the importance that int8 loses, in place of times"
     )
+    parser.add_argument("--open-next", action="store_true", help="time open_next, in place of spans")
     arguments = parse_for_gpu(parser, argv)
     if arguments.loss:
         losses = [(sizes, x) for *sizes, deviations in LOSSES[arguments.device] for x in deviations]
@@ -249,14 +304,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_rows(found, arguments.csv)
         return 0
     settings = SETTINGS[arguments.device]
-    if arguments.quick:
+    if arguments.quick or arguments.open_next:
         settings = tuple(setting for setting in settings if setting[0] == settings[0][0])
+    what = measure_next if arguments.open_next else measure
     rows = (
         row
         for length, stride, spans, rounds in progress(
             settings, lambda setting: f"T={setting[0]} stride {setting[1]}"
         )
-        for row in measure(
+        for row in what(
             length,
             stride,
             spans,

@@ -101,8 +101,8 @@ SCHEMAS = {
         "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor num_candidates)"
     ),
     "select_topk": (
-        '(Tensor scores, Tensor num_candidates, int top_k, str importance="lse_causal") '
-        "-> Tensor topk_positions"
+        '(Tensor scores, Tensor num_candidates, int top_k, str importance="lse_causal", '
+        "bool open_next=False) -> Tensor topk_positions"
     ),
     "mask_topk_scores_": "(Tensor(a!) scores, Tensor topk_positions) -> ()",
     "compute_next_parents": "(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
@@ -123,7 +123,7 @@ SCHEMAS = {
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
         "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-        "str? selection_dtype=None) "
+        "str? selection_dtype=None, bool open_next=False) "
         "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
     ),
     "bottom_accumulate": (
@@ -135,7 +135,7 @@ SCHEMAS = {
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
         "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-        "str? selection_dtype=None) "
+        "str? selection_dtype=None, bool open_next=False) "
         "-> Tensor next_parents"
     ),
     "merge_to_global_": (
@@ -146,20 +146,20 @@ SCHEMAS = {
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) "
+        "str? selection_dtype=None, bool open_next=False) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "attention": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) -> Tensor"
+        "str? selection_dtype=None, bool open_next=False) -> Tensor"
     ),
     "attention_rows": (
         "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) "
+        "str? selection_dtype=None, bool open_next=False) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
     **dict.fromkeys(
@@ -168,7 +168,7 @@ SCHEMAS = {
         "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
         "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) "
+        "str? selection_dtype=None, bool open_next=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
@@ -195,7 +195,7 @@ SCHEMAS = {
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
         "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) "
+        "str? selection_dtype=None, bool open_next=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "attention_varlen": (
@@ -203,14 +203,14 @@ SCHEMAS = {
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
         "int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) -> (Tensor out, Tensor lse)"
+        "str? selection_dtype=None, bool open_next=False) -> (Tensor out, Tensor lse)"
     ),
     "attention_varlen_forward": (
         "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
         "int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) -> (Tensor out, Tensor gmax, Tensor gsum)"
+        "str? selection_dtype=None, bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "attention_varlen_backward": (
         "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
@@ -218,7 +218,7 @@ SCHEMAS = {
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
         "int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv)"
+        "str? selection_dtype=None, bool open_next=False) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
@@ -237,7 +237,7 @@ SCHEMAS = {
         "int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
         "int selection_stride=1, int? selection_span=None, float? scale=None, float? rope_base=10000., "
         'str importance="lse_causal", float[]? inv_freq=None, Tensor? k_codes=None, Tensor? k_scales=None, '
-        "Tensor? v_codes=None, Tensor? v_scales=None) "
+        "Tensor? v_codes=None, Tensor? v_scales=None, bool open_next=False) "
         "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
     "tree_cache_pages_": (
@@ -260,8 +260,8 @@ SCHEMAS = {
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, int length, Tensor? copies=None, "
         "int capacity=0, bool store_lists=False, *, int page_size, int compression_rate=16, "
         "int max_top_nodes=8192, int top_k=512, int selection_stride=1, int? selection_span=None, "
-        'float? scale=None, float? rope_base=10000., str importance="lse_causal", float[]? inv_freq=None) '
-        "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
+        'float? scale=None, float? rope_base=10000., str importance="lse_causal", float[]? inv_freq=None, '
+        "bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
 }
 FACTORIES = {"rope_cache", "top_parents"}

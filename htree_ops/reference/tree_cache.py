@@ -218,6 +218,7 @@ def tree_cache_attention(
     k_scales: Tensor | None = None,
     v_codes: Tensor | None = None,
     v_scales: Tensor | None = None,
+    open_next: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, lse, lists, list_pos) of `tree_cache_attention`, row by row; out in the compute dtype."""
@@ -268,6 +269,7 @@ def tree_cache_attention(
             inv_freq=inv_freq,
             importance=importance,
             selection_span=selection_span,
+            open_next=open_next,
             parents=parents,
             compute_dtype=wide,
             tree=tree_of(b, keys, values, length) if packed else None,

@@ -52,6 +52,7 @@ class Problem:
     rope_base: float = 10000.0
     selection_span: int | None = None
     selection_dtype: str | None = None
+    open_next: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -64,6 +65,7 @@ class Problem:
             "rope_base": self.rope_base,
             "selection_span": self.selection_span,
             "selection_dtype": self.selection_dtype,
+            "open_next": self.open_next,
         }
 
     @property
@@ -150,7 +152,7 @@ def _rows(
                     "lse_causal",
                     problem.selection_dtype,
                 )
-            positions = selection.select_important(value, found.num, top_k)
+            positions = selection.select_important(value, found.num, top_k, open_next=problem.open_next)
             parents = selection.compute_next_parents(busy, positions, rate)
             kept = kept & ~selection.positions_mask(positions, scores.shape[-2])
         part = state.accumulate(scores, state.gather_nodes(values, found.nodes), kept)
@@ -262,6 +264,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--selection-span", type=at_least(1), metavar="N", help="tokens of a mean that the selection scores"
     )
     parser.add_argument("--selection-dtype", choices=("int8",), help="in what those means are scored")
+    parser.add_argument(
+        "--open-next", action="store_true", help="half of the selected stand behind the others"
+    )
     bounds = {
         "final-atol": "largest absolute error",
         "final-rtol": "largest error relative to the reference",

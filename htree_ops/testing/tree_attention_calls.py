@@ -48,7 +48,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     rate, top_k, t0 = case.r, case.top_k, case.t0
     scores, count = reference.compute_scores(q, top.layer_k, lists, cos, sin, top.layer, rate, case.scale, t0)
     scores = scores.to(case.state_dtype)
-    positions = reference.select_topk(scores, count, top_k, case.importance)
+    positions = reference.select_topk(scores, count, top_k, case.importance, case.open_next)
     rows = (case.B, case.T_q, case.H)
     state = [
         normal((*rows, *w), case.state_dtype, device, seed + i) for i, w in enumerate(((), (), (case.V,)))
@@ -63,10 +63,11 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
     if case.selection_dtype is not None:
         span["selection_dtype"] = case.selection_dtype
+    following: dict[str, Any] = {"open_next": True} if case.open_next else {}
     given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
-    later = span | given
+    later = span | given | following
     means = reference.span_means(k, case.selection_span or 2)
-    layer_span = span and {"span_k": means, **span}
+    layer_span = (span and {"span_k": means, **span}) | following
     forward = torch.ops.htree.attention_forward(q, k, v, *shared, **later)
     parents = [stage.parents for stage in stages]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
@@ -85,7 +86,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
             {"device": torch.device(device)},
         ),
         Call("compute_scores", (q, top.layer_k, lists, cos, sin, top.layer, rate, case.scale, t0)),
-        Call("select_topk", (scores, count, top_k, case.importance)),
+        Call("select_topk", (scores, count, top_k, case.importance), following),
         Call("mask_topk_scores_", (scores.clone(), positions)),
         Call("compute_next_parents", (lists, positions, rate)),
         Call("accumulate_non_topk", (top.layer_v, lists, scores, count, top.layer, rate, t0)),

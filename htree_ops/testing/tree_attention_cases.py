@@ -190,12 +190,39 @@ INT8_CASES = [
     for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
 ]
 
+#: Some of the edges with open_next (§1.6), and lists of hundreds.
+NEXT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
+    dataclasses.replace(shape, name=f"{shape.name}_next", open_next=True)
+    for shape in (
+        *(
+            shape
+            for shape in (*SHAPES, *SPAN_SHAPES)
+            if shape.top_k > 2 and not shape.name.startswith(("fused", "copied", "everything"))
+        ),
+        _shape("three_layers", T=150, r=4, top_k=4, M=12, H=4, H_kv=2),
+        _shape("four_layers_c1", T=400, r=4, top_k=5, M=9, H=4, H_kv=2, selection_span=1),
+        _shape("k3", T=130, r=4, top_k=3, M=12, H=3, H_kv=3),
+        _shape("stride16_c2", T=560, r=16, top_k=6, M=40, H=4, H_kv=2, selection_stride=16, selection_span=2),
+        _shape("joint", T=150, r=4, top_k=6, M=20, H=6, H_kv=2, importance="exp_joint"),
+        _shape("lse", T=150, r=4, top_k=6, M=20, H=6, H_kv=2, importance="lse"),
+        _shape("int8", T=300, r=4, top_k=6, M=20, H=4, H_kv=2, selection_span=2, selection_dtype="int8"),
+        _shape("pairs", T=90, r=4, top_k=2, M=8),
+        _shape("misaligned", B=2, T=90, top_k=4, M=12, H=4, H_kv=2, layout="misaligned"),
+    )
+)
+NEXT_CASES = [
+    shape.with_dtype(dtype)
+    for i, shape in enumerate(NEXT_SHAPES)
+    for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
+]
+
 #: Small problems in float64 for gradcheck and gradient comparisons: several layers, all options.
 GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     shape.with_dtype(torch.float64)
     for shape in (
         _shape("two_layers", T=9, H=2, H_kv=1, K=4, V=3, r=2, top_k=2, M=4),
         _shape("three_layers_ragged", T=31, H=2, H_kv=1, K=2, V=2, r=3, top_k=2, M=4),
+        _shape("next", T=40, H=2, H_kv=1, K=2, V=2, r=4, top_k=3, M=12, open_next=True),
         _shape("grouped", T=13, H=4, H_kv=2, K=2, V=1, r=2, top_k=2, M=3),
         _shape("only_the_rightmost", T=17, H=2, H_kv=1, K=2, V=2, r=3, top_k=1, M=3),
         _shape("exact_regime", T=12, H=2, H_kv=2, K=4, V=2, r=2, top_k=12, M=4),

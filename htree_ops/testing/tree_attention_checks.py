@@ -247,6 +247,7 @@ def assert_epsilon_optimal(
 
     Importances are recomputed in float64 from the lists themselves. Rows with a NaN importance are skipped. With
     scores in int8 one row in a hundred may miss that factor by what a step of two elements of each row is worth.
+    With open_next the same holds of the ceil(k/2) best and of the rest, and what stands behind the best is selected.
     """
     __tracebackhide__ = True
     stride = options.get("selection_stride", 1)
@@ -267,6 +268,15 @@ def assert_epsilon_optimal(
         worst = importance.masked_fill(~(selected & free), torch.inf).amin(-1)
         best = importance.masked_fill(selected | ~free, -torch.inf).amax(-1)
         sound = ~(importance.isnan() & free).any(-1)
+        if options.get("open_next"):
+            slack = delta if not steps else 1 - math.exp(-steps) * (1 - delta)
+            must, may = _best_and_behind(importance, free, num, options["top_k_per_layer"], slack)
+            lacking = sound & (must & free & ~selected).any(-1)
+            assert not lacking.any(), (
+                f"layer {step.layer}: at {lacking.nonzero()[0].tolist()} one of the best candidates, or one behind "
+                "them, is not selected"
+            )
+            worst = importance.masked_fill(~(selected & free) | may, torch.inf).amin(-1)
         broken = sound & (worst < best * (1 - delta))
         if steps and broken.sum() <= max(1, ROUNDED_OTHERWISE * broken.numel()):
             broken = broken & (worst < best * math.exp(-steps) * (1 - delta))
@@ -274,3 +284,27 @@ def assert_epsilon_optimal(
             f"layer {step.layer}: at {broken.nonzero()[0].tolist()} a selected candidate has importance "
             f"{worst[broken][0]:.6e}, a dropped one {best[broken][0]:.6e}"
         )
+
+
+def _best_and_behind(
+    importance: Tensor, free: Tensor, num: Tensor, top_k: int, slack: float
+) -> tuple[Tensor, Tensor]:
+    """Candidates [B,T,S,C] that open_next selects as the best or behind them: those that are sure, those that may be.
+
+    A candidate is surely one of the best if it is so by more than the factor 1 - ``slack``.
+    """
+    count = -(-top_k // 2) - 1  # beside the rightmost
+    if count < 1 or importance.shape[-1] <= count:
+        nothing = torch.zeros_like(free)
+        return nothing, nothing
+    known = importance.masked_fill(~free, -1.0).nan_to_num(-1.0)
+    ranked = known.sort(dim=-1, descending=True).values
+    last, following = ranked[..., count - 1, None], ranked[..., count, None]
+    selects = (num > top_k)[..., None] & free
+    sure = selects & (known * (1 - slack) > following)
+    possible = selects & (known >= last * (1 - slack))
+
+    def and_behind(best: Tensor) -> Tensor:
+        return (best | torch.nn.functional.pad(best, (1, 0))[..., :-1]) & selects
+
+    return and_behind(sure), and_behind(possible)

@@ -97,6 +97,7 @@ class TreeAttentionCase(Case):
     selection_stride: int = 1
     selection_span: int | None = None
     selection_dtype: str | None = None
+    open_next: bool = False
     importance: str = "lse_causal"
     scale: float | None = None
     rope_base: float | None = 10000.0
@@ -168,6 +169,7 @@ class TreeAttentionCase(Case):
             "selection_stride": self.selection_stride,
             "selection_span": self.selection_span,
             "selection_dtype": self.selection_dtype,
+            "open_next": self.open_next,
         }
 
     def make_separated(
@@ -199,6 +201,14 @@ class TreeAttentionCase(Case):
                 continue
             order = reference.order_by_key(importance, num)
             ranked = importance.gather(-1, order)
+            if self.open_next:  # any two of them may change places
+                counted = torch.arange(1, ranked.shape[-1], device=num.device) < num[..., None]
+                steps = (ranked[..., :-1] - ranked[..., 1:]) / ranked[..., :-1]
+                crowded = counted & (num > self.top_k)[..., None]
+                crowded[..., 0] = False  # the rightmost
+                if bool(crowded.any()):
+                    smallest = min(smallest, float(steps[crowded].min()))
+                continue
             last, first = ranked[..., self.top_k - 1], ranked[..., self.top_k]
             relative = (last - first) / last
             matters = num > max(self.top_k, 1)
@@ -264,6 +274,7 @@ class TreeAttentionCase(Case):
             if self.selection_span is None
             else f" c={self.selection_span} {self.selection_dtype or ''}".rstrip()
         )
+        span += " open_next" * self.open_next
         alike = f" AR(1) {self.correlation}" if self.correlation else ""
         return (
             f"B={self.B} T={self.T}{queries} H={self.H}/{self.H_kv} K={self.K} V={self.V} "

@@ -55,6 +55,7 @@ class TreeCacheCase(Case):
     rope_base: float | None = 10000.0
     inv_freq: tuple[float, ...] | None = None
     importance: str = "lse_causal"
+    open_next: bool = False
     ring: int | None = None
     capacity: int = 0
 
@@ -82,6 +83,7 @@ class TreeCacheCase(Case):
             "rope_base": self.rope_base,
             "importance": self.importance,
             "inv_freq": self.inv_freq,
+            "open_next": self.open_next,
         }
 
     def tokens(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -216,6 +218,21 @@ CASES = [
     TreeCacheCase(name="ring", dtype=F32, lengths=(40, 29), queries=(9, 9), ring=2, **_SMALL, **_TREE),
     TreeCacheCase(
         name="joint", dtype=F32, lengths=(60,), queries=(7,), importance="exp_joint", **_SMALL, **_TREE
+    ),
+    TreeCacheCase(
+        name="next", dtype=F32, lengths=(60, 41), queries=(7, 2), open_next=True, **_SMALL, **_TREE
+    ),
+    TreeCacheCase(
+        name="next, span 2, stride",
+        dtype=F32,
+        lengths=(61, 38),
+        queries=(9, 3),
+        selection_span=2,
+        selection_stride=4,
+        ring=4,
+        open_next=True,
+        **_SMALL,
+        **_TREE,
     ),
     TreeCacheCase(name="plain", dtype=F32, lengths=(60,), queries=(3,), rope_base=None, **_SMALL, **_TREE),
     TreeCacheCase(
@@ -367,6 +384,9 @@ DECODE_CASES = [
     _decoded("span 1", selection_span=1),
     _decoded("span 4", selection_span=4, ring=4, importance="exp_joint"),
     _decoded("span 8, stride", F16, selection_span=8, selection_stride=2, queries=(5, 3), **_LARGE_HEADS),
+    _decoded("next", open_next=True),
+    _decoded("next, stride, span 2", selection_span=2, selection_stride=16, queries=(5, 3), open_next=True),
+    _decoded("next, three layers", F16, lengths=(1500, 1030), queries=(2, 1), open_next=True, **_LARGE_HEADS),
     _decoded("three layers, span 4", lengths=(1500, 1030), queries=(2, 1), selection_span=4),
     _decoded("span 2, large pages", lengths=(1500, 700), selection_span=2, page_size=256, **_LARGE_HEADS),
     _decoded("wide lists", lengths=(6000, 33), max_top_nodes=600, top_k=40),
@@ -467,7 +487,7 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         0, dtype=torch.uint8, device=device
     )  # the general kernels and those of the CPU read none
     of_copies = prompt.options()
-    del of_copies["importance"]
+    del of_copies["importance"], of_copies["open_next"]
     of_bytes = {
         name: x for name, x in of_copies.items() if name not in ("page_size", "rope_base", "inv_freq")
     }

@@ -92,6 +92,18 @@ def test_rows_of_spans(quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (row["gpu"], row["peak_bytes"], row["commit"]) == ("none", "", "abc123")
 
 
+def test_rows_of_open_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(selection_span.SETTINGS, "cpu", ((256, 16, (4, 2), 1), (512, 4, (4,), 1)))
+    monkeypatch.setitem(selection_span.SIZES["cpu"], "top_k", 3)
+    monkeypatch.setitem(selection_span.SIZES["cpu"], "M", 32)
+    path = tmp_path / "rows.csv"
+    assert selection_span.main(["--device", "cpu", "--csv", str(path), "--quick", "--open-next"]) == 0
+    rows = rows_of(path)
+    assert [(row["T"], row["selection_span"]) for row in rows] == [("256", ""), ("256", "2")]
+    for row in rows:
+        assert float(row["multiple"]) == pytest.approx(float(row["open_next_ms"]) / float(row["plain_ms"]))
+
+
 def test_rows_of_the_loss_by_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (2048, 4, 1, 32, 8, 128, 4, 2)
     monkeypatch.setitem(selection_span.LOSSES, "cpu", ((*sizes, (1.0, 2.0)), (*sizes[:-1], 4, (1.0,))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from htree_ops import HTreeAttention
+from htree_ops import HTreeAttention, tree_attention
 from htree_ops.ops.tree_attention.options import RECOMMENDED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,8 @@ def study():
         )
 
         yield SimpleNamespace(
-            main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation, model=model,
+            main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation,
+            model=model,
             pictures=pictures,
             pieces=pieces, recall=recall, record=record, session=session, settings=settings, tables=tables,
             training=training,
@@ -459,6 +461,16 @@ def test_a_choice_written_out_is_tree_attention(study, span, stride, tokens, max
     assert torch.allclose(study.choices.attend_chosen(*inputs, attention, choice), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(("stride", "max_top_nodes"), [(1, 32), (16, 32), (1, 4)])
+def test_neighbours_are_those_of_the_op(study, stride, max_top_nodes):
+    """Two and three layers: what stands behind a candidate in the list, also over a gap."""
+    attention, (q, k, v) = attention_and_inputs(study, 2, stride, 1024, 5, max_top_nodes)
+    options = {"top_k": 5, "max_top_nodes": max_top_nodes, "selection_stride": stride, "selection_span": 2}
+    expected = tree_attention(q, k, v, rope_base=None, **options, open_next=True)
+    choice = study.choices.Choice("", 2, stride, open_next=True)
+    assert torch.allclose(study.choices.attend_chosen(q, k, v, attention, choice), expected, atol=1e-5)
+
+
 def test_choices_that_are_other_ones_in_disguise(study):
     """All of the text near, an indexer that was not trained, all nodes of the upper layer opened."""
     attention, inputs = attention_and_inputs(study, 2, 1)
@@ -489,7 +501,9 @@ def test_half_of_the_nodes_and_their_neighbours(study, count):
     torch.manual_seed(count)
     rightmost = torch.arange(16)
     nodes = torch.arange(16)
-    candidates = (nodes <= rightmost[:, None]) & ((torch.rand(2, 16, 16) < 0.8) | (nodes == rightmost[:, None]))
+    candidates = (nodes <= rightmost[:, None]) & (
+        (torch.rand(2, 16, 16) < 0.8) | (nodes == rightmost[:, None])
+    )
     importance = torch.randint(0, 5, (2, 16, 16)) / 4.0
     found = study.choices.opened(importance, candidates, rightmost, count, open_next=True)
     for row in range(2):
@@ -497,7 +511,8 @@ def test_half_of_the_nodes_and_their_neighbours(study, count):
             inside = candidates[row, query].nonzero().flatten().tolist()
             inside.sort(key=lambda node: (node != query, -float(importance[row, query, node]), node))
             first = inside[: -(-count // 2)]
-            following = [node for node in inside if node - 1 in first and node not in first]
+            in_order = sorted(inside)
+            following = [b for a, b in itertools.pairwise(in_order) if a in first and b not in first]
             rest = [node for node in inside if node not in first + following]
             wanted = (first + sorted(following) + rest)[:count]
             assert sorted(wanted) == found[row, query].nonzero().flatten().tolist()

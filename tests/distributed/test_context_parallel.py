@@ -40,6 +40,10 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
         (1, 96, 3, 3, 4, 5),
         {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "inv_freq": [0.7, 0.0]},
     ),
+    "open_next": (
+        (1, 128, 2, 1, 8, 4),
+        {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "open_next": True},
+    ),
     "int8": (
         (1, 128, 2, 1, 8, 4),
         {

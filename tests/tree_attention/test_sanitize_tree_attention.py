@@ -88,10 +88,24 @@ INT8 = [
 ]
 
 
-@pytest.mark.parametrize("case", [*SPANS, *INT8], ids=case_id)
+NEXT = [
+    tensor_core("next", torch.bfloat16, K=64, V=64, top_k=4, open_next=True),
+    tensor_core(
+        "next_s16_c2", torch.float16, K=128, V=128, top_k=5, selection_stride=16, selection_span=2, open_next=True
+    ),
+    tensor_core("next_three_layers", torch.bfloat16, T=1100, top_k=3, K=64, V=64, open_next=True),
+    tensor_core("next_general", torch.float32, K=64, V=64, top_k=4, open_next=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*SPANS, *INT8, *NEXT], ids=case_id)
 def test_selection_by_span_means(case: TreeAttentionCase) -> None:
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
-    later = {"selection_span": case.selection_span, "selection_dtype": case.selection_dtype}
+    later = {
+        "selection_span": case.selection_span,
+        "selection_dtype": case.selection_dtype,
+        "open_next": case.open_next,
+    }
     for store_parents in (True, False):
         out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents, **later)
         for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):

@@ -49,7 +49,7 @@ def problems(draw, layers=None):
         T=length, num_queries=num_queries, H=heads_kv * draw(st.sampled_from((1, 2, 3, 4, 8, 16))),
         H_kv=heads_kv, K=width, V=width, r=16, top_k=top_k, M=top_nodes, selection_stride=stride,
         importance=draw(st.sampled_from(("lse_causal", "exp_joint"))), selection_span=span,
-        selection_dtype=draw(dtypes_of_spans(span)),
+        selection_dtype=draw(dtypes_of_spans(span)), open_next=draw(st.booleans()),
         inv_freq=draw(st.sampled_from((None, frequencies(width)))),
         spread=draw(st.sampled_from((1.0, 0.2))), layout=draw(st.sampled_from(LAYOUTS)),
     )  # fmt: skip

@@ -201,7 +201,7 @@ def staged_pipeline(q, k, v, case):
         scores, num = ops.compute_scores(q, layer_k, parents, cos, sin, layer, case.r, case.scale, case.t0)
         lists = parents
         if layer:
-            positions = ops.select_topk(scores, num, case.top_k, case.importance)
+            positions = ops.select_topk(scores, num, case.top_k, case.importance, case.open_next)
             ops.mask_topk_scores_(scores, positions)
             parents = ops.compute_next_parents(parents, positions, case.r)
         state = ops.accumulate_non_topk(layer_v, lists, scores, num, layer, case.r, case.t0)
@@ -225,7 +225,7 @@ def fused_pipeline(q, k, v, case):
     for layer in range(len(layers) - 1, 0, -1):
         *state, parents = ops.select_accumulate(
             q, *layers[layer], parents, cos, sin, layer, case.r, case.top_k, case.scale, case.importance,
-            case.t0, stride, span_k, case.selection_span, case.selection_dtype,
+            case.t0, stride, span_k, case.selection_span, case.selection_dtype, case.open_next,
         )  # fmt: skip
         ops.merge_to_global_(*total, *state)
         used.insert(0, parents.cpu())

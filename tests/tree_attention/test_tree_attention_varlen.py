@@ -155,6 +155,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         selection_stride=stride,
         selection_span=span,
         selection_dtype=draw(dtypes_of_spans(span)),
+        open_next=draw(st.booleans()),
         importance=importance,
         inv_freq=draw(frequencies_of(width)),
     )

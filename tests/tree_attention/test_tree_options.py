@@ -27,6 +27,7 @@ OTHERS = {
     "selection_span": 2,
     "inv_freq": (1.0, 0.5, -0.25, 0.0),
     "selection_dtype": "int8",
+    "open_next": True,
 }
 
 

@@ -76,6 +76,7 @@ def problems(
         selection_stride=stride,
         selection_span=span,
         selection_dtype=draw(dtypes_of_spans(span)),
+        open_next=draw(st.booleans()),
         importance=importance,
         inv_freq=draw(frequencies_of(width)),
         spread=draw(st.sampled_from(spreads)),

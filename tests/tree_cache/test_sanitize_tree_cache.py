@@ -27,7 +27,11 @@ pytestmark = pytest.mark.gpu
 DECODED = [
     case
     for case in DECODE_CASES
-    if case.name in ("ragged", "half, 128, G = 16", "three layers, span 4", "stride", "span 8, stride")
+    if case.name
+    in (
+        *("ragged", "half, 128, G = 16", "three layers, span 4", "stride", "span 8, stride"),
+        *("next", "next, stride, span 2"),
+    )
 ]
 
 

@@ -1,7 +1,7 @@
 """Other ways to choose the nodes that a query opens, for evaluations: attention of whole texts, written out.
 
-``tree_attention`` with own positions (docs/semantics/tree_attention.md §1.5) where every score of a text is a tensor, so
-that any rule may choose from them. Memory is that of dense attention with stored scores.
+``tree_attention`` with own positions (docs/semantics/tree_attention.md §1.5) where every score of a text is a tensor,
+so that any rule may choose from them. Memory is that of dense attention with stored scores.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class Choice:
     Attributes:
         span: nodes are scored by the log-sum-exp over means of ``span`` tokens, None for their stored mean.
         stride: queries that share a choice.
-        open_next: half of the nodes are the best ones, the others the right neighbours of these; what is left over
-            because two neighbours are both among the best goes to the next best.
+        open_next: as of ``tree_attention``: half of the nodes are the best ones, then come the candidates behind them.
         near, near_span: nodes that lie wholly among the last ``near`` tokens are scored by means of ``near_span``.
         upper: nodes opened in the layers above layer 1; 0 for as many as there.
         indexers: one for each layer of the model; they give the scores in place of queries and keys.
@@ -48,8 +47,10 @@ class Choice:
     indexers: Sequence[Indexer] = ()
 
     def products(self, context: int, head_dim: int) -> float:
-        """Products of numbers in the scores that choose among the nodes of layer 1, per query, in parts of those of dense
-        attention. The last query of ``context`` tokens counts, which shares its choice with ``stride``."""
+        """Products of numbers in the scores that choose among nodes of layer 1, in parts of those of dense attention.
+
+        The last query of ``context`` tokens counts, which shares its choice with ``stride``.
+        """
         if self.indexers:
             width, span = self.indexers[0].width, self.indexers[0].span
         else:
@@ -62,8 +63,9 @@ class Choice:
 class Indexer(nn.Module):
     """Projections of the queries and keys of one layer, for the choice alone.
 
-    A key becomes W k + V silu(U k), without the second part where ``hidden`` is 0; a query becomes W' q. Means of ``span``
-    projected keys are scored. Where nothing is dropped and nothing is trained yet, it scores as ``selection_span`` does.
+    A key becomes W k + V silu(U k), without the second part where ``hidden`` is 0; a query becomes W' q. Means of
+    ``span`` projected keys are scored. Where nothing is dropped and nothing is trained yet, it scores as
+    ``selection_span`` does.
 
     Args:
         size: heads of the layer. width: of projected queries and keys. hidden: of the part with silu.
@@ -74,7 +76,9 @@ class Indexer(nn.Module):
         self.width, self.span = width, span
         heads, kv_heads, head_dim = size.heads, size.kv_heads, size.width // size.heads
         generator = torch.Generator().manual_seed(seed)
-        turned = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator)).Q[..., :width]
+        turned = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator)).Q[
+            ..., :width
+        ]
         lengthened = turned * (head_dim / width) ** 0.5  # products keep their size on average
         self.key = nn.Parameter(lengthened.clone())
         of_group = lengthened[:, None] * head_dim**-0.5
@@ -125,14 +129,18 @@ def opened(importance: Tensor, candidates: Tensor, rightmost: Tensor, count: int
     nodes = torch.arange(importance.shape[-1], device=importance.device)
     key = importance.masked_fill(nodes == rightmost[:, None], torch.inf).masked_fill(~candidates, -1.0)
     if open_next:
-        first = best(key, -(-count // 2))
-        following = F.pad(first, (1, 0))[..., :-1] & candidates & ~first
+        first = best(key, -(-count // 2)) & candidates
+        latest = nodes.masked_fill(~candidates, -1).cummax(-1).values
+        before = F.pad(latest, (1, 0), value=-1)[..., :-1].expand_as(first)  # the candidate before each node
+        following = candidates & ~first & (before >= 0) & first.gather(-1, before.clamp(min=0))
         largest = torch.finfo(key.dtype).max
         key = key.masked_fill(first, torch.inf).masked_fill(following, largest)
     return best(key, count) & candidates
 
 
-def attend_chosen(q: Tensor, k: Tensor, v: Tensor, attention: Attention, choice: Choice, layer: int = 0) -> Tensor:
+def attend_chosen(
+    q: Tensor, k: Tensor, v: Tensor, attention: Attention, choice: Choice, layer: int = 0
+) -> Tensor:
     """Tree attention of rotated q [B, T, H, D] on k, v [B, T, H_kv, D] that opens what ``choice`` says; as q.
 
     Args:
@@ -186,7 +194,13 @@ def _one_text(
 
 
 def _mass(
-    heads: Tensor, keys: Sequence[Tensor], scores: Tensor, leaders: Tensor, level: int, choice: Choice, layer: int
+    heads: Tensor,
+    keys: Sequence[Tensor],
+    scores: Tensor,
+    leaders: Tensor,
+    level: int,
+    choice: Choice,
+    layer: int,
 ) -> Tensor:
     """Log-mass [S, G, n, N] of the nodes of a level for the queries that choose."""
     nodes = keys[level].shape[1]
@@ -244,15 +258,17 @@ def fit_indexers(
     """Trains indexers to tell the true masses of the nodes of layer 1, while the model stays as it is.
 
     Args:
-        indexers: one per layer of the model; they go to the session's device. draw: tokens [B, T] of a step. queries: of
-            each text, at random places, that learn in a step. learning_rate: of Adam, a cosine down to 0.
+        indexers: one per layer of the model; they go to the session's device. draw: tokens [B, T] of a step. queries:
+            of each text, at random places, that learn in a step. learning_rate: of Adam, a cosine down to 0.
 
     Returns:
         The divergence in nats over the last tenth of the steps, a mean over layers.
     """
     device = torch.device(session.device)
     optimizer = torch.optim.Adam(
-        [p for indexer in indexers for p in indexer.to(device).parameters()], lr=learning_rate, betas=(0.9, 0.95)
+        [p for indexer in indexers for p in indexer.to(device).parameters()],
+        lr=learning_rate,
+        betas=(0.9, 0.95),
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps)

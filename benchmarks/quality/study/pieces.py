@@ -231,7 +231,12 @@ def choice_settings(size: Training) -> list[tuple[Attention, Choice]]:
     ]
     width = size.width // size.heads
     learned = [
-        (f"means of {span} projected keys" if span > 1 else f"projected keys of {kept} numbers", kept, span, 0)
+        (
+            f"means of {span} projected keys" if span > 1 else f"projected keys of {kept} numbers",
+            kept,
+            span,
+            0,
+        )
         for kept, span in ((width, RATE), (width, 2), (width // 2, 1), (width // 4, 1), (width // 8, 1))
     ]
     learned += [(f"means of {span} features of keys", width, span, 4 * width) for span in (RATE, 4)]
@@ -284,7 +289,7 @@ def choices(scale: Scale) -> list[Run]:
 def train_indexers(
     session: Session, scale: Scale, model: LanguageModel, indexers: Sequence[Indexer]
 ) -> tuple[Progress, float]:
-    """Trains them on texts like those that the model was trained on; what :func:`fit_indexers` returns, and the steps."""
+    """Trains them on texts like those of the model; what :func:`fit_indexers` returns, and the steps."""
     size, steps, batch = scale.conversion, scale.indexer_steps, min(4, scale.conversion.batch)
 
     def draw(step: int) -> Tensor:

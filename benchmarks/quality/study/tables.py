@@ -133,7 +133,14 @@ def choices_of(used: Sequence[Row]) -> str:
         budget = str(row.top_k * row.compression_rate or row.context)
         name = row.choice or label(row).removeprefix("tree, ")
         lines.append([name, budget, cost, bits(row.bits_per_byte), found(row), share])
-    head = ("nodes chosen by", "tokens per query", "products", "bits per byte", "copies found", "of the dense ones")
+    head = (
+        "nodes chosen by",
+        "tokens per query",
+        "products",
+        "bits per byte",
+        "copies found",
+        "of the dense ones",
+    )
     texts = f"{used[0].context} bytes, `seen` {used[0].seen}, {used[0].texts} texts from {used[0].text}"
     return f"{texts}; {place(used)}.\n\n{table(head, lines)}"
 

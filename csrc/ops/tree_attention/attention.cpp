@@ -38,6 +38,7 @@ AttentionArgs resolve_options(const char* op, const TreeOptions& options, const 
   const bool cut = args.compression_rate < options.compression_rate;
   args.selection_span = cut ? 0 : options.selection_span.value_or(0);
   args.selection_dtype = parse_selection_dtype(op, options.selection_dtype);
+  args.open_next = options.open_next;
   return args;
 }
 

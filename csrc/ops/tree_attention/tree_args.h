@@ -34,6 +34,7 @@ struct LayerArgs {
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // tokens of a span mean that the selection scores, a divisor of r; 0 for None
   SelectionDtype selection_dtype = SelectionDtype::kAsGiven;
+  bool open_next = false;  // half of the selected are the candidates behind the others, §1.6
 };
 
 // A whole attention call. The queries are as many equal pieces as there are `starts`, one behind the other; the
@@ -51,6 +52,7 @@ struct AttentionArgs {
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // as in LayerArgs
   SelectionDtype selection_dtype = SelectionDtype::kAsGiven;
+  bool open_next = false;
   std::vector<int64_t> starts = {0};
 };
 
@@ -90,6 +92,12 @@ inline int64_t node_span(int64_t compression_rate, int64_t exponent) {
 // The number of candidates of a query whose own node in the layer is `rightmost` = t / r^layer.
 HTREE_HOST_DEVICE int64_t candidate_count(int64_t num_parents, int64_t rightmost, int64_t r) {
   return num_parents > 0 ? (num_parents - 1) * r + rightmost % r + 1 : 0;
+}
+
+// With open_next, the number of candidates that are selected by their key, the rightmost among them; the
+// candidates behind them come next. 0 where that selects what the keys alone select.
+HTREE_HOST_DEVICE int64_t best_with_neighbours(bool open_next, int64_t top_k, int64_t num_candidates) {
+  return open_next && top_k > 2 && num_candidates > top_k ? (top_k + 1) / 2 : 0;
 }
 
 // Whether a node takes part: it exists, and it starts at or before the query. Only a list

@@ -306,6 +306,10 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
     __syncthreads();
     tree_attention::make_keys<FullWork, kHeads>(scores, num, num - 1, params.group, normalizer, keys, fold);
     __syncthreads();
+    const int64_t best = tree_attention::best_with_neighbours(params.options.open_next, top_k, num);
+    if (best > 0) {
+      tree_attention::raise_neighbours(keys, num, best, shared);
+    }
   }
   const int count = min(num, top_k);
   tree_attention::for_each_selected(keys, num, count, shared, [&](int64_t rank, int64_t p) {

@@ -87,10 +87,10 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
                            std::optional<double> scale, std::optional<double> rope_base,
                            std::string_view importance, std::optional<at::ArrayRef<double>> inv_freq,
                            const OptionalTensor& k_codes, const OptionalTensor& k_scales,
-                           const OptionalTensor& v_codes, const OptionalTensor& v_scales) {
+                           const OptionalTensor& v_codes, const OptionalTensor& v_scales, bool open_next) {
   const TreeOptions options(
       {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
-      {selection_span, inv_freq, std::nullopt});
+      {selection_span, inv_freq, std::nullopt, open_next});
   const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
   const auto given = std::count_if(std::begin(packed), std::end(packed),
@@ -186,8 +186,8 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "rope_table=None, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int "
           "top_k=512, int selection_stride=1, int? selection_span=None, float? scale=None, float? "
           "rope_base=10000., str importance=\"lse_causal\", float[]? inv_freq=None, Tensor? k_codes=None, "
-          "Tensor? k_scales=None, Tensor? v_codes=None, Tensor? v_scales=None) -> (Tensor out, Tensor lse, "
-          "Tensor lists, Tensor list_pos)",
+          "Tensor? k_scales=None, Tensor? v_codes=None, Tensor? v_scales=None, bool open_next=False) "
+          "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)",
           "tree_cache_pages_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
           "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
           "str step, *, int capacity, int page_size, int selection_stride=1) -> ()",

@@ -291,6 +291,7 @@ AttentionArgs attention_args(const char* op, const TreeOptions& options, int64_t
   args.inv_freq = options.inv_freq.value_or(args.inv_freq);
   args.importance = tree_attention::parse_importance(op, options.importance);
   args.selection_span = options.selection_span.value_or(0);
+  args.open_next = options.open_next;
   return args;
 }
 

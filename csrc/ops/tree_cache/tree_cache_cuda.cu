@@ -298,6 +298,7 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
     params.options.stride = static_cast<int>(args.selection_stride);
     params.options.scale = static_cast<float>(args.scale);
     params.options.importance = args.importance;
+    params.options.open_next = args.open_next;
     if (table.defined()) {
       params.options.cos = input<float>(table);
       params.options.sin = params.options.cos + table.stride(0);

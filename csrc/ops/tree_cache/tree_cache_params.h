@@ -72,6 +72,7 @@ struct CacheOptions {
   int stride = 1;
   float scale = 1.0f;
   tree_attention::Importance importance = tree_attention::Importance::kLseCausal;
+  bool open_next = false;
   const float* cos = nullptr;  // [>= top_k r, K/2], null: no rotation
   const float* sin = nullptr;
 };

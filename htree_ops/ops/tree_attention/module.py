@@ -121,6 +121,7 @@ class HTreeAttention(nn.Module):
     store_parents = _option("store_parents")
     selection_span = _option("selection_span")
     selection_dtype = _option("selection_dtype")
+    open_next = _option("open_next")
     inv_freq = _option("inv_freq")
 
     def __init__(
@@ -142,6 +143,7 @@ class HTreeAttention(nn.Module):
         store_parents: bool = True,
         selection_span: int | None = None,
         selection_dtype: SelectionDtype | None = None,
+        open_next: bool = False,
         inv_freq: Frequencies | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
         cp_balance: Balance = "head_tail",
@@ -182,6 +184,7 @@ class HTreeAttention(nn.Module):
                 store_parents=store_parents,
                 selection_span=selection_span,
                 selection_dtype=selection_dtype,
+                open_next=open_next,
                 inv_freq=inv_freq,
             )
         check_frequencies("HTreeAttention", self.options, head_dim)

@@ -39,6 +39,7 @@ OF_OPS = (
     "selection_span",
     "inv_freq",
     "selection_dtype",
+    "open_next",
 )
 
 
@@ -68,6 +69,7 @@ class TreeOptions:
     selection_span: int | None = None
     inv_freq: Frequencies | None = None
     selection_dtype: SelectionDtype | None = None
+    open_next: bool = False
 
     def __post_init__(self) -> None:
         given = frequencies("tree_attention", self.inv_freq)

@@ -194,7 +194,13 @@ def compute_scores(
 
 
 @named
-def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: str = "lse_causal") -> Tensor:
+def select_topk(
+    scores: Tensor,
+    num_candidates: Tensor,
+    top_k: int,
+    importance: str = "lse_causal",
+    open_next: bool = False,
+) -> Tensor:
     """Positions of the min(top_k, n) most important candidates, the rightmost always first (§1.6).
 
     "lse_causal": sum over the group of exp(s - logsumexp of all but the rightmost); ties go to the smaller
@@ -203,11 +209,14 @@ def select_topk(scores: Tensor, num_candidates: Tensor, top_k: int, importance: 
     Args:
         scores: [B, T_q, H_kv, k*r, G]; num_candidates: int32 [B, T_q, H_kv].
         importance: "lse_causal", "lse" or "exp_joint".
+        open_next: the ceil(top_k / 2) most important ones, then the candidates behind these, then what is next in
+            importance. Where n <= top_k or top_k <= 2 that changes nothing.
 
     Returns:
-        int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail.
+        int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail. With open_next the rightmost comes first, then the
+        other most important ones and the candidates behind them, each in the order of positions.
     """
-    return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance)
+    return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance, open_next)
 
 
 @named
@@ -320,6 +329,7 @@ def select_accumulate(
     span_k: Tensor | None = None,
     selection_span: int | None = None,
     selection_dtype: str | None = None,
+    open_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
 
@@ -334,6 +344,7 @@ def select_accumulate(
         span_k: :func:`span_means` of all tokens, [B, ceil(T/c), H_kv, K]; selection_span: c, a divisor of r.
             Given together, they replace the scores in the selection (§1.15); ValueError where one is missing.
         selection_dtype: "int8" rounds the rows of lists that hold the parents 0, 1, ... in their places.
+        open_next: as in :func:`select_topk`.
 
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
@@ -355,6 +366,7 @@ def select_accumulate(
         span_k,
         selection_span,
         selection_dtype,
+        open_next,
     )
 
 
@@ -401,6 +413,7 @@ def recompute_selection(
     span_k: Tensor | None = None,
     selection_span: int | None = None,
     selection_dtype: str | None = None,
+    open_next: bool = False,
 ) -> Tensor:
     """The same bits as next_parents of :func:`select_accumulate`, without reading a value (§1.8)."""
     return torch.ops.htree.recompute_selection(
@@ -419,6 +432,7 @@ def recompute_selection(
         span_k,
         selection_span,
         selection_dtype,
+        open_next,
     )
 
 

@@ -83,8 +83,8 @@ class TreeKVCache:
         batch: B, sequences. num_kv_heads: H_kv. head_dim: K, even. value_dim: V; None is K.
         capacity: most tokens of a sequence.
         max_top_nodes: M; None is min(8192, top_k * compression_rate).
-        compression_rate, top_k, selection_stride, selection_span, scale, rope_base, importance, inv_freq: as in
-            :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
+        compression_rate, top_k, selection_stride, selection_span, open_next, scale, rope_base, importance, inv_freq: as
+            in :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
         selection_dtype: None. A step reads the means from memory in the dtype of the cache, so int8 would save nothing
             and is refused.
         page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
@@ -120,6 +120,7 @@ class TreeKVCache:
         selection_stride: int = 1,
         selection_span: int | None = None,
         selection_dtype: None = None,
+        open_next: bool = False,
         scale: float | None = None,
         rope_base: float | None = 10000.0,
         importance: Importance = "lse_causal",
@@ -155,6 +156,7 @@ class TreeKVCache:
                 rope_base=rope_base,
                 importance=importance,
                 selection_span=selection_span,
+                open_next=open_next,
                 inv_freq=inv_freq,
             )
         check_frequencies(OP, self.options, head_dim)
@@ -374,6 +376,7 @@ class TreeKVCache:
             rope_base=options.rope_base,
             importance=options.importance,
             inv_freq=options.inv_freq,
+            open_next=options.open_next,
             **({} if self._leaves is None else self._leaves.paged()),
         )
         if strided:

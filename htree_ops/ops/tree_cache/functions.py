@@ -202,6 +202,7 @@ def tree_cache_attention(
     k_scales: Tensor | None = None,
     v_codes: Tensor | None = None,
     v_scales: Tensor | None = None,
+    open_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
 
@@ -262,4 +263,5 @@ def tree_cache_attention(
         k_scales=k_scales,
         v_codes=v_codes,
         v_scales=v_scales,
+        open_next=open_next,
     )

@@ -275,7 +275,9 @@ def _group_rows(
         table = torch.stack([cache.block_table[b] for b in sequences])
     of_op = options.of_ops() | {"page_size": cache.page_size}
     del of_op["selection_dtype"]
-    of_copies = {name: value for name, value in of_op.items() if name not in ("scale", "importance")}
+    of_copies = {
+        name: value for name, value in of_op.items() if name not in ("scale", "importance", "open_next")
+    }
     n, heads = q.shape[1:3]
     copies, keeps = cache.prompt_copies.take(cache, sequences, heads, length, n)
     pages = (cache.k_pool, cache.v_pool, table)

@@ -42,7 +42,8 @@ def options_as_tensors(
         options.top_k,
         options.selection_stride,
         options.selection_span or 0,
-        IMPORTANCES.index(options.importance),
+        # Together one number: a state from before open_next has the same numbers.
+        IMPORTANCES.index(options.importance) + len(IMPORTANCES) * options.open_next,
         *([] if leaf_bits is None else [leaf_bits]),
     ]
     factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]

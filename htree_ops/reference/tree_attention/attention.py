@@ -100,6 +100,7 @@ def htree_forward_naive(
     selection_stride: int = 1,
     selection_span: int | None = None,
     selection_dtype: str | None = None,
+    open_next: bool = False,
     parents: Sequence[Tensor] | None = None,
     with_importance: bool = False,
     compute_dtype: torch.dtype | None = None,
@@ -113,6 +114,7 @@ def htree_forward_naive(
     tie_bits: low bits of the importance that are ignored when ordering.
     selection_span: tokens of a span mean whose scores decide the selection (§1.15); None scores the nodes.
     selection_dtype: "int8" rounds the rows of these scores where a list is full (§1.15); None does not.
+    open_next: half of the selected are the most important ones, the next ones stand behind these (§1.6).
     parents: one list per layer, as `attention_forward` returns them; they replace the selection
     (teacher forcing), and the result is then differentiable by autograd in q, k and v.
     with_importance: put the importances into the trace under given lists too.
@@ -186,7 +188,7 @@ def htree_forward_naive(
             selected = listed_candidates(found, rows_of_queries(parents[layer - 1], num_queries, stride))
         else:
             assert value is not None
-            positions = selection.select_important(value, leaders.num, top_k, tie_bits)
+            positions = selection.select_important(value, leaders.num, top_k, tie_bits, open_next)
             lists = selection.compute_next_parents(short, positions, rate)
             mask = selection.positions_mask(positions, scores.shape[-2])
             selected = rows_of_queries(mask, num_queries, stride)

@@ -87,6 +87,7 @@ def select_topk(
     num_candidates: Tensor,
     top_k: int,
     importance: str = "lse_causal",
+    open_next: bool = False,
     tie_bits: int = 0,
 ) -> Tensor:
     """Return the min(k, n) selected positions in key order, -1 tail, int32 [B,T,S,k].
@@ -95,13 +96,34 @@ def select_topk(
     """
     num_candidates = num_candidates.clamp(0, scores.shape[-2])
     return select_important(
-        importance_of(scores, num_candidates, importance), num_candidates, top_k, tie_bits
+        importance_of(scores, num_candidates, importance), num_candidates, top_k, tie_bits, open_next
     )
 
 
-def select_important(importance: Tensor, num_candidates: Tensor, top_k: int, tie_bits: int = 0) -> Tensor:
+def next_after_best(order: Tensor, num_candidates: Tensor, top_k: int) -> Tensor:
+    """Reorder positions [...,C] given in key order for `open_next`, where n > k.
+
+    The ceil(k/2) first come first, the rightmost before the others, then the positions p+1 < n behind them, each in
+    the order of positions; then the rest as it was.
+    """
+    count = order.shape[-1]
+    positions = torch.arange(count, device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, positions)
+    best = rank < -(-top_k // 2)
+    behind = torch.nn.functional.pad(best, (1, 0))[..., :-1] & ~best & (positions < num_candidates[..., None])
+    key = torch.where(best | behind, positions + count * behind, 2 * count + rank)
+    key = torch.where(positions == num_candidates[..., None] - 1, -1, key)
+    return torch.where(num_candidates[..., None] > top_k, key.argsort(dim=-1), order)
+
+
+def select_important(
+    importance: Tensor, num_candidates: Tensor, top_k: int, tie_bits: int = 0, open_next: bool = False
+) -> Tensor:
     """`select_topk` from importances [B,T,S,C]."""
-    order = order_by_key(drop_low_bits(importance, tie_bits), num_candidates)[..., :top_k]
+    order = order_by_key(drop_low_bits(importance, tie_bits), num_candidates)
+    if open_next:
+        order = next_after_best(order, num_candidates, top_k)
+    order = order[..., :top_k]
     order = torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1)
     kept = torch.arange(top_k, device=importance.device) < num_candidates[..., None]
     return torch.where(kept, order, -1).to(torch.int32)

@@ -234,6 +234,7 @@ def select_accumulate(
     span_k: Tensor | None = None,
     selection_span: int | None = None,
     selection_dtype: str | None = None,
+    open_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select at a layer above the bottom: the state of what is left out, and next_parents.
 
@@ -257,7 +258,7 @@ def select_accumulate(
         value = span_importance(
             q[:, leaders], span_k, some, per_node, cos, sin, scale, importance, selection_dtype
         )
-    positions = selection.select_important(value, found.num[:, leaders], top_k)
+    positions = selection.select_important(value, found.num[:, leaders], top_k, open_next=open_next)
     nodes = selection.compute_next_parents(parents, positions, compression_rate)
     chosen = selection.positions_mask(positions, scores.shape[-2])
     chosen = rows_of_queries(chosen, q.shape[1], selection_stride)
@@ -281,6 +282,7 @@ def recompute_selection(
     span_k: Tensor | None = None,
     selection_span: int | None = None,
     selection_dtype: str | None = None,
+    open_next: bool = False,
 ) -> Tensor:
     """Return next_parents of `select_accumulate` without touching values."""
     no_values = layer_k[..., :0]
@@ -301,4 +303,5 @@ def recompute_selection(
         span_k,
         selection_span,
         selection_dtype,
+        open_next,
     )[3]

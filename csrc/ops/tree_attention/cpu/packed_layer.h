@@ -50,7 +50,7 @@ inline int64_t round_up(int64_t size, int64_t multiple) {
 }
 
 inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t value_dim, int64_t r,
-                              int64_t max_parents, Importance importance, int64_t lanes) {
+                              int64_t max_parents, Importance importance, bool open_next, int64_t lanes) {
   QueryShape shape;
   shape.group = q.size(2) / kv_heads;
   shape.half = q.size(3) / 2;
@@ -61,6 +61,7 @@ inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t val
   shape.r_pad = round_up(r, lanes);
   shape.max_parents = max_parents;
   shape.importance = importance;
+  shape.open_next = open_next;
   return shape;
 }
 

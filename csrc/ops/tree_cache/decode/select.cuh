@@ -169,15 +169,15 @@ __device__ __forceinline__ uint32_t arriving_key_bytes(const DecodeBlock<Tr>& bl
   return static_cast<uint32_t>(keys + block.params.plan.cluster - 1) * 4;
 }
 
-// Writes the list of the layer below, ascending, and the bits of the selected candidates. Every thread
+// Writes the nodes of the `count` candidates of largest key to `next`, ascending, and their bits. Every thread
 // calls it when all keys are there. Ends with a __syncthreads.
 template <class Tr>
-__device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, const LayerSlots& slots,
-                                                const int32_t* list, int32_t* next) {
+__device__ __forceinline__ void select_largest(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                               int count, const int32_t* list, int32_t* next) {
   const uint32_t* keys = block.keys();
   DecodeShared& shared = block.shared;
-  const device::Threshold threshold = device::block_radix_select<Tr::kThreads>(
-      keys, slots.num, static_cast<uint32_t>(block.top_k()), shared.radix);
+  const device::Threshold threshold =
+      device::block_radix_select<Tr::kThreads>(keys, slots.num, static_cast<uint32_t>(count), shared.radix);
   const int words = (slots.num + 31) / 32;
   const int each = (words + Tr::kWarps - 1) / Tr::kWarps;
   const int begin = min(block.warp * each, words), end = min(begin + each, words);
@@ -231,6 +231,41 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
     }
   }
   __syncthreads();
+}
+
+// Raises the keys of the selected candidates above all others, and those of the candidates behind them above
+// the rest (§1.6, open_next). Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void raise_neighbours(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
+  using Select = tree_attention::SelectTraits;
+  uint32_t* keys = block.keys();
+  const uint32_t* selected = block.selected();
+  for (int p = threadIdx.x; p < slots.num - 1; p += Tr::kThreads) {
+    const bool best = (selected[p / 32] >> (p % 32) & 1) != 0;
+    const bool behind = p > 0 && (selected[(p - 1) / 32] >> ((p - 1) % 32) & 1) != 0;
+    if (best || behind) {
+      keys[p] = best ? Select::kBest : Select::kNeighbour;
+    }
+  }
+  __syncthreads();
+}
+
+// Writes the list of the layer below, ascending, and the bits of the selected candidates. Every thread
+// calls it when all keys are there. Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                                const int32_t* list, int32_t* next) {
+  const int top_k = block.top_k();
+  const auto best = static_cast<int>(
+      tree_attention::best_with_neighbours(block.attend().options.open_next, top_k, slots.num));
+#pragma unroll 1
+  for (int count = best > 0 ? best : top_k;; count = top_k) {
+    select_largest(block, slots, count, list, next);
+    if (count == top_k) {
+      return;
+    }
+    raise_neighbours(block, slots);
+  }
 }
 
 // The next list of a leader where every candidate is opened. Ends with a __syncthreads.

@@ -123,7 +123,7 @@ void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_poo
                  OptionalNumbers inv_freq) {
   const TreeOptions options(
       {compression_rate, max_top_nodes, top_k, std::nullopt, rope_base, "lse_causal", selection_stride},
-      {selection_span, inv_freq, std::nullopt});
+      {selection_span, inv_freq, std::nullopt, /*open_next=*/false});
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPackOp, given, options, page_size, "end", end);
   check_heads(kPackOp, "num_heads", num_heads, k_pool.sym_size(1));
@@ -156,10 +156,10 @@ AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool
                      int64_t page_size, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
                      int64_t selection_stride, std::optional<int64_t> selection_span,
                      std::optional<double> scale, std::optional<double> rope_base,
-                     std::string_view importance, OptionalNumbers inv_freq) {
+                     std::string_view importance, OptionalNumbers inv_freq, bool open_next) {
   const TreeOptions options(
       {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
-      {selection_span, inv_freq, std::nullopt});
+      {selection_span, inv_freq, std::nullopt, open_next});
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPromptOp, given, options, page_size, "length", length);
   check_rank(kPromptOp, "q", q, 4, "[B, n, H, K]");
@@ -284,7 +284,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       "int page_size, " +
       tree +
       ", float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", "
-      "float[]? inv_freq=None) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
+      "float[]? inv_freq=None, bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
   define_ops(library, {bytes.c_str(), pack.c_str(), prompt.c_str()});
 }
 

@@ -14,7 +14,7 @@ using ScoreTypes = TypeList<float, double>;
 
 template <typename Work, typename Real>
 void select_rows(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, Importance importance,
-                 const IoPositions& io, const Tensor& topk_positions) {
+                 bool open_next, const IoPositions& io, const Tensor& topk_positions) {
   using Rank = typename Stage<Real>::Rank;
   const auto& kernels = Stage<Real>::rows();
   const auto select = Work::kIoOnly ? kernels.io_select : kernels.select;
@@ -36,7 +36,7 @@ void select_rows(const Tensor& scores, const Tensor& num_candidates, int64_t top
       int64_t taken = 0;
       if (num > 0) {
         taken = select(score_data + score_strides.at(b, i, s), scores.stride(3), group, num, top_k,
-                       importance, scratch.data(), out, ranks.data());
+                       importance, open_next, scratch.data(), out, ranks.data());
         if constexpr (Work::kIoOnly) {
           taken = io.bottom ? 0 : taken;
           const auto nothing = static_cast<int32_t>(static_cast<uint32_t>(ranks[0]) & io.fold_mask);
@@ -113,13 +113,13 @@ void next_parents_rows(const Tensor& parents, const Tensor& topk_positions, int6
 }  // namespace
 
 void select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, Importance importance,
-                     const Tensor& topk_positions) {
+                     bool open_next, const Tensor& topk_positions) {
   if (topk_positions.numel() == 0) {
     return;
   }
   dispatch_dtype("select_topk", scores.scalar_type(), ScoreTypes{}, [&](auto tag) {
-    select_rows<FullWork, typename decltype(tag)::type>(scores, num_candidates, top_k, importance, {},
-                                                        topk_positions);
+    select_rows<FullWork, typename decltype(tag)::type>(scores, num_candidates, top_k, importance, open_next,
+                                                        {}, topk_positions);
   });
 }
 
@@ -130,7 +130,7 @@ void io_select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int6
   }
   dispatch_dtype("io_select_topk", scores.scalar_type(), ScoreTypes{}, [&](auto tag) {
     select_rows<IoOnly, typename decltype(tag)::type>(scores, num_candidates, top_k, Importance::kLseCausal,
-                                                      io, topk_positions);
+                                                      /*open_next=*/false, io, topk_positions);
   });
 }
 

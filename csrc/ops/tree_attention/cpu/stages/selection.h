@@ -191,7 +191,7 @@ template <typename Real>
 inline Rank<Real> rank_of(Real importance) {
   Rank<Real> bits;
   std::memcpy(&bits, &importance, sizeof bits);
-  return importance == importance ? bits : ~Rank<Real>{1};  // just below the rightmost candidate's ~0
+  return importance == importance ? bits : ~Rank<Real>{3};  // below the rightmost and what is raised
 }
 
 // Fills workspace.ranks[0, n) from scores [num_heads][stride]. n >= 1.
@@ -262,10 +262,28 @@ inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted
   return count > kSmallPool ? Threshold<R>{source[0], wanted} : threshold_by_pairs(source, count, wanted);
 }
 
+// Raises the ranks of the `best` first candidates above all others but the rightmost's, and those of the
+// candidates behind them above the rest (§1.6, open_next). 1 <= best < n.
+template <typename Real>
+inline void raise_neighbours(int64_t n, int64_t best, Workspace<Real>& workspace) {
+  Rank<Real>* ranks = workspace.ranks;
+  const auto threshold = find_threshold(ranks, n - 1, best, workspace.pool, workspace.histogram);
+  int64_t equal_left = threshold.num_equal;
+  bool behind = false;
+  for (int64_t p = 0; p < n - 1; ++p) {
+    const bool equal = ranks[p] == threshold.rank && equal_left > 0;
+    const bool chosen = equal || ranks[p] > threshold.rank;
+    equal_left -= equal;
+    ranks[p] = chosen ? ~Rank<Real>{1} : behind ? ~Rank<Real>{2} : ranks[p];
+    behind = chosen;
+  }
+}
+
 // Writes the min(top_k, n) selected positions in ascending order, the last of them n-1, and returns their
 // number. rank_candidates has filled the ranks. top_k >= 1 and n >= 1. positions [min(top_k, n)].
 template <typename Real>
-inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspace, int32_t* positions) {
+inline int64_t select_ranked(int64_t n, int64_t top_k, bool open_next, Workspace<Real>& workspace,
+                             int32_t* positions) {
   if (n <= top_k) {
     for (int64_t p = 0; p < n; ++p) {
       positions[p] = static_cast<int32_t>(p);
@@ -273,6 +291,9 @@ inline int64_t select_ranked(int64_t n, int64_t top_k, Workspace<Real>& workspac
     return n;
   }
   int64_t taken = 0;
+  if (const int64_t best = tree_attention::best_with_neighbours(open_next, top_k, n); best > 1) {
+    raise_neighbours(n, best - 1, workspace);  // the rightmost is one of the best
+  }
   if (top_k > 1) {
     const Rank<Real>* ranks = workspace.ranks;
     const auto threshold = find_threshold(ranks, n - 1, top_k - 1, workspace.pool, workspace.histogram);
@@ -297,12 +318,12 @@ inline bool scores_are_read(int64_t n, int64_t top_k) {
 // rank_candidates and select_ranked, without any arithmetic where everything is selected.
 template <typename Real>
 inline int64_t select_row(const Real* scores, const Real* sums, int64_t stride, int64_t num_heads, int64_t n,
-                          int64_t top_k, Importance importance, Workspace<Real>& workspace,
+                          int64_t top_k, Importance importance, bool open_next, Workspace<Real>& workspace,
                           int32_t* positions) {
   if (scores_are_read(n, top_k)) {
     rank_candidates(scores, sums, stride, num_heads, n, importance, workspace);
   }
-  return select_ranked(n, top_k, workspace, positions);
+  return select_ranked(n, top_k, open_next, workspace, positions);
 }
 
 }  // namespace htree::HTREE_ISA::selection

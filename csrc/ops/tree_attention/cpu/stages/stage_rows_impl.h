@@ -202,7 +202,8 @@ int64_t select_bytes(int64_t max_candidates, int64_t num_heads) {
 
 template <typename Work, typename R>
 int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int64_t num, int64_t top_k,
-                   Importance importance, void* buffer, int32_t* positions, selection::Rank<R>* ranks) {
+                   Importance importance, bool open_next, void* buffer, int32_t* positions,
+                   selection::Rank<R>* ranks) {
   selection::Workspace<R> workspace(buffer, num);
   R* by_head = reinterpret_cast<R*>(static_cast<char*>(buffer) + selection::Workspace<R>::bytes(num));
   for (int64_t p = 0; p < num; ++p) {
@@ -221,7 +222,7 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
     return num < top_k ? num : top_k;
   }
   selection::rank_candidates<R>(by_head, /*sums=*/nullptr, num, num_heads, num, importance, workspace);
-  const int64_t count = selection::select_ranked(num, top_k, workspace, positions);
+  const int64_t count = selection::select_ranked(num, top_k, open_next, workspace, positions);
   for (int64_t i = 0; i < count; ++i) {
     ranks[i] = workspace.ranks[positions[i]];
   }

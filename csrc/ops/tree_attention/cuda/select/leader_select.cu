@@ -76,6 +76,18 @@ struct RowKeys {
     }
   }
   template <typename F>
+  __device__ __forceinline__ void replace(F f) {
+#pragma unroll
+    for (int base = 0; base < kKeys; base += kStep) {
+      if (base < used) {
+#pragma unroll
+        for (int i = base; i < base + kStep; ++i) {
+          key[i] = f(i, key[i]);
+        }
+      }
+    }
+  }
+  template <typename F>
   __device__ __forceinline__ void each(F f) const {
 #pragma unroll
     for (int base = 0; base < kKeys; base += kStep) {
@@ -273,6 +285,38 @@ __device__ __forceinline__ void choose(const RowKeys<kKeys>& keys, int wanted, S
   }
 }
 
+// Raises the keys in `shared.above` above all others, and those of the positions behind them above the rest
+// (§1.6, open_next). Importances end below these keys, but for NaN.
+template <int kKeys>
+__device__ __forceinline__ void raise_neighbours(RowKeys<kKeys>& keys, const SelectShared<kKeys>& shared) {
+  constexpr int kBest = 0x7fffffff, kNeighbour = 0x7ffffffe, kNan = 0x7ffffffd;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  keys.replace([&](int i, int key) {
+    const int word = i * kSelectWarps + warp;
+    const uint32_t own = shared.above[word];
+    const uint32_t before = word > 0 ? shared.above[word - 1] : 0u;
+    const bool best = (own >> lane & 1) != 0;
+    const bool behind = ((lane > 0 ? own >> (lane - 1) : before >> 31) & 1) != 0;
+    return key < 0 ? key : best ? kBest : behind ? kNeighbour : min(key, kNan);
+  });
+}
+
+// Selects `wanted` of the keys, the `best` largest and then the positions behind them if best > 0, and writes
+// their words to `shared.above`.
+template <int kKeys>
+__device__ __forceinline__ void choose_with_neighbours(RowKeys<kKeys>& keys, int best, int wanted,
+                                                       SelectShared<kKeys>& shared) {
+#pragma unroll 1
+  for (int number = best > 0 ? best : wanted;; number = wanted) {
+    choose(keys, number, shared);
+    if (number == wanted) {
+      return;
+    }
+    __syncthreads();
+    raise_neighbours(keys, shared);
+  }
+}
+
 // Writes the references of the heads to `references` [kMaxGroup], from the sums of `runs` runs of the row's
 // candidates ([runs, G]) in order. For kExpJoint they are the joint maximum. Has two barriers.
 __device__ __forceinline__ void combine_sums(const float2* sums, int runs, int group, bool joint,
@@ -444,7 +488,10 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
       load_scores<kKeys, kSource == RowSource::kScoresOfEight ? 8 : 0>(
           keys, params.scores + row_idx * params.score_width * p.group, rank, p.group, references);
     }
-    choose(keys, wanted, shared);
+    // The query's own node is the first of the best.
+    const auto best =
+        static_cast<int>(best_with_neighbours(params.open_next, p.list_width, task.num_candidates)) - 1;
+    choose_with_neighbours(keys, best, wanted, shared);
   }
   __syncthreads();
 

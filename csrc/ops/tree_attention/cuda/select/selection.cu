@@ -152,6 +152,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     select.selected_batch = chunk_lists * p.num_kv_heads * words;
     select.mask_words = words;
     select.importance = p.args.importance;
+    select.open_next = p.args.open_next;
     cudaError_t error =
         dense_spans ? score_top_spans(call, part, gather, scratch, select, stream)
         : dense     ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)

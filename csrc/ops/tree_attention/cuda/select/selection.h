@@ -33,6 +33,7 @@ struct LeaderSelectParams {
   int64_t selected_batch = 0;  // stride in words
   int64_t mask_words = 0;      // >= score_width / 32
   Importance importance = Importance::kLseCausal;
+  bool open_next = false;
 };
 cudaError_t launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
 

@@ -232,6 +232,7 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   args.importance = problem.args.importance;
   args.selection_span = problem.args.selection_span;
   args.selection_dtype = problem.args.selection_dtype;
+  args.open_next = problem.args.open_next;
   return args;
 }
 

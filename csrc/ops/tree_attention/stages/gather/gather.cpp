@@ -33,6 +33,7 @@ struct LayerOptions {
   int64_t selection_stride = 1;
   std::optional<int64_t> selection_span = std::nullopt;
   std::optional<std::string_view> selection_dtype = std::nullopt;
+  bool open_next = false;
 };
 
 // A list is shared by the G query heads of a K/V head, or belongs to one query head.
@@ -160,6 +161,7 @@ LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& op
   args.scale = resolve_scale(options.scale, in.q.size(3));
   args.selection_span = options.selection_span.value_or(0);
   args.selection_dtype = parse_selection_dtype(op, options.selection_dtype);
+  args.open_next = options.open_next;
   return args;
 }
 
@@ -228,7 +230,7 @@ StateAndTopk compute_and_select(const Tensor& q, const Tensor& layer_k, const Te
 }
 
 // scores, n = compute_scores(q, layer_k, parents, cos, sin, layer, r, scale, t0)
-// topk = select_topk(scores, n, top_k, importance)
+// topk = select_topk(scores, n, top_k, importance, open_next)
 // mask_topk_scores_(scores, topk)
 // accumulate_non_topk(layer_v, parents, scores, n, layer, r, t0), compute_next_parents(parents, topk, r)
 // With s > 1, topk and next_parents belong to the leaders, and query t is masked by the row of its leader,
@@ -239,10 +241,10 @@ StateAndParents select_accumulate(const Tensor& q, const Tensor& layer_k, const 
                                   int64_t compression_rate, int64_t top_k, std::optional<double> scale,
                                   std::string_view importance, SymInt t0, int64_t selection_stride,
                                   const std::optional<Tensor>& span_k, std::optional<int64_t> selection_span,
-                                  std::optional<std::string_view> selection_dtype) {
+                                  std::optional<std::string_view> selection_dtype, bool open_next) {
   const LayerTensors in = {q, layer_k, layer_v, parents, cos, sin, span_k.value_or(Tensor())};
-  const LayerOptions options = {layer,          compression_rate, scale, t0, selection_stride,
-                                selection_span, selection_dtype};
+  const LayerOptions options = {layer,          compression_rate, scale,    t0, selection_stride,
+                                selection_span, selection_dtype,  open_next};
   StateAndParents result = prepare_select_accumulate(in, options, top_k, importance);
   if constexpr (kKernel != nullptr) {
     const auto& [lmax, lsum, lout, next_parents] = result;
@@ -283,11 +285,11 @@ Tensor recompute_selection(const Tensor& q, const Tensor& layer_k, const Tensor&
                            std::optional<double> scale, std::string_view importance, SymInt t0,
                            int64_t selection_stride, const std::optional<Tensor>& span_k,
                            std::optional<int64_t> selection_span,
-                           std::optional<std::string_view> selection_dtype) {
+                           std::optional<std::string_view> selection_dtype, bool open_next) {
   const Tensor no_values;
   const LayerTensors in = {q, layer_k, no_values, parents, cos, sin, span_k.value_or(Tensor())};
-  const LayerOptions options = {layer,          compression_rate, scale, t0, selection_stride,
-                                selection_span, selection_dtype};
+  const LayerOptions options = {layer,          compression_rate, scale,    t0, selection_stride,
+                                selection_span, selection_dtype,  open_next};
   Tensor next_parents = prepare_recompute_selection(in, options, top_k, importance);
   if constexpr (kKernel != nullptr) {
     LayerArgs args = resolve("recompute_selection", in, options, top_k);
@@ -332,7 +334,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "int layer, int compression_rate=16, int top_k=512, float? scale=None, str "
           "importance=\"lse_causal\", "
           "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-          "str? selection_dtype=None) "
+          "str? selection_dtype=None, bool open_next=False) "
           "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)",
           "bottom_accumulate(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor "
           "sin, "
@@ -342,7 +344,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "int compression_rate=16, int top_k=512, float? scale=None, str importance=\"lse_causal\", SymInt "
           "t0=0, "
           "int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-          "str? selection_dtype=None) -> Tensor next_parents",
+          "str? selection_dtype=None, bool open_next=False) -> Tensor next_parents",
       });
 }
 

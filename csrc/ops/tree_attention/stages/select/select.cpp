@@ -43,13 +43,14 @@ Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, in
 // rest = scores[..., : n - 1, :]  # the rightmost candidate is excluded
 // imp = (rest - rest.logsumexp(-2, keepdim=True)).exp().sum(-1)  # "lse_causal"
 // topk_positions = [n - 1, then torch.argsort(-imp, stable=True)][:top_k], padded with -1
+// open_next: the first ceil(top_k / 2) of these, then what is behind them, then the others
 template <SelectTopk* kKernel>
 Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
-                   std::string_view importance) {
-  Tensor topk_positions = prepare_select_topk(scores, num_candidates, top_k, importance);
+                   std::string_view importance, bool open_next) {
+  Tensor topk_positions = prepare_select_topk(scores, num_candidates, top_k, importance, open_next);
   if (topk_positions.numel() > 0) {
     kKernel(unit_last(scores), unit_last(num_candidates), top_k, parse_importance("select_topk", importance),
-            topk_positions);
+            open_next, topk_positions);
   }
   return topk_positions;
 }
@@ -156,8 +157,8 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       {
           "top_parents(SymInt B, SymInt T, SymInt heads, int top_k, int num_layers, int compression_rate=16, "
           "SymInt t0=0, int selection_stride=1, *, Device? device=None) -> Tensor",
-          "select_topk(Tensor scores, Tensor num_candidates, int top_k, str importance=\"lse_causal\") "
-          "-> Tensor topk_positions",
+          "select_topk(Tensor scores, Tensor num_candidates, int top_k, str importance=\"lse_causal\", "
+          "bool open_next=False) -> Tensor topk_positions",
           "mask_topk_scores_(Tensor(a!) scores, Tensor topk_positions) -> ()",
           "compute_next_parents(Tensor parents, Tensor topk_positions, int compression_rate=16) -> Tensor",
           "io_select_topk(Tensor scores, Tensor num_candidates, int top_k, int layer=1, str select=\"lcg\", "

@@ -30,7 +30,7 @@ inline Tensor prepare_positions(const char* op, const Tensor& scores, const Tens
 }
 
 inline Tensor prepare_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
-                                  std::string_view importance) {
+                                  std::string_view importance, bool /*open_next*/) {
   constexpr const char* kOp = "select_topk";
   parse_importance(kOp, importance);
   return prepare_positions(kOp, scores, num_candidates, top_k);

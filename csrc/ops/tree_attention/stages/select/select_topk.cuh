@@ -23,8 +23,11 @@ namespace htree::tree_attention {
 struct SelectTraits {
   static constexpr int kThreads = 256;
   static constexpr int kMaxHeads = 8;
+  // Above the bits of every float >= 0. The two in the middle are keys that raise_neighbours() writes.
   static constexpr uint32_t kRightmost = 0xffffffffu;
-  static constexpr uint32_t kNan = 0xfffffffeu;  // above the bits of every float >= 0, below the rightmost's
+  static constexpr uint32_t kBest = 0xfffffffeu;
+  static constexpr uint32_t kNeighbour = 0xfffffffdu;
+  static constexpr uint32_t kNan = 0xfffffffcu;
 };
 
 struct SelectShared {
@@ -175,6 +178,30 @@ __device__ __forceinline__ void for_each_selected(const uint32_t* keys, int64_t 
   }
 }
 
+// Raises the keys of the `best` candidates of largest key above all others, and those of the candidates behind
+// them above the rest (§1.6, open_next). Begins and ends with a __syncthreads.
+__device__ __forceinline__ void raise_neighbours(uint32_t* keys, int64_t num, int64_t best,
+                                                 SelectShared& shared) {
+  using Traits = SelectTraits;
+  __syncthreads();
+  // A candidate's key is read before its place is known, and no other thread reads it then.
+  for_each_selected(keys, num, best, shared, [&](int64_t, int64_t p) {
+    if (p != num - 1) {
+      keys[p] = Traits::kBest;
+    }
+  });
+  __syncthreads();
+  for (int64_t tile = 0; tile < num - 1; tile += Traits::kThreads) {
+    const int64_t p = tile + threadIdx.x;
+    const bool behind = p > 0 && p < num - 1 && keys[p] != Traits::kBest && keys[p - 1] == Traits::kBest;
+    __syncthreads();
+    if (behind) {
+      keys[p] = Traits::kNeighbour;
+    }
+    __syncthreads();
+  }
+}
+
 // Stores the twin's row: its positions plus every score that was read, masked to nothing.
 __device__ __forceinline__ void store_io_positions(const SelectParams& params, const RowIndex& row,
                                                    int64_t num, uint32_t fold, SelectShared& shared,
@@ -217,6 +244,11 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
     fold = __funnelshift_l(fold, fold, 1);  // without it the second pass would cancel the first
     make_keys<Work, kHeads>(scores, num, rightmost, params.group, buffers.normalizer, buffers.keys, fold);
     __syncthreads();
+    if constexpr (!Work::kIoOnly) {
+      if (const int64_t best = best_with_neighbours(params.open_next, params.top_k, num); best > 0) {
+        raise_neighbours(buffers.keys, num, best, shared);
+      }
+    }
   }
   if constexpr (Work::kIoOnly) {
     store_io_positions(params, row, num, fold, shared, out);
