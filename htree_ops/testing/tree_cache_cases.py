@@ -385,7 +385,7 @@ DECODE_CASES = [
     _decoded("span 4", selection_span=4, ring=4, importance="exp_joint"),
     _decoded("span 8, stride", F16, selection_span=8, selection_stride=2, queries=(5, 3), **_LARGE_HEADS),
     _decoded("next", open_next=True),
-    _decoded("next, stride, span 2", selection_span=2, selection_stride=16, queries=(5, 3), open_next=True),
+    _decoded("next, stride, span 2", selection_span=2, selection_stride=16, queries=(30, 20), open_next=True),
     _decoded("next, three layers", F16, lengths=(1500, 1030), queries=(2, 1), open_next=True, **_LARGE_HEADS),
     _decoded("three layers, span 4", lengths=(1500, 1030), queries=(2, 1), selection_span=4),
     _decoded("span 2, large pages", lengths=(1500, 700), selection_span=2, page_size=256, **_LARGE_HEADS),
