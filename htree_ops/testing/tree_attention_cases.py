@@ -222,7 +222,6 @@ GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     for shape in (
         _shape("two_layers", T=9, H=2, H_kv=1, K=4, V=3, r=2, top_k=2, M=4),
         _shape("three_layers_ragged", T=31, H=2, H_kv=1, K=2, V=2, r=3, top_k=2, M=4),
-        _shape("next", T=40, H=2, H_kv=1, K=2, V=2, r=4, top_k=3, M=12, open_next=True),
         _shape("grouped", T=13, H=4, H_kv=2, K=2, V=1, r=2, top_k=2, M=3),
         _shape("only_the_rightmost", T=17, H=2, H_kv=1, K=2, V=2, r=3, top_k=1, M=3),
         _shape("exact_regime", T=12, H=2, H_kv=2, K=4, V=2, r=2, top_k=12, M=4),

@@ -63,6 +63,19 @@ def test_generation_needs_no_tree_built_again(kind: str, options: dict[str, Any]
         assert torch.equal(generate(model, ids, **call), generate(model, ids, cached=False, **call))
 
 
+def test_neighbours_are_opened_in_models_too() -> None:
+    """A layer asks its cache for what the model's config says."""
+    wide = STRIDED | {"top_k": 4, "max_top_nodes": 12}
+    ids = make_text(length=60)
+    model = make_model(options=wide | {"open_next": True})
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        assert not torch.allclose(whole, make_model(options=wide)(ids, use_cache=False).logits, atol=1e-4)
+        cache = TreeCache(model.config, 96, page_size=16)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([37, 1, 1, 21], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [SPARSE, STRIDED], ids=["stride1", "stride4"])
 def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
     """Assisted generation by another model and by the prompt itself, of a model that repeats itself now and then."""

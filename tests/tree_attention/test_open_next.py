@@ -177,6 +177,18 @@ def test_output_and_lists_against_the_reference(case, device):
         assert same >= 0.98 * sum(x.numel() for x in own)
 
 
+@pytest.mark.parametrize("store_parents", [True, False])
+def test_gradcheck(store_parents):
+    case = dataclasses.replace(
+        named("k3"), dtype=torch.float64, T=40, H=2, H_kv=1, K=2, V=2, top_k=3, M=12, selection_stride=2
+    )
+    inputs = [x.requires_grad_() for x in case.make_separated("cpu")]
+    options = case.reference_options()
+    assert torch.autograd.gradcheck(
+        lambda *leaves: ops.attention(*leaves, **options, store_parents=store_parents), inputs
+    )
+
+
 def test_the_judge_of_lists_sees_a_neighbour_that_is_lacking():
     """And an entry that is neither of the best, nor behind them, nor next: the tests above rest on it."""
     case = dataclasses.replace(named("three_layers"), T=48, dtype=torch.float32)

@@ -20,7 +20,7 @@
 namespace htree::tree_attention {
 
 constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
-constexpr int kPairStages = 2;  // of two users each
+constexpr int kPairStages = 2;         // of two users each
 
 // One user in shared memory: its tiled record, the factors that rotate its queries, and what they
 // see of the parent.
@@ -183,10 +183,9 @@ class UserStream {
       device::copy_async_16(to + at, record + at);
     }
     // The numbers of the rows, and behind them the factors of the rotation; lanes beyond copy the last of these again.
-    device::copy_async_16(
-        to + Record::kMetaOffset,
-        rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
-                    (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
+    device::copy_async_16(to + Record::kMetaOffset,
+                          rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
+                                      (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
     if (lane_ == 0) {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + Stage::kPresentOffset), "r"(present) : "memory");
     }
@@ -419,8 +418,8 @@ class ParentGradient {
 
  private:
   // Turns the scores of a user into weights and its dP^T into dS^T.
-  __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale, float gradient_scale,
-                                        float (&s)[4], float (&dp)[4]) const {
+  __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale,
+                                        float gradient_scale, float (&s)[4], float (&dp)[4]) const {
     const int lane = threadIdx.x % 32;
     unsigned present;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(user.present) : "memory");

@@ -1,0 +1,67 @@
+"""What the tests of the quality study share: its modules, a text and a session on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks" / "quality"
+
+
+def loaded_study():
+    """The scripts and their parts as modules, on one thread: at this size more of them only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import report
+        import run
+        from study import (
+            choices,
+            corpus,
+            evaluation,
+            model,
+            pictures,
+            pieces,
+            recall,
+            record,
+            session,
+            settings,
+            tables,
+            training,
+        )
+
+        yield SimpleNamespace(
+            main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation,
+            model=model,
+            pictures=pictures,
+            pieces=pieces, recall=recall, record=record, session=session, settings=settings, tables=tables,
+            training=training,
+        )  # fmt: skip
+    torch.set_num_threads(threads)
+
+
+def small_text(tmp_path_factory):
+    """A folder of sources, small enough to read in no time: 60 folders, some of which are held out."""
+    folder = tmp_path_factory.mktemp("text")
+    content = "".join(path.read_text() for path in sorted((ROOT / "htree_ops").rglob("*.py")))
+    for number in range(60):
+        part = folder / f"package_{number}"
+        part.mkdir()
+        (part / "code.py").write_text(content[number * 4000 :][:8000])
+    return folder
+
+
+def session_of(study, out, text, **changes):
+    return study.session.Session(
+        out=out,
+        scale=study.settings.TINY,
+        device="cpu",
+        text_folders=[text],
+        said=lambda line: None,
+        **changes,
+    )
