@@ -158,15 +158,22 @@ def conversion_settings(size: Training, scale: Scale) -> list[Attention]:
     return found
 
 
-def conversion(scale: Scale) -> list[Run]:
-    """(a) A model trained with dense attention, evaluated with all others."""
-    size = scale.conversion
+def loader(size: Training) -> Callable[[Session], LanguageModel]:
+    """The weights of (a), read at the first call."""
     loaded: list[LanguageModel] = []
 
     def load(session: Session) -> LanguageModel:
         if not loaded:
             loaded.append(session.load_model(size, session.checkpoint))
         return loaded[0]
+
+    return load
+
+
+def conversion(scale: Scale) -> list[Run]:
+    """(a) A model trained with dense attention, evaluated with all others."""
+    size = scale.conversion
+    load = loader(size)
 
     def work(session: Session) -> None:
         model = session.make_model(size)
@@ -255,12 +262,7 @@ def choice_settings(size: Training) -> list[tuple[Attention, Choice]]:
 def choices(scale: Scale) -> list[Run]:
     """(a) The dense model of (a) with other rules for the nodes that are opened."""
     size = scale.conversion
-    loaded: list[LanguageModel] = []
-
-    def load(session: Session) -> LanguageModel:
-        if not loaded:
-            loaded.append(session.load_model(size, session.checkpoint))
-        return loaded[0]
+    load = loader(size)
 
     def work(session: Session, attention: Attention, choice: Choice) -> None:
         model, progress, note = load(session), Progress(), ""
