@@ -213,8 +213,9 @@ def select_topk(
             importance. Where n <= top_k or top_k <= 2 that changes nothing.
 
     Returns:
-        int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail. With open_next the rightmost comes first, then the
-        other most important ones and the candidates behind them, each in the order of positions.
+        int32 [B, T_q, H_kv, top_k] in key order, -1 at the tail. With open_next, where n > top_k > 2, the rightmost
+        comes first, then the other most important ones and the candidates behind them, each in the order of positions,
+        and then the rest in key order.
     """
     return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance, open_next)
 

@@ -54,6 +54,17 @@ def options_as_tensors(
     }
 
 
+def _in_words(numbers: list[int]) -> str:
+    """The options of a state by their names, as the message of an error needs them."""
+    names = ("page_size", "compression_rate", "max_top_nodes", "top_k", "selection_stride", "selection_span")
+    words = [f"{name}={number}" for name, number in zip(names, numbers, strict=False)]
+    for number in numbers[len(names) : len(names) + 1]:
+        open_next, importance = divmod(number, len(IMPORTANCES))
+        words += [f"importance={IMPORTANCES[importance]!r}", f"open_next={bool(open_next)}"]
+    words += [f"leaf_bits={number}" for number in numbers[len(names) + 1 :]]
+    return ", ".join(words).replace("selection_span=0", "selection_span=None")
+
+
 def check_state(
     name: str,
     state: Mapping[str, Tensor],
@@ -83,7 +94,10 @@ def check_state(
             raise ValueError(f"{name}: {key} must be like {tuple(mine.shape)}, got {tuple(theirs.shape)}")
     for key in ("options", "factors"):
         if not torch.allclose(state[key], own[key], rtol=0.0, atol=0.0, equal_nan=True):
-            raise ValueError(f"{name}: {key} must be {own[key].tolist()}, got {state[key].tolist()}")
+            words = _in_words if key == "options" else str
+            raise ValueError(
+                f"{name}: {key} must be {words(own[key].tolist())}, got {words(state[key].tolist())}"
+            )
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
     if len(set(pages)) != len(pages) or any(len(state[key]) != len(pages) for key in PAGED if key in state):
         raise ValueError(f"{name}: pages must be distinct, with as many keys and values, got {pages}")
