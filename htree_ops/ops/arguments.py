@@ -77,7 +77,9 @@ class _Kind:
         """What is wrong with a value of that type, or nothing. To Python a bool is an int; here it is not."""
         if issubclass(came, self.all) and (not issubclass(came, bool) or bool in self.all):
             return ""
-        known = came.__name__ if came.__name__ not in self.words else f"{came.__module__}.{came.__name__}"
+        known = (
+            came.__name__ if came.__name__ not in self.words.split() else f"{came.__module__}.{came.__name__}"
+        )
         return f"{function}: {name} must be {self.words}, got {known}"
 
     def check(self, function: str, name: str, value: object) -> None:
