@@ -93,34 +93,31 @@ def peak_of(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def times_of(
+    case: TreeAttentionCase, ways: Sequence[dict[str, Any]], device: str, effort: timing.Effort
+) -> list[tuple[functools.partial[object], float, float]]:
+    """For each way to call ``attention`` the call, its median in ms, and that under load; all are timed in turns."""
+    inputs, clock = (*case.make_qkv(device), *case.op_options()), timing.clock_for(device)
+    calls = [
+        functools.partial(torch.ops.htree.attention, *inputs, store_parents=False, **way) for way in ways
+    ]
+    times = timing.measure_undisturbed({str(i): [call] for i, call in enumerate(calls)}, clock, effort)
+    medians = [times[str(i)].median_us for i in range(len(calls))]
+    return [
+        (call, median / 1e3, timing.sustained([call], clock, median, effort).median_us / 1e3)
+        for call, median in zip(calls, medians, strict=True)
+    ]
+
+
 def measure(
     length: int, stride: int, spans: Sequence[int], device: str, effort: timing.Effort
 ) -> list[SpanRow]:
     """A row for None, and for every span one without and one with int8."""
     case = TreeAttentionCase(name="span", T=length, r=16, selection_stride=stride, **SIZES[device])
-    q, k, v = case.make_qkv(device)
     ways = [(None, None), *((span, dtype) for span in spans for dtype in SELECTION_DTYPES)]
-    calls = {
-        way: functools.partial(
-            torch.ops.htree.attention,
-            q,
-            k,
-            v,
-            *case.op_options(),
-            store_parents=False,
-            selection_span=way[0],
-            selection_dtype=way[1],
-        )
-        for way in ways
-    }
-    clock, on_gpu = timing.clock_for(device), device == "cuda"
-    peaks = {way: peak_of(call) if on_gpu else None for way, call in calls.items()}
-    times = timing.measure_undisturbed({str(way): [call] for way, call in calls.items()}, clock, effort)
-    medians = {way: times[str(way)].median_us / 1e3 for way in calls}
-    sustained = {
-        way: timing.sustained([call], clock, medians[way] * 1e3, effort).median_us / 1e3
-        for way, call in calls.items()
-    }
+    options = [{"selection_span": span, "selection_dtype": dtype} for span, dtype in ways]
+    timed, on_gpu = times_of(case, options, device, effort), device == "cuda"
+    plain_ms = timed[0][2]
     return [
         SpanRow(
             gpu=torch.cuda.get_device_name() if on_gpu else "none",
@@ -128,17 +125,15 @@ def measure(
             commit=source_commit(),
             T=length,
             selection_stride=stride,
-            selection_span=way[0],
-            selection_dtype=way[1],
-            median_ms=medians[way],
-            sustained_ms=sustained[way],
-            multiple=sustained[way] / sustained[None, None],
-            peak_bytes=peaks[way],
-            score_tflop=0.0
-            if way[0] is None
-            else length / stride * case.H * (length / way[0]) * case.K / 1e12,
+            selection_span=span,
+            selection_dtype=dtype,
+            median_ms=median_ms,
+            sustained_ms=sustained_ms,
+            multiple=sustained_ms / plain_ms,
+            peak_bytes=peak_of(call) if on_gpu else None,
+            score_tflop=0.0 if span is None else length / stride * case.H * (length / span) * case.K / 1e12,
         )
-        for way in calls
+        for (span, dtype), (call, median_ms, sustained_ms) in zip(ways, timed, strict=True)
     ]
 
 
@@ -162,24 +157,10 @@ def measure_next(
 ) -> list[NextRow]:
     """A row for None and for the last of the spans."""
     case = TreeAttentionCase(name="next", T=length, r=16, selection_stride=stride, **SIZES[device])
-    q, k, v = case.make_qkv(device)
-    clock, rows = timing.clock_for(device), []
+    rows = []
     for span in (None, spans[-1]):
-        calls = {
-            open_next: functools.partial(
-                torch.ops.htree.attention,
-                *(q, k, v, *case.op_options()),
-                store_parents=False,
-                selection_span=span,
-                open_next=open_next,
-            )
-            for open_next in (False, True)
-        }
-        times = timing.measure_undisturbed({str(way): [call] for way, call in calls.items()}, clock, effort)
-        plain, ours = (
-            timing.sustained([call], clock, times[str(way)].median_us, effort).median_us / 1e3
-            for way, call in calls.items()
-        )
+        ways = [{"selection_span": span, "open_next": open_next} for open_next in (False, True)]
+        plain_ms, open_next_ms = (sustained for _, _, sustained in times_of(case, ways, device, effort))
         rows.append(
             NextRow(
                 gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
@@ -188,9 +169,9 @@ def measure_next(
                 T=length,
                 selection_stride=stride,
                 selection_span=span,
-                plain_ms=plain,
-                open_next_ms=ours,
-                multiple=ours / plain,
+                plain_ms=plain_ms,
+                open_next_ms=open_next_ms,
+                multiple=open_next_ms / plain_ms,
             )
         )
     return rows

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from htree_ops.bench.plots import place
 
+from .choices import Choice
 from .record import DONE, Row
 
 __all__ = ["SECTIONS", "label", "last_rows", "render"]
@@ -127,7 +128,7 @@ def choices_of(used: Sequence[Row]) -> str:
     for row in used:
         products = row.products
         if products is None and row.kind == "tree":
-            products = 1 / (row.span or row.compression_rate) / row.stride
+            products = Choice("", row.span, row.stride).products(row.context, head_dim=1)  # of any width
         share = percent((row.copies_found or 0) / whole) if whole else ""
         cost = "" if products is None else f"{products:.3f}"
         budget = str(row.top_k * row.compression_rate or row.context)

@@ -57,12 +57,12 @@ def options_as_tensors(
 def _in_words(numbers: list[int]) -> str:
     """The options of a state by their names, as the message of an error needs them."""
     names = ("page_size", "compression_rate", "max_top_nodes", "top_k", "selection_stride", "selection_span")
-    words = [f"{name}={number}" for name, number in zip(names, numbers, strict=False)]
-    for number in numbers[len(names) : len(names) + 1]:
-        open_next, importance = divmod(number, len(IMPORTANCES))
-        words += [f"importance={IMPORTANCES[importance]!r}", f"open_next={bool(open_next)}"]
-    words += [f"leaf_bits={number}" for number in numbers[len(names) + 1 :]]
-    return ", ".join(words).replace("selection_span=0", "selection_span=None")
+    sizes, (both, *leaf_bits) = numbers[: len(names)], numbers[len(names) :]
+    open_next, importance = divmod(both, len(IMPORTANCES))
+    words: dict[str, object] = dict(zip(names, sizes, strict=True))
+    words |= {"selection_span": words["selection_span"] or None, "importance": IMPORTANCES[importance]}
+    words |= {"open_next": bool(open_next)} | ({"leaf_bits": leaf_bits[0]} if leaf_bits else {})
+    return ", ".join(f"{name}={value!r}" for name, value in words.items())
 
 
 def check_state(
