@@ -47,6 +47,7 @@ class VarlenRow:
     torch: str
     commit: str
     batch: str
+    grouping: str
     direction: str
     documents: int
     tokens: int
@@ -70,9 +71,10 @@ def calls_of(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[st
     return {"forward": partial(attend, *inputs), "backward": differentiate(attend, inputs)}
 
 
-def attend_packed(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_packed(case: VarlenCase, cu: Tensor, grouping: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     longest = max(case.lengths)
-    return torch.ops.htree.attention_varlen(q, k, v, cu, cu, longest, longest, *case.op_options())[0]
+    sizes = (cu, cu, longest, longest)
+    return torch.ops.htree.attention_varlen(q, k, v, *sizes, *case.op_options(), grouping=grouping)[0]
 
 
 def attend_batch(case: VarlenCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,10 +116,10 @@ def full_batches(case: VarlenCase, device: str, effort: timing.Effort) -> dict[s
     return total
 
 
-def measure(case: VarlenCase, device: str, effort: timing.Effort) -> list[VarlenRow]:
+def measure(case: VarlenCase, grouping: str, device: str, effort: timing.Effort) -> list[VarlenRow]:
     """A row for each direction."""
     inputs, cu = case.make_qkv(device), case.make_offsets(device)[0]
-    calls = calls_of(partial(attend_packed, case, cu), inputs)
+    calls = calls_of(partial(attend_packed, case, cu, grouping), inputs)
     if case.name == "spread":
         yardstick, theirs = "sum of full batches", full_batches(case, device, effort)
         ours = times_of(calls, device, effort)
@@ -136,6 +138,7 @@ def measure(case: VarlenCase, device: str, effort: timing.Effort) -> list[Varlen
             torch=torch.__version__,
             commit=source_commit(),
             batch=case.name,
+            grouping=grouping,
             direction=direction,
             documents=len(case.lengths),
             tokens=sum(case.lengths),
@@ -155,15 +158,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", choices=("spread", "equal", "dense"), help="this one alone")
+    parser.add_argument(
+        "--grouping", default="auto", help="as of attention_varlen (default %(default)s); rank never waits"
+    )
     parser.add_argument("--quick", action="store_true", help="every fourth document, few repetitions")
     arguments = parse_for_gpu(parser, argv)
     cases, effort = BENCHMARK_CASES[arguments.device], timing.Effort(rounds=arguments.rounds)
     if arguments.quick:
         cases, effort = [replace(case, lengths=case.lengths[::4]) for case in cases], timing.QUICK
+    if arguments.batch:
+        cases = [case for case in cases if case.name == arguments.batch]
     rows = (
         row
         for case in progress(cases, lambda case: f"{case.name} stride {case.selection_stride}")
-        for row in measure(case, arguments.device, effort)
+        for row in measure(case, arguments.grouping, arguments.device, effort)
     )
     print_rows(rows, arguments.csv)
     return 0

@@ -313,7 +313,10 @@ BENCHMARK_CASES: dict[str, list[GatedMLPCase]] = {
             hidden=4096,
             activation=activation,
         )
-        for activation, sizes in (("silu", (1, 16, 64, 256, 1024, 4096)), ("gelu", (64, 4096)))
+        for activation, sizes in (
+            ("silu", (1, 16, 64, 256, 1024, 4096, 65, 96, 128, 160, 192, 320, 400)),
+            ("gelu", (64, 4096)),
+        )
         for rows in sizes
     ]
     + [GatedMLPCase(name="m4096_silu", dtype=torch.float16, rows=(4096,), inner=11264, hidden=4096)],

@@ -261,6 +261,10 @@ BENCHMARK_CASES: dict[str, list[TreeAttentionCase]] = {
             )
             for stride in (1, 16)
         ),
+        *(
+            _model(131_072, torch.bfloat16, "_ar1", correlation=0.95, selection_stride=stride)
+            for stride in (2, 4, 8)
+        ),
     ],
     "cpu": [
         *(

@@ -43,10 +43,10 @@ def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> Non
             assert error < 2e-2 * size, f"{name}, T = {length}: error {error:.2e} of {size:.2e}"
 
 
-@pytest.mark.parametrize("stride", [1, 16])
-def test_more_than_2_31_elements(stride: int) -> None:
+@pytest.mark.parametrize(("stride", "span"), [(1, None), (16, None), (16, 4)])
+def test_more_than_2_31_elements(stride: int, span: int | None) -> None:
     """The last rows of a long call equal those of a call that has no other rows, forward and backward."""
-    case = model("large", selection_stride=stride, **LARGE)
+    case = model("large", selection_stride=stride, selection_span=span, **LARGE)
     assert case.T * case.H * case.K > 2**31
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -82,3 +82,7 @@ def test_a_layer_of_more_than_2_31_elements() -> None:
     assert keys.numel() > 2**31
     parent_keys, _ = op.tree_build(keys, keys, 16)
     assert_close_spec(parent_keys[0, -1], keys[0, -16:].double().mean(0), rtol=8e-3, atol=1e-8)
+    del parent_keys
+    means = op.span_means(keys, 2)
+    assert means.shape == (1, 2**23 + 80, 1, 130)
+    assert_close_spec(means[0, -1], keys[0, -2:].double().mean(0), rtol=8e-3, atol=1e-8)

@@ -44,6 +44,27 @@ def test_pages_are_filled_and_read(case: TreeCacheCase, dtype: torch.dtype) -> N
     assert not lse.isinf().any()
 
 
+@pytest.mark.parametrize("case", DECODED, ids=case_id)
+def test_the_decode_kernel_reads_pages(case: TreeCacheCase) -> None:
+    out, lse, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+    assert out.shape == (sum(case.queries), case.heads, case.value_dim)
+    assert not lse.isinf().any()
+
+
+@pytest.mark.parametrize(("stride", "span", "width"), [(1, None, 64), (4, 4, 64), (16, None, 128)])
+def test_chunks_of_a_prompt(stride: int, span: int | None, width: int) -> None:
+    """The second chunk adds to the copies of the first."""
+    options = {"top_k": 4, "max_top_nodes": 32, "selection_stride": stride, "selection_span": span}
+    cache = TreeKVCache(1, 1, width, 700, page_size=32, device="cuda", **options)  # type: ignore[arg-type]
+    assert cache.dtype == torch.bfloat16
+    q, k, v = (torch.randn(1, 640, heads, width, device="cuda", dtype=cache.dtype) for heads in (8, 1, 1))
+    for rows in (slice(0, 320), slice(320, 640)):
+        cache.append(k[:, rows], v[:, rows])
+        out = cache.attend(q[:, rows])
+    whole = tree_attention(q, k, v, **cache.options.to_dict())
+    assert torch.equal(out, whole[:, 320:])  # type: ignore[arg-type,index]
+
+
 @pytest.mark.parametrize("case", [*PACKED_CASES[:6], *DECODED], ids=case_id)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_tokens_are_written_and_read(case: TreeCacheCase, bits: int) -> None:

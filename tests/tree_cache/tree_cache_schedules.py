@@ -51,6 +51,7 @@ class Shape:
     span: int | None
     dtype: torch.dtype
     leaf_bits: int | None = None
+    open_next: bool = False
 
     @staticmethod
     def draw(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Shape:
@@ -80,6 +81,36 @@ class Shape:
             importance=draw.choice(("lse_causal", "exp_joint")),
             span=draw.choice([None, None, *(c for c in (1, 2, 3, 4) if rate % c == 0)]),
             dtype=draw.choice(dtypes),
+            open_next=draw.random() < 0.3,
+        )
+
+    @staticmethod
+    def draw_served(seed: int) -> Shape:
+        """Sizes that Hopper's kernels for decoding and prompts take, with texts of one to three layers."""
+        draw = random.Random(seed)
+        kv_heads, batch, top_k = draw.randint(1, 2), draw.randint(1, 3), draw.choice((4, 8, 12))
+        width = draw.choice((64, 64, 128))
+        own = draw.random() < 0.2
+        return Shape(
+            seed=seed,
+            batch=batch,
+            heads=kv_heads * draw.choice((1, 2, 3, 8)),
+            kv_heads=kv_heads,
+            key_dim=width,
+            value_dim=width,
+            rate=16,
+            top_k=top_k,
+            top_nodes=draw.randint(1, top_k * 16),
+            stride=draw.choice((1, 1, 4, 16)),
+            page_size=16 * draw.randint(1, 8),
+            capacity=draw.randint(100, 1500),
+            num_pages=None,
+            rope_base=10000.0 if own else draw.choice((10000.0, None)),
+            frequencies=tuple(0.5 ** (i / 4) for i in range(width // 2)) if own else None,
+            importance=draw.choice(("lse_causal", "exp_joint")),
+            span=draw.choice((None, None, 1, 2, 4, 16)),
+            dtype=draw.choice((torch.bfloat16, torch.float16)),
+            open_next=draw.random() < 0.3,
         )
 
     def options(self) -> dict[str, object]:
@@ -92,6 +123,7 @@ class Shape:
             "inv_freq": self.frequencies,
             "importance": self.importance,
             "selection_span": self.span,
+            "open_next": self.open_next,
         }
 
     def cache(self, device: str) -> TreeKVCache:
@@ -129,12 +161,14 @@ class Sequence:
 
     text: list[int] = field(default_factory=list)
     ring: dict[int, int] = field(default_factory=dict)
+    prompted: int = 0  # leaders before this token may have the lists of a prompt
 
     def copy(self) -> Sequence:
-        return Sequence(list(self.text), dict(self.ring))
+        return Sequence(list(self.text), dict(self.ring), self.prompted)
 
     def cut(self, length: int) -> None:
         del self.text[length:]
+        self.prompted = min(self.prompted, length)
         self.ring = {slot: leader for slot, leader in self.ring.items() if leader < length}
 
 
@@ -222,7 +256,7 @@ class Run:
                 lost = min(leader + stride, length) - begin
                 expected[:lost] = torch.nan
                 self.missing = True
-            self.compare(out[b, :count], expected)
+            self.compare(sequence, out[b, :count], expected)
             ring = {slot: token for slot, token in sequence.ring.items() if token < begin}
             ring |= {t // stride % 4: t for t in range(begin, length) if t % stride == 0}
             sequence.ring = ring
@@ -271,7 +305,8 @@ class Run:
         assert isinstance(out, Tensor)
         return out[0]
 
-    def compare(self, out: Tensor, expected: Tensor) -> None:
+    def compare(self, sequence: Sequence, out: Tensor, expected: Tensor) -> None:
+        """The last rows of a sequence, whose ring is that before them."""
         self.rows += len(out)
         if not self.same(out, expected):
             self.different += sum(not self.same(a, b) for a, b in zip(out, expected, strict=True))

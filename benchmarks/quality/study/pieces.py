@@ -392,6 +392,11 @@ def scratch_more(scale: Scale) -> list[Run]:
     return [scratch_run("scratch", size, attention, 1) for attention in (size.tree(2), dense(), size.tree())]
 
 
+def scratch_seed(scale: Scale) -> list[Run]:
+    """(b) A second seed of what is recommended."""
+    return [scratch_run("scratch", scale.scratch, scale.scratch.tree(2, 1, "compact"), 1)]
+
+
 def recall(scale: Scale) -> list[Run]:
     """(c) Multi-query associative recall."""
     size = scale.recall
@@ -504,6 +509,7 @@ PIECES = (
     Piece("needle", "needles by depth up to 1M bytes: compact positions", 5, needle),
     Piece("long-128k", "131 072 bytes, equal time", 9, lambda s: long_texts("long-128k", s.longest, s)),
     Piece("scratch-more", "from scratch: second seeds", 8.5, scratch_more, "scratch"),
+    Piece("scratch-seed", "from scratch: a second seed with compact positions", 3, scratch_seed, "scratch"),
     Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
     Piece("choices", "the dense model of 4096 bytes with other rules for the nodes", 4, choices),
     Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),

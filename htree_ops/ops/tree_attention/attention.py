@@ -243,8 +243,8 @@ def tree_attention(
         open_next: half of the ``top_k`` candidates are the most important ones, the others those behind them in the
             query's list, before what is next in importance. Where 16 queries share a selection, the text that they
             come to read stands behind what the first one looked for: a dense-trained model kept 82 % of its copies with
-            it and 65 % without; with selection_stride=1 it loses some (docs/quality.md). It takes 0.4 to 1.7 %
-            of a forward more (benchmarks/results/open_next_h200.csv).
+            it and 65 % without; with selection_stride=1 it loses some (docs/quality.md). A forward takes
+            0.7 to 0.8 % longer with it, 5 to 7 % with selection_stride=1 (benchmarks/results/open_next_h200.csv).
         inv_freq: [K/2] floats, finite in float32: pair i of a head (elements i and K/2 + i) rotates by position *
             inv_freq[i], and not at all where that is 0. For scaled rotary positions (Llama 3, YaRN, linear) and for
             partial ones; a factor on cos and sin, as YaRN has it, goes squared into ``scale``. A sequence or a 1-D
