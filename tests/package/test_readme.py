@@ -186,7 +186,7 @@ def test_a_table_is_made_from_rows(tmp_path):
     assert "without mask" not in text
 
 
-@pytest.mark.parametrize(("least", "cases"), [(1.0, "5678"), (0.95, "345678")])
+@pytest.mark.parametrize(("least", "cases"), [(1.0, "5678"), (0.955, "45678")])
 def test_the_cases_of_the_lowest_factors_are_shown_and_all_that_lose(tmp_path, least, cases):
     rows = [ROW | {"case": f"case {i}", "speedup": least + 0.01 * (8 - i)} for i in range(9)]
     write(tmp_path, "a.json", rows)
