@@ -1,8 +1,8 @@
 """Writes the measured results of ``benchmarks/results/*.json`` into the README and ``docs/results.md``.
 
 The README gets tree attention beside dense attention, ``docs/results.md`` the first case of every op on a GPU, then
-every machine and the slowest cases of each op. Run ``python -m htree_ops.bench.readme_table`` after committing
-results; ``--check`` changes nothing and fails where a document differs.
+every machine and the cases of each op with the lowest factors. Run ``python -m htree_ops.bench.readme_table`` after
+committing results; ``--check`` changes nothing and fails where a document differs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _fastest_equals(rows: Iterable[Entry]) -> list[Entry]:
     return list(best.values())
 
 
-def _slowest_cases(rows: list[Entry]) -> list[Entry]:
+def _shown_cases(rows: list[Entry]) -> list[Entry]:
     groups: dict[tuple[str, str], list[Entry]] = {}
     for row in rows:
         groups.setdefault((row["op"], row["dtype"]), []).append(row)
@@ -279,7 +279,7 @@ def render(files: dict[str, list[Entry]], folder: str) -> str:
     for name, rows in files.items():
         for place, here in _by_place(rows).items():
             tables = []
-            if shown := _slowest_cases(_fastest_equals(here)):
+            if shown := _shown_cases(_fastest_equals(here)):
                 tables.append(f"{HEADER}\n" + "\n".join(map(_line, shown)))
             if others := _yardsticks(here):
                 tables.append(others)

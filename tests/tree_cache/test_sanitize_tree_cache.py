@@ -35,17 +35,17 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name not in ("model", "wide")], ids=case_id)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pages_are_filled_and_read(case: TreeCacheCase, dtype: torch.dtype) -> None:
-    case = replace(case, dtype=dtype)
-    out, lse, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
-    assert out.shape == (sum(case.queries), case.heads, case.value_dim)
-    assert not lse.isinf().any()
+#: Small calls of the general kernels in both widths.
+GENERAL = [
+    replace(case, dtype=dtype)
+    for case in CASES
+    if case.name not in ("model", "wide")
+    for dtype in (torch.float32, torch.bfloat16)
+]
 
 
-@pytest.mark.parametrize("case", DECODED, ids=case_id)
-def test_the_decode_kernel_reads_pages(case: TreeCacheCase) -> None:
+@pytest.mark.parametrize("case", [*GENERAL, *DECODED], ids=case_id)
+def test_pages_are_filled_and_read(case: TreeCacheCase) -> None:
     out, lse, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
     assert out.shape == (sum(case.queries), case.heads, case.value_dim)
     assert not lse.isinf().any()

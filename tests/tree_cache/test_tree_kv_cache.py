@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -85,19 +86,19 @@ class GpuRun(Run):
         self.cache.check()
 
 
+def alike(near: float) -> Callable[[Tensor, Tensor], bool]:
+    """Whether rows agree to a tolerance that is relative and absolute."""
+    return lambda a, b: torch.allclose(a.float(), b.float(), rtol=near, atol=near, equal_nan=True)
+
+
 @pytest.mark.gpu
 def test_schedules_on_a_gpu() -> None:
     """Bytes bit for bit; rows to the tolerance of §1.11, but for the few whose selection is a matter of rounding."""
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     different = compared = 0
     for seed in schedules(500):
-        shape = Shape.draw(seed, tuple(tolerance))
-        near = tolerance[shape.dtype]
-
-        def same(a: Tensor, b: Tensor, near: float = near) -> bool:
-            return torch.allclose(a.float(), b.float(), rtol=near, atol=near, equal_nan=True)
-
-        run = GpuRun(Shape(**{**vars(shape), "num_pages": None}), "cuda", same)
+        shape = replace(Shape.draw(seed, tuple(tolerance)), num_pages=None)
+        run = GpuRun(shape, "cuda", alike(tolerance[shape.dtype]))
         run.run(steps=8)
         different, compared = different + run.different, compared + run.rows
     assert different <= compared // 200, (different, compared)
@@ -116,9 +117,8 @@ class ServedRun(GpuRun):
         first = begin - begin % stride  # the leader of the first row
         if len(out) >= PROMPT_ROWS:
             sequence.prompted = length
-        elif first == begin or (first in sequence.ring.values() and first >= sequence.prompted):
-            if length - first >= PROMPT_ROWS:
-                return  # a fresh cache would take so many rows as a prompt
+        decoded = first == begin or (first in sequence.ring.values() and first >= sequence.prompted)
+        if decoded and length - first < PROMPT_ROWS:  # a fresh cache takes more rows as a prompt
             alone = replace(self.shape, batch=1, seed=self.shape.seed + 1).cache(str(self.k.device))
             ids = torch.tensor([sequence.text], device=self.k.device)
             alone.append(self.k[ids], self.v[ids])
@@ -135,7 +135,7 @@ def test_schedules_of_served_sizes_on_a_gpu() -> None:
     """
     repeated = different = compared = 0
     for seed in schedules(60):
-        run = ServedRun(Shape.draw_served(seed), "cuda", served_alike)
+        run = ServedRun(Shape.draw_served(seed), "cuda", alike(3e-2))
         run.run(steps=8)
         repeated += run.repeated
         different, compared = different + run.different, compared + run.rows
@@ -143,16 +143,12 @@ def test_schedules_of_served_sizes_on_a_gpu() -> None:
     assert different <= compared // 200, (different, compared)
 
 
-def served_alike(out: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(out.float(), expected.float(), rtol=3e-2, atol=3e-2, equal_nan=True)
-
-
 @pytest.mark.gpu
 def test_the_table_of_pages_is_that_of_the_cpu() -> None:
     """After the same steps every table has the same entries, the stack of free pages included."""
     for seed in range(100):
         both = [Run(Shape.draw(seed), "cpu", bitwise)]
-        shape = Shape(**{**vars(both[0].shape), "num_pages": None, "dtype": torch.float32})
+        shape = replace(both[0].shape, num_pages=None, dtype=torch.float32)
         caches = [shape.cache(device) for device in ("cpu", "cuda")]
         draw = both[0].draw
         for _ in range(12):
