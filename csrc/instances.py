@@ -204,6 +204,12 @@ GATED_MLP: Table = [
         {"T": HALF_TYPES},
     ),
     Cuda(
+        "gated_mlp_turned_{T}",
+        "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
+        ["cudaError_t launch_turned(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
         "gated_mlp_stream_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         ["cudaError_t launch_stream(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],

@@ -21,6 +21,7 @@ __all__ = [
     "attend_cached",
     "attend_documents",
     "attend_padded",
+    "attend_restarting",
     "documents_of",
     "has_restarts",
     "restarts",
@@ -90,11 +91,65 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
     Returns:
         [B, T, H, V]; 0 at padding, which has no gradient and may hold NaN.
     """
-    order = torch.argsort(~real, dim=1, stable=True)
-    back = torch.argsort(order, dim=1)
+    order = front_first(real)
+    return _through_front((query, key, value), real, order, lambda *front: tree_attention(*front, **options))
+
+
+def front_first(real: Tensor) -> Tensor:
+    """int64 [B, T]: the rows of each sequence, the real ones first and in order."""
+    return torch.argsort(~real, dim=1, stable=True)
+
+
+def _through_front(
+    inputs: tuple[Tensor, Tensor, Tensor], real: Tensor, order: Tensor, attend: Callable[..., Tensor]
+) -> Tensor:
+    """What ``attend`` gives for the rows in ``order``, brought back; padding goes in as 0 and comes out as 0."""
     padding = ~real[:, :, None, None]
-    front = (take_rows(x.masked_fill(padding, 0), order) for x in (query, key, value))
-    return take_rows(tree_attention(*front, **options), back).masked_fill(padding, 0)
+    front = (take_rows(x.masked_fill(padding, 0), order) for x in inputs)
+    return take_rows(attend(*front), torch.argsort(order, dim=1)).masked_fill(padding, 0)
+
+
+def attend_restarting(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    real: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Tree attention of the documents that restarting positions show; no Python code reads how many there are.
+
+    There are offsets for as many documents as rows, most of them empty, and the bound of their length is T. The op
+    reads them on the host, or pads every rank where a CUDA graph is recorded (§1.16, ``grouping="auto"``).
+
+    Args:
+        query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
+        positions: [B or 1, T], as :func:`restarts` reads them.
+        real: bool [B, T], False at padding; None where all are real.
+        options: keywords of :func:`htree_ops.tree_attention`.
+
+    Returns:
+        [B, T, H, V]; 0 at padding.
+    """
+    B, T = query.shape[:2]
+    starts = restarts(positions, real).expand(B, T)
+    if real is not None:  # the padding of a sequence is a document behind the others
+        order = front_first(real)
+        kept = real.gather(1, order)
+        starts = starts.gather(1, order) | (kept != F.pad(kept, (1, 0), value=True)[:, :T])
+    starts = F.pad(starts[:, 1:], (1, 0), value=True).flatten()
+    row = torch.arange(B * T, device=starts.device)
+    first = torch.where(starts, row, B * T).sort().values
+    cu = F.pad(first, (0, 1), value=B * T).int()
+    documents = Documents(cu, cu, T, T)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        packed = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, options)
+        return packed.unflatten(0, (B, T))
+
+    if real is None:
+        return attend(query, key, value)
+    return _through_front((query, key, value), real, order, attend)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

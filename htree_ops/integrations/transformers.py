@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from htree_ops.integrations.documents import (
     attend_cached,
     attend_documents,
     attend_padded,
+    attend_restarting,
     documents_of,
     has_restarts,
     restarts,
@@ -84,7 +85,8 @@ REFUSED = {
     "cache": "a paged cache (continuous batching) is not supported: use generate()",
 }
 PACKED_AND_COMPILED = (
-    "a compiled model cannot see where position_ids start again: give cu_seq_lens_q, or do not compile"
+    "a compiled model does not look where position_ids start again: set config.htree['packed'] = True, give "
+    "cu_seq_lens_q, or do not compile"
 )
 PACKED_AND_CACHED = "a cache holds one text per sequence: give packed documents to a call without a cache"
 
@@ -153,11 +155,25 @@ def _only_with_interface(chosen: Any) -> Any:
 # ---- options
 
 
-def options_of_config(config: PretrainedConfig) -> tuple[dict[str, Any], bool]:
-    """(keywords of :func:`htree_ops.tree_attention` that ``config.htree`` gives, whether positions are compact).
+class Choices(NamedTuple):
+    """What ``config.htree`` says.
+
+    Attributes:
+        options: keywords of :func:`htree_ops.tree_attention`.
+        compact: whether the tree rotates, and not the model.
+        packed: whether a compiled model looks where position_ids start again; without torch.compile it always does.
+    """
+
+    options: dict[str, Any]
+    compact: bool
+    packed: bool
+
+
+def options_of_config(config: PretrainedConfig) -> Choices:
+    """What ``config.htree`` says, with the defaults for what it does not.
 
     Raises:
-        TypeError: ``config.htree`` is no mapping.
+        TypeError: ``config.htree`` is no mapping, or "packed" no bool.
         ValueError: a key that is no option, or one that the model decides; another word for "positions" or "scope".
     """
     given = getattr(config, "htree", None) or {}
@@ -169,13 +185,20 @@ def options_of_config(config: PretrainedConfig) -> tuple[dict[str, Any], bool]:
         raise ValueError(
             f"htree: config.htree['positions'] must be one of {', '.join(POSITIONS)}, got {positions!r}"
         )
+    packed = options.pop("packed", False)
+    if not isinstance(packed, bool):
+        raise TypeError(f"htree: config.htree['packed'] must be a bool, got {type(packed).__name__}")
     for name in options:
         if name in OF_THE_MODEL or name not in TreeOptions.__dataclass_fields__:
-            known = ["positions", *(x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL)]
+            known = [
+                "positions",
+                "packed",
+                *(x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL),
+            ]
             raise ValueError(f"htree: config.htree must have keys among {', '.join(known)}, got {name!r}")
     if "scope" in options:  # packed documents and a cache take the word for a known one
         check_scope("config.htree", options["scope"])
-    return options, positions == "compact"
+    return Choices(options, positions == "compact", packed)
 
 
 def _refuse(message: str) -> NoReturn:
@@ -187,7 +210,7 @@ def _refuse(message: str) -> NoReturn:
 
 def has_compact_positions(config: PretrainedConfig) -> bool:
     """Whether the tree rotates, and not the model."""
-    return config._attn_implementation == NAME and options_of_config(config)[1]
+    return config._attn_implementation == NAME and options_of_config(config).compact
 
 
 def _identity_where_compact(forward: Any) -> Any:
@@ -356,7 +379,7 @@ def attention(
         NotImplementedError: what tree attention does not compute.
         ValueError, TypeError: of :func:`options_of_config` and :func:`htree_ops.tree_attention`.
     """
-    options, compact = options_of_config(module.config)  # type: ignore[arg-type]
+    options, compact, packed = options_of_config(module.config)  # type: ignore[arg-type]
     _check_call(module, dropout, is_causal, rest)
     of_model = _compact_options(module, scaling) if compact else {"scale": scaling, "rope_base": None}
     q, mask, positions = query.transpose(1, 2), attention_mask, position_ids
@@ -370,7 +393,7 @@ def attention(
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
             return _attend_bounded(q, k, v, mask, *bounds, options | of_model), None
-        return _attend(q, k, v, mask, positions, options | of_model), None
+        return _attend(q, k, v, mask, positions, options | of_model, packed), None
     except (TypeError, ValueError):
         with options_of("config.htree"):  # it may be an option that the op has refused
             TreeOptions(**options)
@@ -412,7 +435,13 @@ def _check_mask(attention_mask: Tensor) -> None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    options: dict[str, Any],
+    packed: bool,
 ) -> Tensor:
     """Whole sequences, padded ones and documents that positions show."""
     if q.shape[1] != k.shape[1]:
@@ -423,8 +452,8 @@ def _attend(
         return tree_attention(q, k, v, **options)
     _check_mask(mask)
     if mask.dtype == torch.bool:
-        return _attend_real(q, k, v, mask, positions, options)
-    return _attend_positions(q, k, v, mask, options)
+        return _attend_real(q, k, v, mask, positions, options, packed)
+    return _attend_positions(q, k, v, mask, options, packed)
 
 
 def _attend_from_a_tree_cache(
@@ -447,7 +476,13 @@ def _attend_from_a_tree_cache(
 
 
 def _attend_real(
-    q: Tensor, k: Tensor, v: Tensor, real: Tensor, positions: Tensor | None, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor,
+    positions: Tensor | None,
+    options: dict[str, Any],
+    packed: bool,
 ) -> Tensor:
     """The rows that are no padding, of whole sequences or of documents."""
     # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
@@ -457,6 +492,8 @@ def _attend_real(
             _refuse(
                 "padding with importance='lse' cannot be compiled: call the model uncompiled, or pad nothing"
             )
+        if positions is not None and packed:
+            return attend_restarting(q, k, v, positions, real, options)
         if positions is not None:
             q = _nan_where_packed(q, positions, real)
     elif looks_ahead or (positions is not None and has_restarts(positions, real)):
@@ -524,9 +561,13 @@ def _attend_bounded(
     return attend_documents(q[0], k[0], v[0], documents, options)[None]
 
 
-def _attend_positions(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any]) -> Tensor:
+def _attend_positions(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any], packed: bool
+) -> Tensor:
     """Whole sequences, or documents where positions start again."""
     if torch.compiler.is_compiling():
+        if packed:
+            return attend_restarting(q, k, v, positions, None, options)
         return tree_attention(_nan_where_packed(q, positions), k, v, **options)
     documents = documents_of(positions, len(q))
     if documents is None:

@@ -295,7 +295,7 @@ def test_documents_with_images_that_see_each_other_are_refused() -> None:
         attend(positions % 6, blocks)
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(positions, None), attend(positions, None))
-    with pytest.raises(RuntimeError, match="htree: a compiled model cannot see"):
+    with pytest.raises(RuntimeError, match="htree: a compiled model does not look"):
         compiled(positions, blocks)
 
 

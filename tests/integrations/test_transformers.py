@@ -428,8 +428,32 @@ def test_a_compiled_model_tells_padding_from_documents() -> None:
         positions = (padding.cumsum(1) - 1).masked_fill(padding == 0, 1)
         call = {"attention_mask": padding, "position_ids": positions, "use_cache": False}
         torch.testing.assert_close(compiled(ids, **call).logits, model(ids, **call).logits)
-        with pytest.raises(RuntimeError, match="htree: a compiled model cannot see where position_ids start"):
+        with pytest.raises(RuntimeError, match="htree: a compiled model does not look where"):
             compiled(ids, **call | {"position_ids": positions % 17})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("positions", ["own", "compact"])
+def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded: bool, positions: str) -> None:
+    torch._dynamo.reset()
+    model = make_model(options=SPARSE | {"positions": positions, "packed": True}, num_hidden_layers=1)
+    compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), make_text()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    mask[1, 35:] = 0
+    whole = mask.cumsum(1) - 1 if padded else torch.arange(40).expand(2, 40)
+    for period in (64, 17, 5, 1):  # 64: no document ends before its text
+        call = {"position_ids": (whole % period).masked_fill(mask == 0, 1) if padded else whole % period}
+        call |= {"attention_mask": mask} if padded else {}
+        got, wanted = (logits_and_gradients(m, ids, **call) for m in (compiled, model))
+        torch.testing.assert_close(got[0], wanted[0])
+        for ours, theirs in zip(got[1], wanted[1], strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_word_packed_is_a_bool() -> None:
+    with pytest.raises(TypeError, match=r"config.htree\['packed'\] must be a bool, got int"):
+        make_model(options={"packed": 1})(make_text())
 
 
 def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
@@ -449,9 +473,7 @@ def test_a_compiled_model_takes_packed_documents_between_boundaries() -> None:
     torch.testing.assert_close(
         compiled(ids, position_ids=whole).logits, model(ids, position_ids=whole).logits
     )
-    with pytest.raises(
-        RuntimeError, match="htree: a compiled model cannot see where position_ids start again"
-    ):
+    with pytest.raises(RuntimeError, match="htree: a compiled model does not look where position_ids start"):
         compiled(ids, position_ids=whole % 17, use_cache=False)
     bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
     packed = {"position_ids": whole % 17, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}

@@ -31,7 +31,8 @@ struct GemmShape {
   static constexpr int kStages = kStages_;
   static constexpr int kCluster = kCluster_;
   static constexpr int kBlockK = kBlockBytes / static_cast<int>(sizeof(T));
-  static constexpr int kWarpgroups = kWarpgroups_;  // warpgroups that multiply
+  static constexpr int kWarpgroups = kWarpgroups_;            // warpgroups that multiply
+  static constexpr int kParts = kRowsA / (64 * kWarpgroups);  // 64 rows each, of a warpgroup
   static constexpr int kBytesA = kRowsA * kBlockBytes;
   static constexpr int kBytesB = kRowsB * kBlockBytes;
   static_assert(kRowsA % (64 * kWarpgroups) == 0 && kRowsB % 8 == 0 && kRowsB <= 256);
@@ -107,18 +108,26 @@ __device__ __forceinline__ void multiply_block(float (&d)[N / 2], uint64_t a, ui
   }
 }
 
-// A warpgroup calls it. d[64 x kRowsB] = its 64 rows of A times all rows of B, over num_blocks >= 1 k-blocks.
+// A warpgroup calls it. d = its rows of A times all rows of B, over num_blocks >= 1 k-blocks: kParts results
+// [64 x kRowsB], one behind the other.
 template <class Shape>
 __device__ __forceinline__ void multiply_ring(GemmRing<Shape>& ring, RingPlace<Shape::kStages>& place,
-                                              int num_blocks, int warpgroup, float (&d)[Shape::kRowsB / 2]) {
+                                              int num_blocks, int warpgroup,
+                                              float (&d)[Shape::kParts * Shape::kRowsB / 2]) {
   using T = typename Shape::T;
+  using Sums = float[Shape::kRowsB / 2];
   int previous = 0;
   for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
     barrier_wait(&ring.full[place.stage], place.parity);
-    const uint64_t a = block_descriptor<Shape::kMajorA>(ring.a[place.stage] + warpgroup * 64 * kBlockBytes);
+    const uint8_t* rows = ring.a[place.stage] + warpgroup * Shape::kParts * 64 * kBlockBytes;
     const uint64_t b = block_descriptor<Shape::kMajorB>(ring.b[place.stage]);
     wgmma_fence();
-    multiply_block<T, Shape::kRowsB, Shape::kMajorA, Shape::kMajorB>(d, a, b, block_idx > 0);
+#pragma unroll
+    for (int part = 0; part < Shape::kParts; ++part) {
+      multiply_block<T, Shape::kRowsB, Shape::kMajorA, Shape::kMajorB>(
+          reinterpret_cast<Sums&>(d[part * Shape::kRowsB / 2]),
+          block_descriptor<Shape::kMajorA>(rows + part * 64 * kBlockBytes), b, block_idx > 0);
+    }
     wgmma_commit();
     if (block_idx > 0) {
       wgmma_wait<1>();

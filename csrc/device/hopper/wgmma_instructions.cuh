@@ -11,7 +11,7 @@
 namespace htree::device {
 
 template <typename T, int N>
-struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 192 or 256
+struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 144, 160, 192 or 256
 
 // The operands %0 ... %(count - 1), and the accumulators they stand for.
 #define HTREE_REGISTERS_4 "%0, %1, %2, %3"
@@ -39,10 +39,17 @@ struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 192 or 256
   HTREE_REGISTERS_48       \
   ", "                     \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define HTREE_REGISTERS_96                                                           \
-  HTREE_REGISTERS_64                                                                 \
-  ", "                                                                               \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+#define HTREE_REGISTERS_72 \
+  HTREE_REGISTERS_64       \
+  ", "                     \
+  "%64, %65, %66, %67, %68, %69, %70, %71"
+#define HTREE_REGISTERS_80 \
+  HTREE_REGISTERS_64       \
+  ", "                     \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define HTREE_REGISTERS_96 \
+  HTREE_REGISTERS_80       \
+  ", "                     \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define HTREE_REGISTERS_128                                                                      \
   HTREE_REGISTERS_96                                                                             \
@@ -60,6 +67,8 @@ struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 192 or 256
 #define HTREE_ACCUMULATORS_40 HTREE_D32(d, 0), HTREE_D8(d, 32)
 #define HTREE_ACCUMULATORS_48 HTREE_D32(d, 0), HTREE_D16(d, 32)
 #define HTREE_ACCUMULATORS_64 HTREE_D32(d, 0), HTREE_D32(d, 32)
+#define HTREE_ACCUMULATORS_72 HTREE_ACCUMULATORS_64, HTREE_D8(d, 64)
+#define HTREE_ACCUMULATORS_80 HTREE_ACCUMULATORS_64, HTREE_D16(d, 64)
 #define HTREE_ACCUMULATORS_96 HTREE_ACCUMULATORS_64, HTREE_D32(d, 64)
 #define HTREE_ACCUMULATORS_128 HTREE_ACCUMULATORS_96, HTREE_D32(d, 96)
 
@@ -103,6 +112,8 @@ HTREE_WGMMA_TYPES(64, 32, 32, 33, 34, 35, 36, 37, 38)
 HTREE_WGMMA_TYPES(80, 40, 40, 41, 42, 43, 44, 45, 46)
 HTREE_WGMMA_TYPES(96, 48, 48, 49, 50, 51, 52, 53, 54)
 HTREE_WGMMA_TYPES(128, 64, 64, 65, 66, 67, 68, 69, 70)
+HTREE_WGMMA_TYPES(144, 72, 72, 73, 74, 75, 76, 77, 78)
+HTREE_WGMMA_TYPES(160, 80, 80, 81, 82, 83, 84, 85, 86)
 HTREE_WGMMA_TYPES(192, 96, 96, 97, 98, 99, 100, 101, 102)
 HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
@@ -113,6 +124,8 @@ HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef HTREE_REGISTERS_40
 #undef HTREE_REGISTERS_48
 #undef HTREE_REGISTERS_64
+#undef HTREE_REGISTERS_72
+#undef HTREE_REGISTERS_80
 #undef HTREE_REGISTERS_96
 #undef HTREE_REGISTERS_128
 #undef HTREE_ACCUMULATORS_4
@@ -122,6 +135,8 @@ HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef HTREE_ACCUMULATORS_40
 #undef HTREE_ACCUMULATORS_48
 #undef HTREE_ACCUMULATORS_64
+#undef HTREE_ACCUMULATORS_72
+#undef HTREE_ACCUMULATORS_80
 #undef HTREE_ACCUMULATORS_96
 #undef HTREE_ACCUMULATORS_128
 #undef HTREE_D4

@@ -13,8 +13,9 @@ namespace htree::gated_mlp {
 
 // kComposed: two matrix products of cuBLAS in fp32 and one elementwise kernel. kStream: the rows of x are the
 // n side of the products, a block has 64 columns, weights are read once (gated_mlp_stream.cuh). kTile: `rows`
-// x `columns` per block (gated_mlp_tile.cuh).
-enum class Kernel : int { kComposed, kStream, kTile };
+// x `columns` per block (gated_mlp_tile.cuh). kTurned: the same with the rows of x on the n side
+// (gated_mlp_turned.cuh).
+enum class Kernel : int { kComposed, kStream, kTile, kTurned };
 
 struct KernelConfig {
   Kernel kernel;
@@ -70,10 +71,11 @@ struct TileKernel {
   double per_block;  // per block of k of each tile that a block, or a cluster, takes
 };
 inline constexpr TileKernel kTiles[] = {
-    {{Kernel::kTile, 128, 64, 6, 1}, 1.7, 0.430},
-    {{Kernel::kTile, 192, 64, 5, 1}, 1.6, 0.603},
-    {{Kernel::kTile, 128, 128, 4, 1}, 0.9, 0.812},
-    {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},
+    {{Kernel::kTile, 128, 64, 6, 1}, 1.7, 0.430},   {{Kernel::kTile, 192, 64, 5, 1}, 1.6, 0.603},
+    {{Kernel::kTile, 128, 128, 4, 1}, 0.9, 0.812},  {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},
+    {{Kernel::kTurned, 96, 128, 4, 2}, 2.6, 0.62},  {{Kernel::kTurned, 128, 128, 4, 2}, 2.6, 0.804},
+    {{Kernel::kTurned, 144, 128, 4, 2}, 2.6, 0.90}, {{Kernel::kTurned, 160, 128, 4, 2}, 2.6, 1.00},
+    {{Kernel::kTurned, 192, 128, 3, 2}, 2.6, 1.20},
 };
 
 // In how many waves `workers`, which are blocks or clusters, take all tiles. The blocks of a cluster share
@@ -86,7 +88,9 @@ inline double waves_of_tiles(int64_t tiles, int64_t workers, bool sharing) {
 
 inline double tile_time(const TileKernel& kernel, const Facts& f) {
   const KernelConfig& c = kernel.config;
-  const int64_t tiles = ceil_div(f.rows, c.rows * c.cluster) * ceil_div(f.inner, c.columns);
+  const bool turned = c.kernel == Kernel::kTurned;  // its clusters stand along the columns
+  const int64_t tiles = ceil_div(f.rows, c.rows * (turned ? 1 : c.cluster)) *
+                        ceil_div(f.inner, c.columns * (turned ? c.cluster : 1));
   const int64_t workers = std::max(1, f.multiprocessors / c.cluster);
   const double waves = waves_of_tiles(tiles, workers, c.cluster == 2 && f.hidden > 64 && tiles > workers);
   return kernel.per_launch + waves * static_cast<double>(ceil_div(f.hidden, 64)) * kernel.per_block;
@@ -149,9 +153,9 @@ inline std::string describe(const KernelConfig& c) {
   if (c.kernel == Kernel::kComposed) {
     return "composed: two products of cuBLAS, one elementwise kernel";
   }
-  return std::string(c.kernel == Kernel::kStream ? "stream" : "tile") + ": " + std::to_string(c.rows) +
-         " rows x " + std::to_string(c.columns) + " columns, " + std::to_string(c.stages) +
-         " stages, clusters of " + std::to_string(c.cluster);
+  const char* name = c.kernel == Kernel::kStream ? "stream" : c.kernel == Kernel::kTile ? "tile" : "turned";
+  return std::string(name) + ": " + std::to_string(c.rows) + " rows x " + std::to_string(c.columns) +
+         " columns, " + std::to_string(c.stages) + " stages, clusters of " + std::to_string(c.cluster);
 }
 
 inline std::string describe_gradient(bool fuses) {

@@ -30,9 +30,10 @@ void launch_fused(const Operands& o, const KernelConfig& config, const Results& 
       .gate = mutable_data_of<T>(results.linear),
       .up = mutable_data_of<T>(results.acted),
   };
-  check_launch(config.kernel == Kernel::kStream ? launch_stream<T>(params, config, stream)
-                                                : launch_tile<T>(params, config, stream),
-               config);
+  const auto launch = config.kernel == Kernel::kStream   ? launch_stream<T>
+                      : config.kernel == Kernel::kTurned ? launch_turned<T>
+                                                         : launch_tile<T>;
+  check_launch(launch(params, config, stream), config);
 }
 
 template <typename T>

@@ -14,6 +14,7 @@
 #include "ops/gated_mlp/cuda/gated_mlp_launch.h"
 #include "ops/gated_mlp/cuda/gated_mlp_stream.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_tile.cuh"
+#include "ops/gated_mlp/cuda/gated_mlp_turned.cuh"
 
 namespace htree::gated_mlp {
 namespace {
@@ -28,11 +29,11 @@ CUtensorMap matrix_map(const T* data, int64_t rows, int64_t columns, int64_t pit
   return row_major_map(data, kMapType<T>, rows, columns, pitch * static_cast<int64_t>(sizeof(T)), box_rows);
 }
 
-// The descriptors of such a matrix for tiles of kRows rows.
-template <int kRows, typename T>
+// The descriptors of such a matrix for tiles of kRows rows, of which one copy brings kCopied.
+template <int kRows, int kCopied = kRows, typename T>
 device::OperandMaps row_maps(const Operand<T>& x, int64_t rows, int64_t columns) {
   return operand_maps(x.data, kMapType<T>, rows, columns, x.pitch * static_cast<int64_t>(sizeof(T)), kRows,
-                      kRows);
+                      kCopied);
 }
 
 inline int num_k_blocks(int64_t k) {
@@ -84,6 +85,23 @@ namespace {
 // For 4096 rows on an H200, with cold caches: 970 us, with 16 979 us, with 4 981 us.
 constexpr int kRowTilesPerGroup = 8;
 
+// Launches a persistent kernel over tiles of `row_tiles` x `column_tiles` clusters, in groups of `group` row
+// tiles, with the arguments that arguments_of(shares) gives.
+template <class Tr, typename Kernel, typename Maps, class ArgumentsOf>
+cudaError_t launch_persistent(Kernel* kernel, int64_t row_tiles, int64_t column_tiles, int group,
+                              int num_blocks, cudaStream_t stream, const Maps& maps,
+                              ArgumentsOf&& arguments_of) {
+  const device::TileOrder order{static_cast<int>(row_tiles), static_cast<int>(column_tiles), group};
+  TilePlan plan;
+  const cudaError_t error = plan_tiles(order, Tr::kCluster, Tr::kCluster, order.count(), num_blocks, plan);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  return launch_kernel(kernel,
+                       {static_cast<unsigned>(plan.blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster},
+                       stream, maps, order, arguments_of(plan.shares));
+}
+
 template <class Tr>
 cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   using T = typename Tr::T;
@@ -101,20 +119,12 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
       result_map(p.gate),
       result_map(p.up),
   };
-  constexpr int kClusterRows = Tr::kRows * Tr::kCluster;
-  const device::TileOrder order{static_cast<int>(ceil_div(s.rows, kClusterRows)),
-                                static_cast<int>(ceil_div(s.inner, Tr::kColumns)), kRowTilesPerGroup};
-  TilePlan plan;
-  const cudaError_t error =
-      plan_tiles(order, Tr::kCluster, Tr::kCluster, order.count(), num_k_blocks(s.hidden), plan);
-  if (error != cudaSuccess) {
-    return error;
-  }
-  const TileArguments<T> arguments{s, plan.shares, aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
-                                   aligned ? nullptr : p.up};
-  return launch_kernel(tile_kernel<Tr>,
-                       {static_cast<unsigned>(plan.blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster},
-                       stream, maps, order, arguments);
+  return launch_persistent<Tr>(
+      tile_kernel<Tr>, ceil_div(s.rows, Tr::kRows * Tr::kCluster), ceil_div(s.inner, Tr::kColumns),
+      kRowTilesPerGroup, num_k_blocks(s.hidden), stream, maps, [&](const device::TileShares& shares) {
+        return TileArguments<T>{s, shares, aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
+                                aligned ? nullptr : p.up};
+      });
 }
 
 template <typename T, Activation kActivation, bool kKeepsProducts>
@@ -142,17 +152,71 @@ cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cuda
   return cudaErrorNotSupported;
 }
 
+template <class Tr>
+cudaError_t launch_turned_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
+  const Sizes& s = p.sizes;
+  const TurnedMaps maps{
+      row_maps<Tr::kColumns, Tr::kShare>(p.x, s.rows, s.hidden),
+      matrix_map(p.gate_weight.data, s.inner, s.hidden, p.gate_weight.pitch, 64),
+      matrix_map(p.up_weight.data, s.inner, s.hidden, p.up_weight.pitch, 64),
+  };
+  // Clusters that stand side by side in time take the same weights, which so come from memory once.
+  constexpr int kGroup = 1;
+  return launch_persistent<Tr>(turned_kernel<Tr>, ceil_div(s.inner, Tr::kRows * Tr::kCluster),
+                               ceil_div(s.rows, Tr::kColumns), kGroup, num_k_blocks(s.hidden), stream, maps,
+                               [&](const device::TileShares& shares) {
+                                 return TurnedArguments<typename Tr::T>{s, shares, p.out, p.gate, p.up};
+                               });
+}
+
+template <typename T, Activation kActivation, bool kKeepsProducts>
+cudaError_t launch_turned_config(const ForwardParams<T>& p, const KernelConfig& c, cudaStream_t stream) {
+  const auto is = [&](int rows, int stages) {
+    return c.rows == rows && c.columns == 128 && c.stages == stages && c.cluster == 2;
+  };
+  if (is(96, 4)) {
+    return launch_turned_tiles<TurnedTraits<T, kActivation, 96, 4, kKeepsProducts>>(p, stream);
+  }
+  if (is(128, 4)) {
+    return launch_turned_tiles<TurnedTraits<T, kActivation, 128, 4, kKeepsProducts>>(p, stream);
+  }
+  if (is(144, 4)) {
+    return launch_turned_tiles<TurnedTraits<T, kActivation, 144, 4, kKeepsProducts>>(p, stream);
+  }
+  if (is(160, 4)) {
+    return launch_turned_tiles<TurnedTraits<T, kActivation, 160, 4, kKeepsProducts>>(p, stream);
+  }
+  if (is(192, 3)) {
+    return launch_turned_tiles<TurnedTraits<T, kActivation, 192, 3, kKeepsProducts>>(p, stream);
+  }
+  return cudaErrorNotSupported;
+}
+
+// Calls launch(activation, keeps_products), two std::integral_constants, as the parameters have it.
+template <typename T, class Launch>
+cudaError_t with_options(const ForwardParams<T>& p, Launch&& launch) {
+  const auto with_activation = [&](auto activation) {
+    return p.gate != nullptr ? launch(activation, std::true_type{}) : launch(activation, std::false_type{});
+  };
+  return p.activation == Activation::kSilu
+             ? with_activation(std::integral_constant<Activation, Activation::kSilu>{})
+             : with_activation(std::integral_constant<Activation, Activation::kGelu>{});
+}
+
 }  // namespace
 
 template <typename T>
+cudaError_t launch_turned(const ForwardParams<T>& p, const KernelConfig& config, cudaStream_t stream) {
+  return with_options(p, [&](auto activation, auto keeps) {
+    return launch_turned_config<T, decltype(activation)::value, decltype(keeps)::value>(p, config, stream);
+  });
+}
+
+template <typename T>
 cudaError_t launch_tile(const ForwardParams<T>& p, const KernelConfig& config, cudaStream_t stream) {
-  const bool silu = p.activation == Activation::kSilu;
-  if (p.gate != nullptr) {
-    return silu ? launch_config<T, Activation::kSilu, true>(p, config, stream)
-                : launch_config<T, Activation::kGelu, true>(p, config, stream);
-  }
-  return silu ? launch_config<T, Activation::kSilu, false>(p, config, stream)
-              : launch_config<T, Activation::kGelu, false>(p, config, stream);
+  return with_options(p, [&](auto activation, auto keeps) {
+    return launch_config<T, decltype(activation)::value, decltype(keeps)::value>(p, config, stream);
+  });
 }
 
 namespace {

@@ -1,5 +1,5 @@
 // A block of this room's persistent kernels: its memory, and which warps do what. One warpgroup loads, the
-// others multiply 64 rows each.
+// others multiply 64 rows each, or a multiple of it.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@ template <class Shape_, int kStaged_>
 struct TileBlock {
   using Shape = Shape_;
   using T = typename Shape::T;
-  static constexpr int kRows = Shape::kRowsA;
+  static constexpr int kRows =
+      Shape::kRowsA;  // of a tile; a kernel of two products per tile has half of them
   static constexpr int kCluster = Shape::kCluster;
   static constexpr int kStaged = kStaged_;
   static constexpr int kThreads = 128 * (1 + Shape::kWarpgroups);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void run_tiles(typename Tr::Shared& shared, const dev
     device::raise_registers<Tr::kMultiplierRegisters>();
     const int row = warpgroup * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16;
     for_tiles<Tr>(order, shares, [&](const device::TileWork& work) {
-      float d[Shape::kRowsB / 2];
+      float d[Shape::kParts * Shape::kRowsB / 2];
       device::multiply_ring<Shape>(shared.ring, place, work.count, warpgroup, d);
       store(work, warpgroup, row, d);
     });
@@ -109,29 +110,48 @@ __device__ __forceinline__ void run_tiles(typename Tr::Shared& shared, const dev
   }
 }
 
-// Exchanges the sums d of a tile that two blocks share, for kResults results side by side (g and u,
-// or one). The other block's sums arrive where the warpgroup's rows of the first operand stood,
-// whose products are done.
+// Where the sums of the other block arrive: where the warpgroup's rows of the first operand stood, whose
+// products are done.
+template <class Tr>
+struct SumPlaces {
+  static constexpr int kRowBytes = Tr::Shape::kParts * 64 * device::kBlockBytes;
+  static constexpr int kPacksPerStage = kRowBytes / (128 * 16);
+  typename Tr::Shared& shared;
+  int warpgroup;
+
+  // This thread's pack.
+  __device__ __forceinline__ float4* operator()(int pack) const {
+    uint8_t* rows = shared.ring.a[pack / kPacksPerStage] + warpgroup * kRowBytes;
+    return reinterpret_cast<float4*>(rows) + pack % kPacksPerStage * 128 + threadIdx.x % 128;
+  }
+};
+
+// Exchanges the sums d of a tile that two blocks share, for kResults results side by side (g and u, or one).
+// Returns what this block's half of d lacks: the sum number i % 4 of its pack i / 4.
+template <class Tr, int kResults, int kSums>
+__device__ __forceinline__ SumPlaces<Tr> exchange_sums(typename Tr::Shared& shared, int rank, int warpgroup,
+                                                       const float (&d)[kSums]) {
+  using Halves = device::SumHalves<kResults, kSums>;
+  static_assert(Halves::kPacks <= SumPlaces<Tr>::kPacksPerStage * Tr::Shape::kStages);
+  const SumPlaces<Tr> places{shared, warpgroup};
+  device::SumExchange& exchange = shared.exchange[warpgroup];
+  if (threadIdx.x % 32 == 0) {
+    device::offer_places(exchange, 32 * Halves::kPacks * sizeof(float4), static_cast<uint32_t>(rank ^ 1));
+  }
+  __syncwarp();
+  device::exchange_halves<kResults>(exchange, rank, places, d);
+  return places;
+}
+
+// The same, and leaves the whole sums of this block's half in `own`.
 template <class Tr, int kResults, int kSums>
 __device__ __forceinline__ void share_sums(typename Tr::Shared& shared, int rank, int warpgroup,
                                            const float (&d)[kSums], float (&own)[kSums / 2]) {
   using Halves = device::SumHalves<kResults, kSums>;
-  constexpr int kPacksPerStage = 64 * device::kBlockBytes / (128 * 16);
-  static_assert(Halves::kPacks <= kPacksPerStage * Tr::Shape::kStages);
-  const int thread = static_cast<int>(threadIdx.x % 128);
-  device::SumExchange& exchange = shared.exchange[warpgroup];
-  if (thread % 32 == 0) {
-    device::offer_places(exchange, 32 * Halves::kPacks * sizeof(float4), static_cast<uint32_t>(rank ^ 1));
-  }
-  __syncwarp();
-  const auto place = [&](int pack) {
-    uint8_t* rows = shared.ring.a[pack / kPacksPerStage] + warpgroup * 64 * device::kBlockBytes;
-    return reinterpret_cast<float4*>(rows) + pack % kPacksPerStage * 128 + thread;
-  };
-  device::exchange_halves<kResults>(exchange, rank, place, d);
+  const SumPlaces<Tr> places = exchange_sums<Tr, kResults>(shared, rank, warpgroup, d);
 #pragma unroll
   for (int pack = 0; pack < Halves::kPacks; ++pack) {
-    const float4 sums = *place(pack);
+    const float4 sums = *places(pack);
     const float other[4] = {sums.x, sums.y, sums.z, sums.w};
     const int left = Halves::left(pack);
 #pragma unroll
