@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import evaluation, record
-from .choices import Choice, Indexer, fit_indexers, make_indexers, with_choice
+from .choices import Choice, Indexer, fit_indexers, in_int8, make_indexers, with_choice
 from .corpus import Texts, draw_texts
 from .model import LanguageModel, SearchModel
 from .recall import draw_recall, lesson
@@ -288,6 +288,32 @@ def choices(scale: Scale) -> list[Run]:
     ]
 
 
+def int8_scores(scale: Scale) -> list[Run]:
+    """(a) The dense model of (a) with the scores of the means in 16 bits and in int8."""
+    size = scale.conversion
+    load = loader(size)
+    strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
+    settings = [size.tree(span, stride) for span in (4, 2) for stride in strides]
+
+    def work(session: Session, attention: Attention, name: str) -> None:
+        model, replaced = load(session), in_int8(attention)
+        setup = Setup(
+            "int8", f"evaluated: {name}", replaced, size, parameters=model.num_parameters(),
+            baseline="dense, same weights",
+        )  # fmt: skip
+        found = evaluation.measure_texts(session, model, replaced, held_out_texts(session, size))
+        session.write(setup, "final", Progress(), choice=name, **found)
+
+    names = [f"span {one.span}, s={one.stride}, scores in int8" for one in settings]
+    return [
+        *evaluate_runs("int8", size, [dense(), *settings], load),
+        *(
+            Run(f"evaluated: {name}", lambda session, a=attention, n=name: work(session, a, n))  # type: ignore[misc]
+            for attention, name in zip(settings, names, strict=True)
+        ),
+    ]
+
+
 def train_indexers(
     session: Session, scale: Scale, model: LanguageModel, indexers: Sequence[Indexer]
 ) -> tuple[Progress, float]:
@@ -512,6 +538,7 @@ PIECES = (
     Piece("scratch-seed", "from scratch: a second seed with compact positions", 3, scratch_seed, "scratch"),
     Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
     Piece("choices", "the dense model of 4096 bytes with other rules for the nodes", 4, choices),
+    Piece("int8", "the same with the scores of the means in int8", 1, int8_scores),
     Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
 )
