@@ -125,14 +125,20 @@ def instances() -> ModuleType:
     return module
 
 
-def sources(*suffixes: str, merged: bool = False) -> list[str]:
-    """Every file of the op library with one of the suffixes: csrc/library.cpp, csrc/host, the listed rooms and
-    their instances, which main() writes."""
-    found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").rglob("*.cpp")]
+def needs_cuda(path: Path) -> bool:
+    """Whether a source, given from ROOT on, is compiled only with CUDA: kernels, and the C++ that calls them."""
+    return path.suffix == ".cu" or path.stem.endswith("_cuda") or "cuda" in path.parts[:-1]
+
+
+def sources(cuda: bool, merged: bool = False) -> list[str]:
+    """Every file of the op library that is compiled with CUDA or without: csrc/library.cpp, csrc/host, the listed
+    rooms and their instances, which main() writes."""
+    found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").rglob("*")]
     for room in ROOMS:
         found += (ROOT / "csrc" / "ops" / room).rglob("*")
     found += [GENERATED / name for name in instances().texts(merged)]
-    return sorted(str(f.relative_to(ROOT)) for f in found if f.suffix in suffixes)
+    units = [f.relative_to(ROOT) for f in found if f.suffix in (".cpp", ".cu")]
+    return sorted(str(unit) for unit in units if cuda or not needs_cuda(unit))
 
 
 def source_hashes() -> dict[str, str]:
@@ -270,7 +276,6 @@ def main() -> None:
     merged = jobs.isdecimal() and int(jobs) <= FEW_JOBS
     instances().write(GENERATED, merged)
     op_extension = CUDAExtension if cuda.enabled else CppExtension
-    suffixes = (".cpp", ".cu") if cuda.enabled else (".cpp",)
     # One translation unit of _host says at run time what was decided here; -D strings need their own quotes.
     facts = {
         "HTREE_VERSION": version(),
@@ -281,7 +286,7 @@ def main() -> None:
     extensions = [
         op_extension(
             "htree_ops._C",
-            sources(*suffixes, merged=merged),
+            sources(cuda.enabled, merged),
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
             # -s: without symbols the library is a third of the size; its exports stay

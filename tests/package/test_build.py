@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -159,13 +160,26 @@ def test_the_commit_is_that_of_this_checkout(
 @in_checkout
 def test_every_source_is_built_and_shipped(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "GENERATED", ROOT / "build" / "listed_only")
-    listed = set(build.sources(".cpp", ".cu"))
+    listed = set(build.sources(cuda=True))
     instances = {f for f in listed if f.startswith("build/listed_only/tree_attention/")}
     assert instances
     assert not (ROOT / "build" / "listed_only").exists(), "a list writes nothing"
     found = {str(f.relative_to(ROOT)) for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".cu")}
     assert found - listed == {"csrc/bindings.cpp"}
     assert "graft csrc" in (ROOT / "MANIFEST.in").read_text()
+
+
+@in_checkout
+def test_what_needs_cuda_is_left_out_without_it(build: ModuleType) -> None:
+    include = re.compile(r'#include [<"](?:cuda|cublas|ATen/cuda/|c10/cuda/|host/cuda/)')
+    every, without = (set(build.sources(cuda)) for cuda in (True, False))
+    assert without < every
+    assert {Path(name).suffix for name in without} == {".cpp"}
+    own = [name for name in without if name.startswith("csrc/")]
+    assert [name for name in own if include.search((ROOT / name).read_text())] == []
+    left_out = {name for name in every - without if name.endswith(".cpp")}
+    assert {"csrc/ops/hadamard/hadamard_cuda.cpp", "csrc/ops/tree_attention/cuda/forward.cpp"} <= left_out
+    assert [name for name in left_out if "host/cpu/" in (ROOT / name).read_text()] == []
 
 
 @in_checkout

@@ -1,4 +1,4 @@
-// The product of e4m3 codes by cuBLASLt, where cublas_takes() in gemm_cuda.cu allows it.
+// The product of e4m3 codes by cuBLASLt, where cublas_takes() in gemm_cuda.cpp allows it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

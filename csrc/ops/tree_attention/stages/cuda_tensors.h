@@ -1,4 +1,4 @@
-// Turns checked tensors into what the launchers take. Only the *_cuda.cu files include this.
+// Turns checked tensors into what the launchers take. Only the *_cuda.cpp files include this.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 // CUDA entry point of the forward: operands, choice of kernel and launch.
+#include "ops/gated_mlp/gated_mlp_cuda.h"
 #include "host/cuda/device_type.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
-#include "ops/gated_mlp/gated_mlp_cuda.h"
 
 namespace htree::gated_mlp {
 namespace {

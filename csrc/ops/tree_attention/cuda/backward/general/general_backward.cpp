@@ -1,4 +1,4 @@
-// The backward for every dtype and shape: the same walk as in cuda/backward.cu, with kernels that assume
+// The backward for every dtype and shape: the same walk as in cuda/backward.cpp, with kernels that assume
 // nothing. Its lists are explicit at every layer, the top included. Scratch is tensors, not a Workspace: the stage that
 // selects lists again takes tensors, and memory that one layer needs is free for the next.
 #include <ATen/ops/empty.h>
