@@ -29,6 +29,7 @@ from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.bench.progress import progress
 from htree_ops.bench.results import source_commit
 from htree_ops.testing import compressed_kv_cases, rmsnorm_rope_cases
+from htree_ops.testing.row_calls import row_calls
 from htree_ops.testing.tree_attention_calls import calls
 from htree_ops.testing.tree_attention_cases import TreeAttentionCase
 
@@ -55,7 +56,7 @@ class HostRow:
 
 
 def ops(device: str) -> dict[str, Call]:
-    """A small call of every op that a model calls, by the op's name."""
+    """A small call of every op, by the op's name: first those that a model calls, in 16 bits on a GPU."""
     op = torch.ops.htree
     half = torch.float32 if device == "cpu" else torch.bfloat16
 
@@ -87,9 +88,8 @@ def ops(device: str) -> dict[str, Call]:
     case = TreeAttentionCase(
         name="host", dtype=half, T=64, H=4, H_kv=1, r=16, top_k=8, M=32, K=64, V=64, selection_stride=1
     )
-    for call in calls(case, device):
-        if call.op in ("tree_build", "span_means", "attention", "attention_forward", "attention_backward"):
-            found[call.op] = call
+    for call in (*calls(case, device), *row_calls(device)):
+        found.setdefault(call.op, call)
     return found
 
 

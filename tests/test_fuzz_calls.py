@@ -12,21 +12,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compressed_kv_cases import DecodeCase
 from htree_ops.testing.layouts import in_larger
+from htree_ops.testing.row_calls import row_calls
 from htree_ops.testing.tree_attention_calls import Call, calls
 from htree_ops.testing.tree_attention_cases import SHAPES
-from htree_ops.testing.tree_attention_varlen_cases import CASES as VARLEN_CASES
-from htree_ops.testing.tree_attention_varlen_cases import VarlenBackwardCase
-from htree_ops.testing.tree_cache_cases import op_calls
 
 CALLS_PER_SEED = 300
 SEEDS = range(8)  # 2400 calls
@@ -224,96 +219,10 @@ def check_margin(tensor: Any, before: list[tuple[int, Tensor, Tensor]]) -> None:
 CASES = [case for case in SHAPES if case.name in NAMES]
 
 
-def row_calls() -> list[Call]:
-    """One call of every op that works row by row."""
-    x = normal((2, 5, 9), torch.float32, "cpu", 0)
-    y = torch.ops.htree.causal_softmax(x)
-    wide, weight = normal((2, 3, 16), torch.float32, "cpu", 1), normal((16,), torch.float32, "cpu", 2)
-    table = normal((3, 8), torch.float32, "cpu", 3)
-    heads = normal((2, 3, 4, 8), torch.float32, "cpu", 4)
-    return [
-        Call("causal_softmax", (x, 0)),
-        Call("causal_softmax_", (x.clone(), 0)),
-        Call("causal_softmax_backward", (x, y)),
-        Call("rmsnorm_rope", (wide, weight, table, table)),
-        Call("rmsnorm_rope_backward", (wide, wide, weight, table, table)),
-        Call("head_rmsnorm_rope", (heads, weight[:8], table, table)),
-        Call("head_rmsnorm_rope_backward", (heads, heads, weight[:8], table, table)),
-        Call("hadamard_transform", (wide,)),
-        Call("hadamard_transform_", (wide.clone(),)),
-        Call("grouped_hadamard", (heads.transpose(1, 2).contiguous(), 2)),
-        *compressed_calls(),
-        *fp8_calls(wide.float()),
-        *matrix_calls(),
-        *varlen_calls(),
-        *(Call(op, arguments, options) for op, (arguments, options) in op_calls("cpu").items()),
-    ]
-
-
-def compressed_calls() -> list[Call]:
-    """Compression, and decoding with and without pages and transformed keys."""
-    x, weight = (
-        normal((1, 2, 3, 64), torch.float16, "cpu", 5),
-        normal((1, 2, 64), torch.float32, "cpu", 6).abs(),
-    )
-    rows = torch.ops.htree.kv_compress(x, 7, 4, weight)
-    decoding = (
-        DecodeCase(name="fuzz", dtype=torch.float16, D=64, k_keep=9, v_keep=30, S=5, W=3, comp_len=(5, 2)),
-    )
-    decoding += (
-        replace(decoding[0], page=2, win_len=(3, 0), k_bits=4),
-        replace(decoding[0], hadamard_group=2, v_bits=16, split_size=3),
-    )
-    return [
-        Call("kv_prune", (x, 7, weight)),
-        Call("kv_compress", (x, 7, 4, weight)),
-        Call("kv_decompress", (*rows, 64, 7, 4, torch.float16)),
-        *(Call("kv_decode_attention", case.make_inputs("cpu"), case.options()) for case in decoding),
-    ]
-
-
-def fp8_calls(x: Tensor) -> list[Call]:
-    q, scale, _ = torch.ops.htree.fp8_quantize(x, None, "channel")
-    return [
-        Call("fp8_compute_scale", (x, "block", -1, 3)),
-        Call("fp8_quantize", (x, scale, "channel", -1, 128)),
-        Call("fp8_quantize", (x, None, "block", 1, 2)),
-        Call("fp8_dequantize", (q, scale, torch.float32, 4)),
-        Call("fp8_fake_quant", (x, scale, "channel", 2, 128)),
-        Call("fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
-    ]
-
-
-def matrix_calls() -> list[Call]:
-    x, dy = normal((2, 3, 8), torch.float32, "cpu", 5), normal((2, 3, 6), torch.float32, "cpu", 6)
-    gate, up = normal((6, 8), torch.float32, "cpu", 7), normal((6, 8), torch.float32, "cpu", 8)
-    a, b = (normal((4, 16), torch.float32, "cpu", seed).to(torch.float8_e4m3fn) for seed in (9, 10))
-    rows, columns = torch.full((4, 1), 0.5), torch.full((1, 4), 2.0)
-    return [
-        Call("gated_mlp", (x, gate, up, "silu", "up")),
-        Call("gated_mlp_forward", (x, gate, up, "gelu", "gate")),
-        Call("gated_mlp_backward", (dy, x, gate, up, "silu", "gate")),
-        Call("gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
-        Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
-        Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
-    ]
-
-
-def varlen_calls() -> list[Call]:
-    """Packed documents, empty ones and some with fewer queries than keys among them."""
-    case = next(case for case in VARLEN_CASES if case.name == "suffix")
-    backward = VarlenBackwardCase(name=case.name, dtype=case.dtype, forward=case)
-    return [
-        Call("attention_varlen", case.make_inputs("cpu")),
-        Call("attention_varlen_forward", case.make_inputs("cpu")),
-        Call("attention_varlen_backward", backward.make_inputs("cpu")),
-    ]
-
-
 def test_the_fuzzer_reaches_every_op() -> None:
     from test_registration import SCHEMAS
 
-    reached = {call.op for case in CASES for call in calls(case, "cpu")} | {c.op for c in row_calls()}
+    reached = {call.op for case in CASES for call in calls(case, "cpu")} | {c.op for c in row_calls("cpu")}
     assert reached | {"causal_softmax.out"} == set(SCHEMAS)
     assert {case.name for case in CASES} == set(NAMES)
     assert CALLS_PER_SEED * len(SEEDS) >= 2000
@@ -323,7 +232,7 @@ def test_the_fuzzer_reaches_every_op() -> None:
 def test_mutated_calls(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    valid = [call for case in CASES for call in calls(case, "cpu", seed)] + row_calls() * 3
+    valid = [call for case in CASES for call in calls(case, "cpu", seed)] + row_calls("cpu") * 3
     outcomes: Counter[str] = Counter()
     done = 0
     while done < CALLS_PER_SEED:
