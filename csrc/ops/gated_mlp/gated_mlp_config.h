@@ -73,9 +73,8 @@ struct TileKernel {
 inline constexpr TileKernel kTiles[] = {
     {{Kernel::kTile, 128, 64, 6, 1}, 1.7, 0.430},   {{Kernel::kTile, 192, 64, 5, 1}, 1.6, 0.603},
     {{Kernel::kTile, 128, 128, 4, 1}, 0.9, 0.812},  {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},
-    {{Kernel::kTurned, 96, 128, 4, 2}, 2.6, 0.62},  {{Kernel::kTurned, 128, 128, 4, 2}, 2.6, 0.804},
     {{Kernel::kTurned, 144, 128, 4, 2}, 2.6, 0.90}, {{Kernel::kTurned, 160, 128, 4, 2}, 2.6, 1.00},
-    {{Kernel::kTurned, 192, 128, 3, 2}, 2.6, 1.20},
+    {{Kernel::kTurned, 192, 128, 4, 2}, 2.6, 1.05},
 };
 
 // In how many waves `workers`, which are blocks or clusters, take all tiles. The blocks of a cluster share

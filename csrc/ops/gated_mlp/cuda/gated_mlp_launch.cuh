@@ -174,20 +174,14 @@ cudaError_t launch_turned_config(const ForwardParams<T>& p, const KernelConfig& 
   const auto is = [&](int rows, int stages) {
     return c.rows == rows && c.columns == 128 && c.stages == stages && c.cluster == 2;
   };
-  if (is(96, 4)) {
-    return launch_turned_tiles<TurnedTraits<T, kActivation, 96, 4, kKeepsProducts>>(p, stream);
-  }
-  if (is(128, 4)) {
-    return launch_turned_tiles<TurnedTraits<T, kActivation, 128, 4, kKeepsProducts>>(p, stream);
-  }
   if (is(144, 4)) {
     return launch_turned_tiles<TurnedTraits<T, kActivation, 144, 4, kKeepsProducts>>(p, stream);
   }
   if (is(160, 4)) {
     return launch_turned_tiles<TurnedTraits<T, kActivation, 160, 4, kKeepsProducts>>(p, stream);
   }
-  if (is(192, 3)) {
-    return launch_turned_tiles<TurnedTraits<T, kActivation, 192, 3, kKeepsProducts>>(p, stream);
+  if (is(192, 4)) {
+    return launch_turned_tiles<TurnedTraits<T, kActivation, 192, 4, kKeepsProducts>>(p, stream);
   }
   return cudaErrorNotSupported;
 }

@@ -13,7 +13,15 @@
 
 namespace htree::gated_mlp {
 
-// A warp lays out kStaged columns of its rows in shared memory for a store.
+// A warp's room to lay out kStaged columns of its rows for a store.
+template <int kWarps, int kStaged>
+struct StagedTiles {
+  alignas(1024) StagedRows out[kWarps][kStaged / kStoreColumns];
+};
+template <int kWarps>
+struct StagedTiles<kWarps, 0> {};
+
+// kStaged is 0 where warps store from registers.
 template <class Shape_, int kStaged_>
 struct TileBlock {
   using Shape = Shape_;
@@ -27,9 +35,8 @@ struct TileBlock {
   static constexpr int kMultiplierRegisters = Shape::kWarpgroups == 2 ? 232 : 152;
   static_assert(kLoaderRegisters + Shape::kWarpgroups * kMultiplierRegisters <= 504);
 
-  struct Shared {
+  struct Shared : StagedTiles<Shape::kWarpgroups * 4, kStaged> {
     device::GemmRing<Shape> ring;
-    alignas(1024) StagedRows out[Shape::kWarpgroups * 4][kStaged / kStoreColumns];  // per warp
     device::SumExchange exchange[Shape::kWarpgroups];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + device::kSharedAlignment;

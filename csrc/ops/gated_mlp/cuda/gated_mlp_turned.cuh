@@ -26,7 +26,7 @@ namespace htree::gated_mlp {
 
 // kKeepsProducts: g and u are stored too, for the backward.
 template <typename T_, Activation kActivation_, int kRowsOfX_, int kStages_, bool kKeepsProducts_>
-struct TurnedTraits : TileBlock<device::GemmShape<T_, 256, kRowsOfX_, kStages_, 2, 2>, 64> {
+struct TurnedTraits : TileBlock<device::GemmShape<T_, 256, kRowsOfX_, kStages_, 2, 2>, 0> {
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kKeepsProducts = kKeepsProducts_;
   static constexpr int kRows = 128;  // columns of the output
@@ -89,75 +89,72 @@ __device__ __forceinline__ void load_turned(typename Tr::Shared& shared,
       });
 }
 
-// A warp stores value(i) for its accumulators i in [0, kRows / 2): 16 columns of a result [rows, inner] from
-// `column` on, kRows rows from `row` on. Accumulator 4 j + 2 h + c is column lane / 4 + 8 h, row 8 j + 2 (lane
-// % 4) + c. They are laid out in `staged` as rows of 32 bytes, up to 64 at a time.
-template <typename T, int kRows, class Value>
-__device__ __forceinline__ void store_turned_tile(uint8_t* staged, T* to, const Sizes& sizes, int64_t row,
-                                                  int64_t column, Value&& value) {
-  constexpr int kStagedRows = 64;
-  static_assert(kRows % 8 == 0);
-  const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-  for (int first = 0; first < kRows; first += kStagedRows) {
-    constexpr int kPairRows = 16;
-    __syncwarp();
-#pragma unroll
-    for (int pair = 0; pair < kStagedRows / kPairRows; ++pair) {
-      if (first + pair * kPairRows >= kRows) {
-        break;
-      }
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 8 rows number i / 2, 8 columns number i % 2
-        const int at = (first + pair * kPairRows + i / 2 * 8) / 2 + i % 2 * 2;
-        packed[i] = at < kRows / 2 ? device::pack_pair<T>(value(at), value(at + 1)) : 0;
-      }
-      // Lane i gives the address of row i % 8 in the i / 16th 8 rows, at the i / 8 % 2th 8 columns. These
-      // change places every four rows, so that the banks of eight rows differ.
-      const int staged_row = pair * kPairRows + lane / 16 * 8 + lane % 8;
-      const int chunk = (lane / 8 % 2) ^ (lane / 4 % 2);
-      device::store_matrices_transposed(device::shared_address(staged) + staged_row * 32 + chunk * 16,
-                                        packed);
+// Where a lane stores of 8 rows and 16 columns of a result [rows, inner]: four neighbours of one row, so that four
+// lanes write a sector of 32 bytes.
+template <typename T>
+struct TurnedPlace {
+  int64_t offset;
+  int columns;   // of the four that exist
+  bool aligned;  // rows begin at multiples of 8 bytes
+
+  __device__ __forceinline__ TurnedPlace(const Sizes& sizes, int64_t row, int64_t column) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    column += lane % 2 * 8 + lane % 4 / 2 * 4;
+    offset = (row + lane / 4) * sizes.inner + column;
+    columns = static_cast<int>(min(max(sizes.inner - column, int64_t{0}), int64_t{4}));
+    aligned = sizes.inner % 4 == 0;
+  }
+
+  // d[2 h + c] is column lane / 4 + 8 h, row 2 (lane % 4) + c, as products leave it; it is transposed in registers.
+  // Every lane calls it; those whose row does not exist store nothing.
+  __device__ __forceinline__ void store(T* result, bool exists, const float (&d)[4]) const {
+    const bool right = threadIdx.x % 2 != 0;  // odd lanes take the right eight columns
+    const uint32_t left_pair = device::transpose_matrix(device::pack_pair<T>(d[0], d[1]));
+    const uint32_t right_pair = device::transpose_matrix(device::pack_pair<T>(d[2], d[3]));
+    const uint32_t other = __shfl_xor_sync(0xffffffff, right ? left_pair : right_pair, 1);
+    const uint2 pack = right ? make_uint2(other, right_pair) : make_uint2(left_pair, other);
+    if (!exists) {
+      return;
     }
-    __syncwarp();
-#pragma unroll 1  // the sums that wait leave no registers for addresses
-    for (int pair = 0; pair < kStagedRows / kPairRows; ++pair) {
-      const int staged_row = pair * kPairRows + lane / 2;
-      const int64_t r = row + first + staged_row;
-      const int64_t c = column + lane % 2 * 8;
-      if (first + staged_row >= kRows || r >= sizes.rows || c >= sizes.inner) {
-        continue;
-      }
-      const uint8_t* from = staged + staged_row * 32 + ((lane % 2) ^ (staged_row / 4 % 2)) * 16;
-      T* destination = to + r * sizes.inner + c;
-      if (sizes.inner % 8 == 0) {
-        *reinterpret_cast<uint4*>(destination) = *reinterpret_cast<const uint4*>(from);
-      } else {
-        for (int i = 0; i < 8 && c + i < sizes.inner; ++i) {
-          destination[i] = reinterpret_cast<const T*>(from)[i];
+    if (aligned && columns == 4) {
+      *reinterpret_cast<uint2*>(result + offset) = pack;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i < columns) {
+          result[offset + i] = reinterpret_cast<const T*>(&pack)[i];
         }
       }
     }
   }
-}
+};
 
-// Stores a warp's results for kRows rows of x from `row` on and 16 columns from `column` on: g is sum(0 ...
-// kRows / 2 - 1), u the kRows / 2 behind it.
+// Stores a warp's results for kRows rows of x from `row` on and 16 columns from `column` on, straight from registers,
+// since the ring leaves no shared memory: g is sum(0 ... kRows / 2 - 1), u the kRows / 2 behind it. Sum 4 j + i is
+// number i of the rows from 8 j on, as TurnedPlace::store() takes it.
 template <class Tr, int kRows, class Sum>
-__device__ __forceinline__ void store_turned(typename Tr::Shared& shared,
-                                             const TurnedArguments<typename Tr::T>& arguments, int64_t row,
+__device__ __forceinline__ void store_turned(const TurnedArguments<typename Tr::T>& arguments, int64_t row,
                                              int64_t column, Sum&& sum) {
-  using T = typename Tr::T;
-  constexpr int kUp = kRows / 2;
-  uint8_t* staged = shared.out[threadIdx.x / 32 - 4][0];
   const Sizes& s = arguments.sizes;
-  if constexpr (Tr::kKeepsProducts) {
-    store_turned_tile<T, kRows>(staged, arguments.gate, s, row, column, [&](int i) { return sum(i); });
-    store_turned_tile<T, kRows>(staged, arguments.up, s, row, column, [&](int i) { return sum(kUp + i); });
+  TurnedPlace<typename Tr::T> place(s, row, column);
+  row += threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+    const bool exists = row + j * 8 < s.rows;
+    float gate[4], up[4], out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      gate[i] = sum(4 * j + i);
+      up[i] = sum(kRows / 2 + 4 * j + i);
+      out[i] = gate[i] * activate<Tr::kActivation>(up[i]);
+    }
+    place.store(arguments.out, exists, out);
+    if constexpr (Tr::kKeepsProducts) {
+      place.store(arguments.gate, exists, gate);
+      place.store(arguments.up, exists, up);
+    }
+    place.offset += 8 * s.inner;
   }
-  store_turned_tile<T, kRows>(staged, arguments.out, s, row, column,
-                              [&](int i) { return sum(i) * activate<Tr::kActivation>(sum(kUp + i)); });
 }
 
 template <class Tr>
@@ -188,10 +185,9 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
             const float own = rank == 0 ? d[left] : d[left + Halves::kHalf];
             return own + reinterpret_cast<const float*>(places(i / 4))[i % 4];
           };
-          store_turned<Tr, Tr::kShare>(shared, arguments, work.column + rank * Tr::kShare, work.row + column,
-                                       sum);
+          store_turned<Tr, Tr::kShare>(arguments, work.column + rank * Tr::kShare, work.row + column, sum);
         } else {
-          store_turned<Tr, Tr::kColumns>(shared, arguments, work.column, work.row + column,
+          store_turned<Tr, Tr::kColumns>(arguments, work.column, work.row + column,
                                          [&](int i) { return d[i]; });
         }
       });
