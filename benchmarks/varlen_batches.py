@@ -71,8 +71,9 @@ def calls_of(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[st
     return {"forward": partial(attend, *inputs), "backward": differentiate(attend, inputs)}
 
 
-def attend_packed(case: VarlenCase, cu: Tensor, grouping: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    longest = max(case.lengths)
+def attend_packed(
+    case: VarlenCase, cu: Tensor, longest: int, grouping: str, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     sizes = (cu, cu, longest, longest)
     return torch.ops.htree.attention_varlen(q, k, v, *sizes, *case.op_options(), grouping=grouping)[0]
 
@@ -116,10 +117,16 @@ def full_batches(case: VarlenCase, device: str, effort: timing.Effort) -> dict[s
     return total
 
 
-def measure(case: VarlenCase, grouping: str, device: str, effort: timing.Effort) -> list[VarlenRow]:
-    """A row for each direction."""
+def measure(
+    case: VarlenCase, grouping: str, bounded: bool, device: str, effort: timing.Effort
+) -> list[VarlenRow]:
+    """A row for each direction. ``bounded``: with offsets for as many documents as tokens."""
     inputs, cu = case.make_qkv(device), case.make_offsets(device)[0]
-    calls = calls_of(partial(attend_packed, case, cu, grouping), inputs)
+    given, longest = cu, max(case.lengths)
+    if bounded:
+        longest = sum(case.lengths)
+        given = torch.cat((cu, cu.new_full((longest + 1 - len(cu),), longest)))
+    calls = calls_of(partial(attend_packed, case, given, longest, grouping), inputs)
     if case.name == "spread":
         yardstick, theirs = "sum of full batches", full_batches(case, device, effort)
         ours = times_of(calls, device, effort)
@@ -138,7 +145,7 @@ def measure(case: VarlenCase, grouping: str, device: str, effort: timing.Effort)
             torch=torch.__version__,
             commit=source_commit(),
             batch=case.name,
-            grouping=grouping,
+            grouping=f"{grouping}, as many offsets as tokens" if bounded else grouping,
             direction=direction,
             documents=len(case.lengths),
             tokens=sum(case.lengths),
@@ -162,6 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--grouping", default="auto", help="as of attention_varlen (default %(default)s); rank never waits"
     )
+    parser.add_argument(
+        "--bounded",
+        action="store_true",
+        help="offsets for as many documents as tokens, as a compiled model gives them that finds documents itself",
+    )
     parser.add_argument("--quick", action="store_true", help="every fourth document, few repetitions")
     arguments = parse_for_gpu(parser, argv)
     cases, effort = BENCHMARK_CASES[arguments.device], timing.Effort(rounds=arguments.rounds)
@@ -172,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = (
         row
         for case in progress(cases, lambda case: f"{case.name} stride {case.selection_stride}")
-        for row in measure(case, arguments.grouping, arguments.device, effort)
+        for row in measure(case, arguments.grouping, arguments.bounded, arguments.device, effort)
     )
     print_rows(rows, arguments.csv)
     return 0

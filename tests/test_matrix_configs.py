@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from htree_ops.testing.fp8_gemm_cases import KERNEL_CASES
-from htree_ops.testing.gated_mlp_cases import GRADIENT_CASES, TILE_CASES, WIDE_CASES
+from htree_ops.testing.gated_mlp_cases import GRADIENT_CASES, TILE_CASES, TURNED_CASES, WIDE_CASES
 
 try:
     from htree_ops import _host
@@ -25,10 +25,15 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (64, 11264, {}, "stream: 64 rows"),
         (65, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
         (65, 5632, {"hidden": 2048}, "tile: 128 rows x 64 columns"),
-        (192, 11264, {}, "tile: 192 rows x 64 columns"),
+        (144, 11264, {}, "turned: 144 rows x 128 columns"),
+        (160, 11264, {}, "turned: 160 rows x 128 columns"),
+        (192, 11264, {}, "turned: 192 rows x 128 columns"),
+        (192, 5632, {"hidden": 2048}, "tile: 192 rows x 64 columns"),
         (256, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
         (384, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
-        (576, 11264, {}, "tile: 192 rows x 64 columns"),
+        (400, 11264, {}, "turned: 144 rows x 128 columns"),
+        (480, 11264, {}, "turned: 160 rows x 128 columns"),
+        (640, 11264, {}, "tile: 128 rows x 64 columns"),
         (1024, 2816, {"hidden": 1024}, "tile: 192 rows x 64 columns"),
         (4096, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
         (1, 11264, {"keeps_products": True}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
@@ -75,6 +80,16 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
         "tile: 192 rows x 64 columns, 5 stages, clusters of 1",
         "tile: 128 rows x 128 columns, 4 stages, clusters of 1",
     }
+    turned = [
+        {
+            _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=k)
+            for k in (False, True)
+        }
+        for case in TURNED_CASES
+    ]
+    rows = (144, 144, 144, 160, 160, 192, 192)
+    expected = [{f"turned: {n} rows x 128 columns, 4 stages, clusters of 2"} for n in rows for _ in range(2)]
+    assert turned == expected
     for case in GRADIENT_CASES:
         words = _host.gated_mlp_gradient_config(case.num_rows, case.inner, case.hidden)
         assert all(word.startswith("tile: ") for word in words)

@@ -25,6 +25,7 @@ __all__ = [
     "RTOL",
     "SIDES",
     "TILE_CASES",
+    "TURNED_CASES",
     "WIDE_CASES",
     "WIDE_CONFIG",
     "GatedMLPBackwardCase",
@@ -283,6 +284,20 @@ TILE_CASES = _half_cases(
         (130, 6008, 72),
         (300, 3003, 136),
         (300, 8500, 136),
+    )
+)
+#: For the tiles of Hopper whose rows of x are the n side, of 144, 160 and 192 rows, which these sizes get by default:
+#: a cluster whose second block has no columns, whole and partial rows of tiles, the k of the last tiles shared, and rows
+#: of the result that begin at any address.
+TURNED_CASES = _half_cases(
+    (
+        (130, 8480, 520),
+        (260, 11302, 328),
+        (144, 8704, 776),
+        (150, 8483, 1544),
+        (300, 11302, 1088),
+        (170, 8480, 4096),
+        (330, 11302, 2568),
     )
 )
 #: For the products of the backward on Hopper. Tiles of 256 x 256 of dx [rows, hidden] and of both gradients

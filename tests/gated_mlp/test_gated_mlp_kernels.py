@@ -12,6 +12,7 @@ from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.gated_mlp_cases import (
     GRADIENT_CASES,
     TILE_CASES,
+    TURNED_CASES,
     WIDE_CASES,
     WIDE_CONFIG,
     GatedMLPCase,
@@ -35,7 +36,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
-@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES], ids=case_id)
+@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *TURNED_CASES], ids=case_id)
 def test_tiles(case: GatedMLPCase, nan_memory: None) -> None:
     config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")

@@ -12,6 +12,7 @@ from htree_ops.testing.gated_mlp_cases import (
     ACTIVATIONS,
     GRADIENT_CASES,
     TILE_CASES,
+    TURNED_CASES,
     WIDE_CASES,
     WIDE_CONFIG,
     GatedMLPCase,
@@ -50,7 +51,7 @@ def test_configurations(config: tuple[int, ...]) -> None:
         assert_forward(torch.ops.htree.gated_mlp(*inputs, list(config)), inputs)
 
 
-@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES], ids=case_id)
+@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *TURNED_CASES[:6]], ids=case_id)
 def test_tiles(case: GatedMLPCase) -> None:
     config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")
