@@ -287,7 +287,7 @@ TILE_CASES = _half_cases(
     )
 )
 #: For the tiles of Hopper whose rows of x are the n side, of 144, 160 and 192 rows, which these sizes get by default:
-#: a cluster whose second block has no columns, whole and partial rows of tiles, the k of the last tiles shared, and rows
+#: a cluster whose second block has no columns, whole and partial rows of tiles, shared k of the last tiles, and rows
 #: of the result that begin at any address.
 TURNED_CASES = _half_cases(
     (

@@ -67,7 +67,7 @@ def test_what_packed_documents_are_compared_with_is_the_same(monkeypatch: pytest
         rope_base=None,
     )
     inputs, cu = case.make_qkv("cpu"), case.make_offsets("cpu")[0]
-    packed = varlen_batches.attend_packed(case, cu, "auto", *inputs)
+    packed = varlen_batches.attend_packed(case, cu, max(case.lengths), "auto", *inputs)
     for other in (
         varlen_batches.attend_batch(case, *inputs),
         varlen_batches.attend_densely(case, cu, *inputs),
