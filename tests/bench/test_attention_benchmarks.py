@@ -28,8 +28,11 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("quick", [False, True])
-def test_rows_of_packed_documents(quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_packed_documents(
+    quick: bool, bounded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"H": 2, "H_kv": 1, "K": 8, "V": 8, "top_k": 2, "M": 16}
     spread = replace(varlen_batches.BENCHMARK_CASES["cpu"][0], lengths=(40, 5, 17, 9, 40), **sizes)
     cases = [
@@ -39,8 +42,10 @@ def test_rows_of_packed_documents(quick: bool, tmp_path: Path, monkeypatch: pyte
     ]
     monkeypatch.setitem(varlen_batches.BENCHMARK_CASES, "cpu", cases)
     path = tmp_path / "rows.csv"
-    assert varlen_batches.main(["--device", "cpu", "--csv", str(path), *(["--quick"] if quick else [])]) == 0
+    options = [*(["--quick"] if quick else []), *(["--bounded"] if bounded else [])]
+    assert varlen_batches.main(["--device", "cpu", "--csv", str(path), *options]) == 0
     rows = rows_of(path)
+    assert {row["grouping"] for row in rows} == {"auto, as many offsets as tokens" if bounded else "auto"}
     batches = {"spread": "sum of full batches", "equal": "tree_attention", "dense": "SDPA by document"}
     assert [(row["batch"], row["direction"], row["yardstick"]) for row in rows] == [
         (name, direction, yardstick)
