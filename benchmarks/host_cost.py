@@ -14,7 +14,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,9 @@ def ops(device: str) -> dict[str, Call]:
         name="host", dtype=half, T=64, H=4, H_kv=1, r=16, top_k=8, M=32, K=64, V=64, selection_stride=1
     )
     for call in (*calls(case, device), *row_calls(device)):
+        if call.op == "tree_cache_pages_":  # tokens would fill the cache after some calls
+            *state, new, action = call.args
+            call = replace(call, args=(*state, torch.zeros_like(new), action))
         found.setdefault(call.op, call)
     return found
 

@@ -23,20 +23,19 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (1, 11264, {}, "stream: 16 rows"),
         (17, 11264, {}, "stream: 32 rows"),
         (64, 11264, {}, "stream: 64 rows"),
-        (65, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
+        (65, 11264, {}, "tile: 128 rows x 88 columns"),
         (65, 5632, {"hidden": 2048}, "tile: 128 rows x 64 columns"),
-        (144, 11264, {}, "turned: 144 rows x 128 columns"),
-        (160, 11264, {}, "turned: 160 rows x 128 columns"),
-        (192, 11264, {}, "turned: 192 rows x 128 columns"),
+        (65, 14336, {}, "tile: 128 rows x 112 columns"),
+        (192, 11264, {}, "tile: 192 rows x 88 columns"),
         (192, 5632, {"hidden": 2048}, "tile: 192 rows x 64 columns"),
-        (256, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
+        (256, 11264, {}, "tile: 128 rows x 88 columns"),
         (384, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
         (400, 11264, {}, "turned: 144 rows x 128 columns"),
         (480, 11264, {}, "turned: 160 rows x 128 columns"),
-        (640, 11264, {}, "tile: 128 rows x 64 columns"),
+        (576, 11264, {}, "tile: 192 rows x 64 columns"),
         (1024, 2816, {"hidden": 1024}, "tile: 192 rows x 64 columns"),
         (4096, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
-        (1, 11264, {"keeps_products": True}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
+        (1, 11264, {"keeps_products": True}, "tile: 128 rows x 88 columns"),
         (4096, 11264, {"hopper_half": False}, "composed"),
     ],
 )
@@ -78,6 +77,9 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
     ]
     assert set(taken) == {
         "tile: 192 rows x 64 columns, 5 stages, clusters of 1",
+        "tile: 128 rows x 88 columns, 5 stages, clusters of 1",
+        "tile: 192 rows x 88 columns, 4 stages, clusters of 1",
+        "tile: 128 rows x 112 columns, 5 stages, clusters of 1",
         "tile: 128 rows x 128 columns, 4 stages, clusters of 1",
     }
     turned = [
@@ -87,7 +89,7 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
         }
         for case in TURNED_CASES
     ]
-    rows = (144, 144, 144, 160, 160, 192, 192)
+    rows = (144, 144, 144, 144, 160, 160)
     expected = [{f"turned: {n} rows x 128 columns, 4 stages, clusters of 2"} for n in rows for _ in range(2)]
     assert turned == expected
     for case in GRADIENT_CASES:

@@ -263,7 +263,7 @@ def _half_cases(sizes: tuple[tuple[int, int, int], ...]) -> list[GatedMLPCase]:
 WIDE_CASES = _half_cases(
     (
         (1400, 3456, 1096),
-        (2300, 2830, 1088),
+        (2300, 2910, 1088),
         (1400, 3400, 264),
         (1700, 2400, 136),
         (190, 11270, 72),
@@ -275,7 +275,8 @@ WIDE_CASES = _half_cases(
 WIDE_CONFIG = (128, 128, 64, 8, 4)
 
 #: For the other tiles of Hopper, which these sizes get by default: of 192 rows and of 128 rows by 128 columns in
-#: one block, each in one wave and in two, with rows of the result that tensor copies store and with others.
+#: one block, each in one wave and in two, with rows of the result that tensor copies store and with others; then those
+#: of 88 and 112 columns, whose results are stored from registers.
 TILE_CASES = _half_cases(
     (
         (150, 4360, 328),
@@ -284,20 +285,23 @@ TILE_CASES = _half_cases(
         (130, 6008, 72),
         (300, 3003, 136),
         (300, 8500, 136),
+        (65, 8483, 328),
+        (250, 11302, 328),
+        (130, 8480, 136),
+        (65, 12000, 1088),
     )
 )
-#: For the tiles of Hopper whose rows of x are the n side, of 144, 160 and 192 rows, which these sizes get by default:
-#: a cluster whose second block has no columns, whole and partial rows of tiles, shared k of the last tiles, and rows
-#: of the result that begin at any address.
+#: For the tiles of Hopper whose rows of x are the n side, of 144 and 160 rows, which these sizes get by default: a
+#: cluster whose second block has no columns, whole and partial rows of tiles, shared k of the last tiles, and rows of
+#: the result that begin at any address.
 TURNED_CASES = _half_cases(
     (
-        (130, 8480, 520),
+        (130, 11900, 520),
         (260, 11302, 328),
-        (144, 8704, 776),
-        (150, 8483, 1544),
-        (300, 11302, 1088),
-        (170, 8480, 4096),
-        (330, 11302, 2568),
+        (144, 11904, 520),
+        (260, 6011, 520),
+        (150, 12001, 1096),
+        (300, 11302, 776),
     )
 )
 #: For the products of the backward on Hopper. Tiles of 256 x 256 of dx [rows, hidden] and of both gradients

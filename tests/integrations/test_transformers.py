@@ -609,7 +609,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown option": (
         lambda: call_with({"options": {"topk": 4}}),
         ValueError,
-        r"config\.htree must have keys among positions, compression_rate.*'topk'",
+        r"config\.htree must have keys among positions, packed, compression_rate.*'topk'",
     ),
     "option of the model": (
         lambda: call_with({"options": {"rope_base": 1e6}}),

@@ -11,7 +11,7 @@
 namespace htree::device {
 
 template <typename T, int N>
-struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 144, 160, 192 or 256
+struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 144, 160, 176, 192, 224 or 256
 
 // The operands %0 ... %(count - 1), and the accumulators they stand for.
 #define HTREE_REGISTERS_4 "%0, %1, %2, %3"
@@ -47,14 +47,21 @@ struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 144, 160, 192 or 2
   HTREE_REGISTERS_64       \
   ", "                     \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define HTREE_REGISTERS_96 \
+#define HTREE_REGISTERS_88 \
   HTREE_REGISTERS_80       \
   ", "                     \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define HTREE_REGISTERS_128                                                                      \
-  HTREE_REGISTERS_96                                                                             \
-  ", "                                                                                           \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87"
+#define HTREE_REGISTERS_96 \
+  HTREE_REGISTERS_88       \
+  ", "                     \
+  "%88, %89, %90, %91, %92, %93, %94, %95"
+#define HTREE_REGISTERS_112 \
+  HTREE_REGISTERS_96        \
+  ", "                      \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define HTREE_REGISTERS_128 \
+  HTREE_REGISTERS_112       \
+  ", "                      \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define HTREE_D4(d, i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define HTREE_D8(d, i) HTREE_D4(d, i), HTREE_D4(d, (i) + 4)
@@ -69,7 +76,9 @@ struct WgmmaInstruction;  // N is 8, 16, 32, 64, 80, 96, 128, 144, 160, 192 or 2
 #define HTREE_ACCUMULATORS_64 HTREE_D32(d, 0), HTREE_D32(d, 32)
 #define HTREE_ACCUMULATORS_72 HTREE_ACCUMULATORS_64, HTREE_D8(d, 64)
 #define HTREE_ACCUMULATORS_80 HTREE_ACCUMULATORS_64, HTREE_D16(d, 64)
+#define HTREE_ACCUMULATORS_88 HTREE_ACCUMULATORS_80, HTREE_D8(d, 80)
 #define HTREE_ACCUMULATORS_96 HTREE_ACCUMULATORS_64, HTREE_D32(d, 64)
+#define HTREE_ACCUMULATORS_112 HTREE_ACCUMULATORS_96, HTREE_D16(d, 96)
 #define HTREE_ACCUMULATORS_128 HTREE_ACCUMULATORS_96, HTREE_D32(d, 96)
 
 // P0, P1, ... are the numbers of the operands behind the accumulators. SHAPE ends the opcode. The FLAGS say
@@ -114,7 +123,9 @@ HTREE_WGMMA_TYPES(96, 48, 48, 49, 50, 51, 52, 53, 54)
 HTREE_WGMMA_TYPES(128, 64, 64, 65, 66, 67, 68, 69, 70)
 HTREE_WGMMA_TYPES(144, 72, 72, 73, 74, 75, 76, 77, 78)
 HTREE_WGMMA_TYPES(160, 80, 80, 81, 82, 83, 84, 85, 86)
+HTREE_WGMMA_TYPES(176, 88, 88, 89, 90, 91, 92, 93, 94)
 HTREE_WGMMA_TYPES(192, 96, 96, 97, 98, 99, 100, 101, 102)
+HTREE_WGMMA_TYPES(224, 112, 112, 113, 114, 115, 116, 117, 118)
 HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef HTREE_REGISTERS_4
@@ -126,7 +137,9 @@ HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef HTREE_REGISTERS_64
 #undef HTREE_REGISTERS_72
 #undef HTREE_REGISTERS_80
+#undef HTREE_REGISTERS_88
 #undef HTREE_REGISTERS_96
+#undef HTREE_REGISTERS_112
 #undef HTREE_REGISTERS_128
 #undef HTREE_ACCUMULATORS_4
 #undef HTREE_ACCUMULATORS_8
@@ -137,7 +150,9 @@ HTREE_WGMMA_TYPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef HTREE_ACCUMULATORS_64
 #undef HTREE_ACCUMULATORS_72
 #undef HTREE_ACCUMULATORS_80
+#undef HTREE_ACCUMULATORS_88
 #undef HTREE_ACCUMULATORS_96
+#undef HTREE_ACCUMULATORS_112
 #undef HTREE_ACCUMULATORS_128
 #undef HTREE_D4
 #undef HTREE_D8

@@ -223,7 +223,7 @@ class HTreeAttention(nn.Module):
 
         ``goal="quality"`` is ``selection_span=2, selection_stride=1``, ``goal="speed"`` is ``selection_span=2,
         selection_stride=4``. A small model that was trained with the former and the default positions finds, with 256
-        of 4096 tokens per query, 97.4 % of the copies from far back (one seed; dense attention 94 to 98 %, the
+        of 4096 tokens per query, 97.4 % of the copies from far back (two seeds; dense attention 94 to 98 %, the
         documents' default 33 %; docs/quality.md (b)). Of the copies that a dense model finds, the same weights keep
         with the tree, keys rotated at their own positions (``rope_base=None``), in two models 99.8 and 72 % with the
         former, 90 and 67 % with the latter, 71 and 42 % with the default, and 99.9 % with ``selection_span=1``

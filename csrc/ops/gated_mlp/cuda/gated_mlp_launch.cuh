@@ -106,7 +106,7 @@ template <class Tr>
 cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   using T = typename Tr::T;
   const Sizes& s = p.sizes;
-  const bool aligned = s.inner % 8 == 0;
+  const bool aligned = s.inner % 8 == 0 && Tr::kStaged > 0;
   const auto result_map = [&](T* data) {
     return aligned && data != nullptr ? matrix_map<T>(data, s.rows, s.inner, s.inner, kStoreRows)
                                       : CUtensorMap{};
@@ -144,6 +144,15 @@ cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cuda
   if (is(128, 64, 6, 1)) {
     return launch_tiles<TileTraits<T, kActivation, 128, 64, 6, 1, kKeepsProducts>>(p, stream);
   }
+  if (is(128, 88, 5, 1)) {
+    return launch_tiles<TileTraits<T, kActivation, 128, 88, 5, 1, kKeepsProducts>>(p, stream);
+  }
+  if (is(192, 88, 4, 1)) {
+    return launch_tiles<TileTraits<T, kActivation, 192, 88, 4, 1, kKeepsProducts>>(p, stream);
+  }
+  if (is(128, 112, 5, 1)) {
+    return launch_tiles<TileTraits<T, kActivation, 128, 112, 5, 1, kKeepsProducts>>(p, stream);
+  }
   if constexpr (!kKeepsProducts) {  // for tuples of the tuning space, which serves inference alone
     if (is(128, 64, 4, 1)) {
       return launch_tiles<TileTraits<T, kActivation, 128, 64, 4, 1, kKeepsProducts>>(p, stream);
@@ -179,9 +188,6 @@ cudaError_t launch_turned_config(const ForwardParams<T>& p, const KernelConfig& 
   }
   if (is(160, 4)) {
     return launch_turned_tiles<TurnedTraits<T, kActivation, 160, 4, kKeepsProducts>>(p, stream);
-  }
-  if (is(192, 4)) {
-    return launch_turned_tiles<TurnedTraits<T, kActivation, 192, 4, kKeepsProducts>>(p, stream);
   }
   return cudaErrorNotSupported;
 }

@@ -24,7 +24,8 @@ namespace htree::gated_mlp {
 // kKeepsProducts: g and u are stored too, for the backward.
 template <typename T_, Activation kActivation_, int kRows_, int kColumns_, int kStages_, int kCluster_,
           bool kKeepsProducts_>
-struct TileTraits : TileBlock<device::GemmShape<T_, kRows_, 2 * kColumns_, kStages_, kCluster_>, kColumns_> {
+struct TileTraits : TileBlock<device::GemmShape<T_, kRows_, 2 * kColumns_, kStages_, kCluster_>,
+                              kColumns_ % kStoreColumns == 0 ? kColumns_ : 0> {
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kKeepsProducts = kKeepsProducts_;
   static constexpr int kColumns = kColumns_;  // columns of the output
@@ -45,7 +46,8 @@ template <typename T>
 struct TileArguments {
   Sizes sizes;
   device::TileShares shares;
-  // Where the rows of a result are not aligned to 16 bytes, the result [rows, inner]; else null.
+  // Where tensor copies do not store a result [rows, inner], because its rows are not aligned to 16 bytes or the columns
+  // of a tile are no multiple of 64, the result; else null.
   T* unaligned_out;
   T* unaligned_gate;
   T* unaligned_up;
@@ -83,16 +85,21 @@ __device__ __forceinline__ void store_results(typename Tr::Shared& shared, const
                                               int column, const float (&d)[kColumns]) {
   using T = typename Tr::T;
   constexpr int kUp = kColumns / 2;
-  StagedRows* staged = shared.out[threadIdx.x / 32 - 4];
   const Sizes& s = arguments.sizes;
+  const auto store = [&](const CUtensorMap& map, T* unaligned, auto&& value) {
+    if constexpr (Tr::kStaged == 0) {
+      store_tile_from_registers<T, kColumns>(unaligned, s.rows, s.inner, row, column, value);
+    } else {
+      store_tile<T, kColumns>(shared.out[threadIdx.x / 32 - 4], {&map, unaligned, s.rows, s.inner}, row,
+                              column, value);
+    }
+  };
   if constexpr (Tr::kKeepsProducts) {
-    store_tile<T, kColumns>(staged, {&maps.gate_product, arguments.unaligned_gate, s.rows, s.inner}, row,
-                            column, [&](int i) { return d[i]; });
-    store_tile<T, kColumns>(staged, {&maps.up_product, arguments.unaligned_up, s.rows, s.inner}, row, column,
-                            [&](int i) { return d[kUp + i]; });
+    store(maps.gate_product, arguments.unaligned_gate, [&](int i) { return d[i]; });
+    store(maps.up_product, arguments.unaligned_up, [&](int i) { return d[kUp + i]; });
   }
-  store_tile<T, kColumns>(staged, {&maps.out, arguments.unaligned_out, s.rows, s.inner}, row, column,
-                          [&](int i) { return d[i] * activate<Tr::kActivation>(d[kUp + i]); });
+  store(maps.out, arguments.unaligned_out,
+        [&](int i) { return d[i] * activate<Tr::kActivation>(d[kUp + i]); });
 }
 
 template <class Tr>

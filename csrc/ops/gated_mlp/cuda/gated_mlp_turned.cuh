@@ -20,6 +20,7 @@
 #include "device/sizes.h"
 #include "ops/gated_mlp/cuda/activation.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_tile_block.cuh"
+#include "ops/gated_mlp/cuda/gated_mlp_tile_store.cuh"
 #include "ops/gated_mlp/gated_mlp_params.h"
 
 namespace htree::gated_mlp {
@@ -75,56 +76,40 @@ __device__ __forceinline__ void load_turned(typename Tr::Shared& shared,
           device::tensor_load_2d(rows, &maps.gate, k, work.row + box * 64, full);
           device::tensor_load_2d(rows + kBoxBytes, &maps.up, k, work.row + box * 64, full);
         }
-        if (present == Tr::kColumns && work.shared) {
-          device::tensor_load_2d(b, &maps.x.whole, k, work.column, full);
-          device::tensor_load_2d(b + kShareBytes, &maps.x.whole, k, work.column + Tr::kShare, full);
-        } else if (present == Tr::kColumns) {
-          device::tensor_load_2d_multicast(b + rank * kShareBytes, &maps.x.whole, k,
-                                           work.column + rank * Tr::kShare, full, 3);
-        } else if (work.shared) {
-          device::tensor_load_2d(b, &maps.x.rest, k, work.column, full);
-        } else if (rank == 0) {
-          device::tensor_load_2d_multicast(b, &maps.x.rest, k, work.column, full, 3);
+        const bool whole = present == Tr::kColumns;
+        const CUtensorMap* map = whole ? &maps.x.whole : &maps.x.rest;
+        if (work.shared) {
+          device::tensor_load_2d(b, map, k, work.column, full);
+          if (whole) {
+            device::tensor_load_2d(b + kShareBytes, map, k, work.column + Tr::kShare, full);
+          }
+        } else if (whole || rank == 0) {
+          const int share = whole ? rank : 0;
+          device::tensor_load_2d_multicast(b + share * kShareBytes, map, k, work.column + share * Tr::kShare,
+                                           full, 3);
         }
       });
 }
 
-// Where a lane stores of 8 rows and 16 columns of a result [rows, inner]: four neighbours of one row, so that four
-// lanes write a sector of 32 bytes.
+// A lane's place in 8 rows and 16 columns of a result [rows, inner].
 template <typename T>
 struct TurnedPlace {
   int64_t offset;
-  int columns;   // of the four that exist
-  bool aligned;  // rows begin at multiples of 8 bytes
+  int64_t columns;  // from there to the end of the row
+  bool aligned;
 
-  __device__ __forceinline__ TurnedPlace(const Sizes& sizes, int64_t row, int64_t column) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    column += lane % 2 * 8 + lane % 4 / 2 * 4;
-    offset = (row + lane / 4) * sizes.inner + column;
-    columns = static_cast<int>(min(max(sizes.inner - column, int64_t{0}), int64_t{4}));
-    aligned = sizes.inner % 4 == 0;
-  }
+  __device__ __forceinline__ TurnedPlace(const Sizes& sizes, int64_t row, int64_t column)
+      : offset((row + threadIdx.x % 32 / 4) * sizes.inner + column + neighbour_column()),
+        columns(sizes.inner - column - neighbour_column()),
+        aligned(sizes.inner % 4 == 0) {}
 
   // d[2 h + c] is column lane / 4 + 8 h, row 2 (lane % 4) + c, as products leave it; it is transposed in registers.
   // Every lane calls it; those whose row does not exist store nothing.
   __device__ __forceinline__ void store(T* result, bool exists, const float (&d)[4]) const {
-    const bool right = threadIdx.x % 2 != 0;  // odd lanes take the right eight columns
-    const uint32_t left_pair = device::transpose_matrix(device::pack_pair<T>(d[0], d[1]));
-    const uint32_t right_pair = device::transpose_matrix(device::pack_pair<T>(d[2], d[3]));
-    const uint32_t other = __shfl_xor_sync(0xffffffff, right ? left_pair : right_pair, 1);
-    const uint2 pack = right ? make_uint2(other, right_pair) : make_uint2(left_pair, other);
-    if (!exists) {
-      return;
-    }
-    if (aligned && columns == 4) {
-      *reinterpret_cast<uint2*>(result + offset) = pack;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < columns) {
-          result[offset + i] = reinterpret_cast<const T*>(&pack)[i];
-        }
-      }
+    const uint2 pack = neighbours(device::transpose_matrix(device::pack_pair<T>(d[0], d[1])),
+                                  device::transpose_matrix(device::pack_pair<T>(d[2], d[3])));
+    if (exists) {
+      store_neighbours(result + offset, columns, aligned, pack);
     }
   }
 };
@@ -186,10 +171,10 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
             return own + reinterpret_cast<const float*>(places(i / 4))[i % 4];
           };
           store_turned<Tr, Tr::kShare>(arguments, work.column + rank * Tr::kShare, work.row + column, sum);
-        } else {
-          store_turned<Tr, Tr::kColumns>(arguments, work.column, work.row + column,
-                                         [&](int i) { return d[i]; });
+          return;
         }
+        store_turned<Tr, Tr::kColumns>(arguments, work.column, work.row + column,
+                                       [&](int i) { return d[i]; });
       });
 #else
   __trap();  // no launcher comes here: see has_hopper_kernels()
