@@ -209,6 +209,23 @@ def test_thousands_of_short_documents(grouping: str, device: str) -> None:
     assert lse.isfinite().all()
 
 
+@by_case
+def test_as_many_offsets_as_rows_give_the_same_bits(case: VarlenCase, device: str) -> None:
+    """As one gives them who does not know how many documents there are; "length" reads them, as "auto" does on CUDA."""
+    q, k, v, cu_q, cu_k, *rest = case.make_inputs(device)
+    grouping = "length" if case.importance != "lse" else "document"
+    tail = [x.new_full((len(k),), int(x[-1])) for x in (cu_q, cu_k)]
+    longer = (q, k, v, torch.cat((cu_q, tail[0])), torch.cat((cu_k, tail[1])), *rest)
+    results = []
+    for inputs in ((q, k, v, cu_q, cu_k, *rest), longer):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+        out, lse = packed(case, (*leaves, *inputs[3:]), grouping)
+        gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+        results.append((out, lse, *gradients))
+    for exact, bounded in zip(*results, strict=True):
+        assert torch.equal(exact.nan_to_num(7.0), bounded.nan_to_num(7.0))
+
+
 @by_grouping
 def test_one_huge_document_among_tiny_ones(grouping: str, device: str) -> None:
     lengths = (3,) * 20 + (1500,) + (2,) * 20

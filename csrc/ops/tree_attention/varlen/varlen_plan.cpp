@@ -135,20 +135,26 @@ Tensor upload(const std::vector<int32_t>& numbers, const Tensor& like) {
 // `refuses`: a broken document is an error.
 VarlenPlan plan_on_host(const char* op, const VarlenCall& call, const Documents& documents,
                         const Tensor& like, Grouping grouping, bool refuses) {
-  const int64_t size = call.num_documents + 1;
   const Tensor both = at::cat({documents.cu_seq_q, documents.cu_seq_k}).cpu();
-  const auto* numbers = both.const_data_ptr<int32_t>();
-  const HostOffsets queries = host_offsets(numbers, size, call.num_queries);
-  const HostOffsets keys = host_offsets(numbers + size, size, call.num_keys);
+  const auto* of_queries = both.const_data_ptr<int32_t>();
+  const int32_t* of_keys = of_queries + call.num_documents + 1;
+  // Who knows only how many documents there may be ends with empty ones, often as many as there are rows.
+  int64_t count = call.num_documents;
+  while (count > 0 && of_queries[count] == of_queries[count - 1] && of_keys[count] == of_keys[count - 1]) {
+    --count;
+  }
+  const int64_t size = count + 1;
+  const HostOffsets queries = host_offsets(of_queries, size, call.num_queries);
+  const HostOffsets keys = host_offsets(of_keys, size, call.num_keys);
   if (refuses) {
     refuse_offsets(op, "cu_seq_q", queries, "query", call.num_queries);
     refuse_offsets(op, "cu_seq_k", keys, "key", call.num_keys);
   }
   std::vector<VarlenDocument> fitting;
-  std::vector<int32_t> kinds(call.num_documents, kInGroup);
+  std::vector<int32_t> kinds(count, kInGroup);
   VarlenPlan plan;
   plan.fills = queries.starts.back() < call.num_queries || keys.starts.back() < call.num_keys;
-  for (int64_t i = 0; i < call.num_documents; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const int64_t num_queries = queries.count(i), num_keys = keys.count(i);
     if (refuses) refuse_document(op, i, num_queries, num_keys, documents, call.stride);
     const bool fits = queries.kept(i) && keys.kept(i) && num_queries <= call.max_q &&
@@ -189,7 +195,7 @@ VarlenPlan plan_on_host(const char* op, const VarlenCall& call, const Documents&
     const Tensor rest = uploaded.slice(0, rows * kTableColumns);
     plan.starts_q = rest.narrow(0, 0, size);
     plan.starts_k = rest.narrow(0, size, size);
-    plan.kinds = rest.narrow(0, 2 * size, call.num_documents);
+    plan.kinds = rest.narrow(0, 2 * size, count);
   }
   return plan;
 }
