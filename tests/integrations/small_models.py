@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -60,3 +61,13 @@ def make_model(
 def make_text(batch: int = 2, length: int = 40, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator).to(device)
+
+
+def logits_and_gradients(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, list[Tensor]]:
+    """Logits of the real tokens, and the gradients of the mean of their squares."""
+    model.zero_grad()
+    out = model(ids, use_cache=False, **call).logits
+    mask = call.get("attention_mask")
+    out = out if mask is None else out[mask.bool()]
+    out.square().mean().backward()
+    return out.detach(), [p.grad.clone() for p in model.parameters()]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, MODELS, SPARSE, make_model, make_text
+from small_models import EXACT, MODELS, SPARSE, logits_and_gradients, make_model, make_text
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,21 +26,11 @@ from htree_ops.integrations.cache import TreeCache
 from htree_ops.integrations.transformers import (
     _compact_options,
     _computed_rotation,
-    _nan_where_packed,
     attention,
     register,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def logits_and_gradients(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, list[Tensor]]:
-    model.zero_grad()
-    out = model(ids, use_cache=False, **call).logits
-    mask = call.get("attention_mask")
-    out = out if mask is None else out[mask.bool()]
-    out.square().mean().backward()
-    return out.detach(), [p.grad.clone() for p in model.parameters()]
 
 
 def assert_equal_models(ours: Any, theirs: Any, ids: Tensor, **call: Any) -> None:
@@ -392,95 +382,6 @@ def test_register_gives_the_default_of_positions() -> None:
     assert not torch.allclose(own, compact, atol=1e-3)
     with pytest.raises(ValueError, match="positions must be one of own, compact, got 'long'"):
         register(positions="long")  # type: ignore[arg-type]
-
-
-# ---- compile
-
-
-@pytest.mark.parametrize(
-    ("backend", "positions", "padded", "lengths"),
-    [("aot_eager", "own", False, (40,)), ("eager", "compact", True, (40, 57))],
-)
-def test_compiled_models_give_what_uncompiled_ones_give(
-    backend: str, positions: str, padded: bool, lengths: tuple[int, ...]
-) -> None:
-    torch._dynamo.reset()
-    model = make_model(options=SPARSE | {"positions": positions}, num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=len(lengths) > 1)
-    for length in lengths:
-        ids = make_text(length=length)
-        mask = torch.ones_like(ids)
-        mask[0, :9] = 0
-        call = {"attention_mask": mask} if padded else {}
-        got, wanted = (logits_and_gradients(m, ids, **call) for m in (compiled, model))
-        torch.testing.assert_close(got[0], wanted[0])
-        for ours, theirs in zip(got[1], wanted[1], strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
-def test_a_compiled_model_tells_padding_from_documents() -> None:
-    torch._dynamo.reset()
-    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    for padding in (mask, torch.ones_like(ids)):
-        positions = (padding.cumsum(1) - 1).masked_fill(padding == 0, 1)
-        call = {"attention_mask": padding, "position_ids": positions, "use_cache": False}
-        torch.testing.assert_close(compiled(ids, **call).logits, model(ids, **call).logits)
-        with pytest.raises(RuntimeError, match="htree: a compiled model does not look where"):
-            compiled(ids, **call | {"position_ids": positions % 17})
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("positions", ["own", "compact"])
-def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded: bool, positions: str) -> None:
-    torch._dynamo.reset()
-    model = make_model(options=SPARSE | {"positions": positions, "packed": True}, num_hidden_layers=1)
-    compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), make_text()
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    mask[1, 35:] = 0
-    whole = mask.cumsum(1) - 1 if padded else torch.arange(40).expand(2, 40)
-    for period in (64, 17, 5, 1):  # 64: no document ends before its text
-        call = {"position_ids": (whole % period).masked_fill(mask == 0, 1) if padded else whole % period}
-        call |= {"attention_mask": mask} if padded else {}
-        got, wanted = (logits_and_gradients(m, ids, **call) for m in (compiled, model))
-        torch.testing.assert_close(got[0], wanted[0])
-        for ours, theirs in zip(got[1], wanted[1], strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
-def test_the_word_packed_is_a_bool() -> None:
-    with pytest.raises(TypeError, match=r"config.htree\['packed'\] must be a bool, got int"):
-        make_model(options={"packed": 1})(make_text())
-
-
-def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
-    """On a GPU, which asserts nothing."""
-    monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
-    positions = torch.stack((torch.arange(40), torch.arange(40) % 17))
-    for real in (None, torch.ones(2, 40, dtype=torch.bool)):
-        found = _nan_where_packed(torch.zeros(2, 40, 4, 8), positions, real).isnan().flatten(1)
-        assert (found.any(1).tolist(), found.all(1).tolist()) == ([False, True], [False, True])
-
-
-def test_a_compiled_model_takes_packed_documents_between_boundaries() -> None:
-    torch._dynamo.reset()
-    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    whole = torch.arange(40)[None]
-    torch.testing.assert_close(
-        compiled(ids, position_ids=whole).logits, model(ids, position_ids=whole).logits
-    )
-    with pytest.raises(RuntimeError, match="htree: a compiled model does not look where position_ids start"):
-        compiled(ids, position_ids=whole % 17, use_cache=False)
-    bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
-    packed = {"position_ids": whole % 17, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    got, wanted = (logits_and_gradients(m, ids[:1], **packed) for m in (compiled, model))
-    torch.testing.assert_close(got[0], wanted[0])
-    for ours, theirs in zip(got[1], wanted[1], strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 # ---- refusals

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES, LINES_WITHOUT_A_REASON, MAX_FUNCTION_LINES = 1000, 700, 100
 MAX_LINES_OF_PAGES = {"README.md": 150, "csrc/README.md": 60}
-MAX_FILES_OF_A_FOLDER, MAX_FILES_OF_CSRC = 16, 388
+MAX_FILES_OF_A_FOLDER, MAX_FILES_OF_CSRC = 16, 389
 # A file with more than LINES_WITHOUT_A_REASON lines says this in a comment or docstring in its first lines.
 REASON = re.compile(r"[Ll]onger than 700 lines because")
 MAX_TOP_TESTS = 15
@@ -337,8 +337,8 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
         ),
         (
             csrc_has_few_files,
-            {f"csrc/{i}/{j}.h": "" for i in range(39) for j in range(10)},
-            "files, at most 388",
+            {f"csrc/{i}/{j}.h": "" for i in range(40) for j in range(10)},
+            "files, at most 389",
         ),
         (
             one_launcher_asks_for_shared_memory,
