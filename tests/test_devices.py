@@ -34,7 +34,7 @@ def tensor_core_calls() -> list[Call]:
 
 
 CALLS = [
-    *row_calls(),
+    *row_calls("cpu"),
     *tensor_core_calls(),
     *(
         call
