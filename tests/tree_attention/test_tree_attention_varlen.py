@@ -212,6 +212,8 @@ def test_thousands_of_short_documents(grouping: str, device: str) -> None:
 @by_case
 def test_as_many_offsets_as_rows_give_the_same_bits(case: VarlenCase, device: str) -> None:
     """As one gives them who does not know how many documents there are; "length" reads them, as "auto" does on CUDA."""
+    if case.dtype == torch.float64 and device == "cuda":
+        case = replace(case, dtype=torch.float32)
     q, k, v, cu_q, cu_k, *rest = case.make_inputs(device)
     grouping = "length" if case.importance != "lse" else "document"
     tail = [x.new_full((len(k),), int(x[-1])) for x in (cu_q, cu_k)]
