@@ -140,7 +140,7 @@ def attend_restarting(
     starts = F.pad(starts[:, 1:], (1, 0), value=True).flatten()
     row = torch.arange(B * T, device=starts.device)
     first = torch.where(starts, row, B * T).sort().values
-    cu = F.pad(first, (0, 1), value=B * T).int()
+    cu = torch.cat((first, first.new_full((1,), B * T))).int()  # F.pad would make a constant of the length
     documents = Documents(cu, cu, T, T)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -581,15 +581,21 @@ def _without_documents(q: Tensor, positions: Tensor | None, real: Tensor | None,
     if positions is None or q.shape[1] == 1:  # a step never waits for the device
         return q
     if torch.compiler.is_compiling():
-        return _nan_where_packed(q, positions, real, before)
+        return _nan_where_packed(q, positions, real, before, PACKED_AND_CACHED)
     if has_restarts(positions, real, before):
         _refuse(PACKED_AND_CACHED)
     return q
 
 
-def _nan_where_packed(q: Tensor, positions: Tensor, real: Tensor | None = None, before: int = 0) -> Tensor:
+def _nan_where_packed(
+    q: Tensor,
+    positions: Tensor,
+    real: Tensor | None = None,
+    before: int = 0,
+    message: str = PACKED_AND_COMPILED,
+) -> Tensor:
     """While torch compiles, what positions hold is not known. Documents must not attend to each other in silence."""
     several = restarts(positions, real, before).any(1)
     if not q.is_cuda:
-        torch._assert_async(~several.any(), f"htree: {PACKED_AND_COMPILED}")
+        torch._assert_async(~several.any(), f"htree: {message}")
     return q.masked_fill(several[:, None, None, None], torch.nan)

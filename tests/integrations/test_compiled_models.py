@@ -67,6 +67,44 @@ def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded: bool,
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_packed_models_compile_once_for_all_lengths(padded: bool) -> None:
+    torch._dynamo.reset()
+    model = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1)
+    graphs = 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for length in (40, 41, 57, 33, 64):
+        ids = make_text(length=length)
+        mask = torch.ones_like(ids)
+        mask[0, :9] = 0
+        call = {"position_ids": torch.arange(length).remainder(17).repeat(2, 1), "use_cache": False}
+        call |= {"attention_mask": mask} if padded else {}
+        if graphs == 0:
+            for x in (ids, *(x for x in call.values() if isinstance(x, torch.Tensor))):
+                torch._dynamo.mark_dynamic(x, 1)
+        got, wanted = (m(ids, **call).logits for m in (compiled, model))
+        if padded:
+            got, wanted = got[mask.bool()], wanted[mask.bool()]
+        torch.testing.assert_close(got, wanted)
+    assert graphs == 1
+
+
+def test_documents_behind_a_cache_are_refused_with_what_to_do() -> None:
+    torch._dynamo.reset()
+    model, ids = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1), make_text()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    positions = torch.arange(40)[None]
+    cache = model(ids[:, :20], position_ids=positions[:, :20]).past_key_values
+    with pytest.raises(RuntimeError, match="htree: a cache holds one text per sequence"):
+        compiled(ids[:, 20:], position_ids=positions[:, :20] % 7, past_key_values=cache)
+
+
 def test_the_word_packed_is_a_bool() -> None:
     with pytest.raises(TypeError, match=r"config.htree\['packed'\] must be a bool, got int"):
         make_model(options={"packed": 1})(make_text())

@@ -339,6 +339,20 @@ def test_a_document_that_breaks_the_rules_is_nan_elsewhere(name: str, grouping: 
     assert (found[0][30:] == 0).all()
 
 
+@pytest.mark.parametrize("first", [5, 99])
+def test_offsets_that_all_begin_too_late_break_the_first_document(first: int, device: str) -> None:
+    """Also where the documents behind it are empty, as those that are cut off at the end."""
+    q = normal((8, 2, 8), torch.float32, device, 0)
+    k, v = (normal((8, 1, 8), torch.float32, device, seed) for seed in (1, 2))
+    cu = torch.tensor([first] * 3, dtype=torch.int32, device=device)
+    for grouping in ("length", "rank"):
+        out, lse = OPS.attention_varlen(q, k, v, cu, cu, 8, 8, 2, 4, 2, grouping=grouping)
+        rows = min(first, 8)
+        assert out[:rows].isnan().all()
+        assert lse[:rows].isnan().all()
+        assert (out[rows:] == 0).all()
+
+
 @pytest.mark.usefixtures("one_thread")
 @given(
     offsets_q=st.lists(st.integers(-70, 70), min_size=1, max_size=5),

@@ -138,9 +138,10 @@ VarlenPlan plan_on_host(const char* op, const VarlenCall& call, const Documents&
   const Tensor both = at::cat({documents.cu_seq_q, documents.cu_seq_k}).cpu();
   const auto* of_queries = both.const_data_ptr<int32_t>();
   const int32_t* of_keys = of_queries + call.num_documents + 1;
-  // Who knows only how many documents there may be ends with empty ones, often as many as there are rows.
+  // Who knows only how many documents there may be ends with empty ones, often as many as there are rows. The first one
+  // stays, since an offset that does not begin with 0 breaks it.
   int64_t count = call.num_documents;
-  while (count > 0 && of_queries[count] == of_queries[count - 1] && of_keys[count] == of_keys[count - 1]) {
+  while (count > 1 && of_queries[count] == of_queries[count - 1] && of_keys[count] == of_keys[count - 1]) {
     --count;
   }
   const int64_t size = count + 1;
