@@ -116,9 +116,13 @@ def train_on_text(
 
 
 def evaluate_runs(
-    piece: str, size: Training, settings: list[Attention], load: Callable[[Session], LanguageModel]
+    piece: str,
+    size: Training,
+    settings: Sequence[Attention],
+    load: Callable[[Session], LanguageModel],
+    choice_of: Callable[[Attention], str] = lambda _: "",
 ) -> list[Run]:
-    """One run per attention, all with the weights that ``load`` gives."""
+    """One run per attention, all with the weights that ``load`` gives. ``choice_of`` names what a label leaves out."""
 
     def work(session: Session, attention: Attention) -> None:
         model = load(session)
@@ -131,10 +135,10 @@ def evaluate_runs(
             baseline="dense, same weights",
         )
         found = evaluation.measure_texts(session, model, attention, held_out_texts(session, size))
-        session.write(setup, "final", Progress(), **found)
+        session.write(setup, "final", Progress(), choice=choice_of(attention), **found)
 
     def name(attention: Attention) -> str:
-        return f"evaluated: {attention.label}"
+        return f"evaluated: {choice_of(attention) or attention.label}"
 
     return [Run(name(a), lambda session, a=a: work(session, a)) for a in settings]  # type: ignore[misc]
 
@@ -295,22 +299,12 @@ def int8_scores(scale: Scale) -> list[Run]:
     strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
     settings = [size.tree(span, stride) for span in (4, 2) for stride in strides]
 
-    def work(session: Session, attention: Attention, name: str) -> None:
-        model, replaced = load(session), in_int8(attention)
-        setup = Setup(
-            "int8", f"evaluated: {name}", replaced, size, parameters=model.num_parameters(),
-            baseline="dense, same weights",
-        )  # fmt: skip
-        found = evaluation.measure_texts(session, model, replaced, held_out_texts(session, size))
-        session.write(setup, "final", Progress(), choice=name, **found)
+    def choice_of(attention: Attention) -> str:
+        return f"span {attention.span}, s={attention.stride}, scores in int8"
 
-    names = [f"span {one.span}, s={one.stride}, scores in int8" for one in settings]
     return [
         *evaluate_runs("int8", size, [dense(), *settings], load),
-        *(
-            Run(f"evaluated: {name}", lambda session, a=attention, n=name: work(session, a, n))  # type: ignore[misc]
-            for attention, name in zip(settings, names, strict=True)
-        ),
+        *evaluate_runs("int8", size, [in_int8(one) for one in settings], load, choice_of),
     ]
 
 
