@@ -192,10 +192,15 @@ std::tuple<int, int, int, int64_t> fp8_quantize_config(int64_t rows, int64_t col
   return {config.threads, config.packs, pack, choose_largest_config(shape, pack, num_processors).num_splits};
 }
 
-// (threads per row, pairs of packs per thread, stages, vectorised) for rows of `width` elements.
+// (threads per row, pairs of packs per thread, stages, vectorised) for `num_rows` rows of `width` elements.
 std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_dim, int element_size,
-                                                    bool vectorised, bool backward) {
-  const auto config = htree::rmsnorm_rope::choose_config(width, head_dim, element_size, vectorised, backward);
+                                                    bool vectorised, bool backward, int64_t num_rows,
+                                                    int num_multiprocessors) {
+  using namespace htree::rmsnorm_rope;
+  KernelConfig config = choose_config(width, head_dim, element_size, vectorised, backward);
+  if (!backward) {
+    config = spread_few_rows(config, num_rows, packs_per_half(head_dim, element_size), num_multiprocessors);
+  }
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
@@ -443,6 +448,7 @@ PYBIND11_MODULE(_host, module) {
              "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
+             py::arg("num_rows") = 1 << 20, py::arg("num_multiprocessors") = 132,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
              py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,

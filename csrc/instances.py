@@ -278,7 +278,7 @@ RMSNORM_ROPE: Table = [
         "rmsnorm_rope_forward_{T}",
         "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
         [
-            "cudaError_t launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, int, cudaStream_t)"
+            "cudaError_t launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, int, bool, cudaStream_t)"
         ],
         {"T": ALL_TYPES},
     ),

@@ -191,6 +191,23 @@ def test_the_result_does_not_depend_on_the_configuration(config: tuple[int, int,
     assert_forward(op(x, weight, cos, sin, 1e-6, None, list(config)), (x, weight, cos, sin, 1e-6, None))
 
 
+@pytest.mark.parametrize("hidden", [1024, 2048, 4096, 8192])
+def test_a_row_has_the_same_bits_in_every_configuration_and_batch(hidden: int, device: str) -> None:
+    """Serving depends on it: a row must not change with the requests beside it."""
+    rows = 850 if device == "cuda" else 40
+    x = normal((rows, 1, hidden), torch.bfloat16, device, 7)
+    weight = normal((hidden,), torch.bfloat16, device, 8)
+    cos, sin = tables(1, 128, torch.bfloat16, device)
+    full = op(x, weight, cos, sin)
+    for part in (1, 20, 140, 400):
+        assert torch.equal(op(x[:part], weight, cos, sin), full[:part])
+    for threads in (64, 128, 256):
+        if hidden // 16 <= threads * 2:
+            for stages in (1, 2, 3):
+                forced = op(x, weight, cos, sin, 1e-6, None, [threads, threads // 32, stages])
+                assert torch.equal(forced, full)
+
+
 # ---- properties 1 and 3 of §3.5
 
 seeds = st.integers(0, 2**31 - 1)

@@ -15,7 +15,8 @@ from htree_ops.testing.rmsnorm_rope_cases import (
 
 pytestmark = pytest.mark.gpu
 
-# widths that reach every number of threads per row, two pairs per thread, and the looping kernels
+# Widths that reach every number of threads per row and the looping kernels. Rows of two pairs per thread must be many,
+# or they get twice the threads.
 SHAPES = (
     ((2, 3, 5, 32), 32),
     ((2, 3, 5, 64), 64),
@@ -25,7 +26,9 @@ SHAPES = (
     ((2, 3, 1024), 128),
     ((2, 3, 2048), 128),
     ((2, 3, 4096), 128),
+    ((1, 400, 4096), 128),
     ((2, 3, 8192), 128),
+    ((1, 140, 8192), 128),
     ((1, 3, 16384), 128),
     ((1, 3, 40000), 200),
     ((2, 3, 60), 6),

@@ -1,6 +1,7 @@
 // Programmatic dependent launch (sm_90). The blocks of a kernel launched with LaunchShape::overlaps may begin
 // while the kernel before it in the stream still runs; they take over each multiprocessor as that kernel
-// leaves it. So the latency of the launch and the set-up of barriers hide behind the end of the other kernel.
+// leaves it. So the latency of the launch and the set-up of barriers hide behind the end of the other kernel. Code for
+// other devices ignores the calls.
 #pragma once
 
 namespace htree::device {
@@ -9,13 +10,25 @@ namespace htree::device {
 // have completed and what they wrote is visible, and at once in a kernel that was launched without
 // `overlaps`. Kernel arguments, tensor copy descriptors among them, may be read before.
 __device__ __forceinline__ void wait_for_previous_kernels() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // One thread of each block calls it. Once all blocks have called it or ended, blocks of the next kernel may
 // begin where multiprocessors have room for them. That kernel must wait for this one by the function above.
 __device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Both, for every thread of a kernel that has nothing to prepare.
+__device__ __forceinline__ void overlap_launches() {
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    let_next_kernel_begin();
+  }
+  wait_for_previous_kernels();
 }
 
 }  // namespace htree::device

@@ -3,6 +3,7 @@
 // together with their partners in the upper half.
 #pragma once
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "ops/rmsnorm_rope/dweight.cuh"
 #include "ops/rmsnorm_rope/operands.cuh"
 #include "ops/rmsnorm_rope/row_access.cuh"
@@ -52,21 +53,31 @@ __device__ __forceinline__ double reciprocal_root(double x) {
   return rsqrt(x);
 }
 
-template <typename Tr>
-__device__ __forceinline__ Acc<typename Tr::T> sum_of_squares(
-    const Pack<typename Tr::T, Tr::kPack> (&x)[Tr::kPairs][2]) {
-  Acc<typename Tr::T> sum[2] = {};
+template <typename T, int kPack>
+__device__ __forceinline__ Acc<T> sum_of_squares(const Pack<T, kPack> (&x)[2]) {
+  Acc<T> sum[2] = {};
 #pragma unroll
-  for (int pair = 0; pair < Tr::kPairs; ++pair) {
-#pragma unroll
-    for (int i = 0; i < Tr::kPack; ++i) {
-      const auto lower = device::to_acc(x[pair][0][i]);
-      const auto upper = device::to_acc(x[pair][1][i]);
-      sum[0] += lower * lower;
-      sum[1] += upper * upper;
-    }
+  for (int i = 0; i < kPack; ++i) {
+    const auto lower = device::to_acc(x[0][i]);
+    const auto upper = device::to_acc(x[1][i]);
+    sum[0] += lower * lower;
+    sum[1] += upper * upper;
   }
   return sum[0] + sum[1];
+}
+
+// The sum of squares of a row; all of its threads get it. Pairs are summed apart until the end, so that a row has the
+// same bits however many threads share it, if the packs of half a head divide their number.
+template <typename Tr>
+__device__ __forceinline__ Acc<typename Tr::T> row_square(
+    const Pack<typename Tr::T, Tr::kPack> (&x)[Tr::kPairs][2], Acc<typename Tr::T>* scratch) {
+  Acc<typename Tr::T> square[Tr::kPairs];
+#pragma unroll
+  for (int pair = 0; pair < Tr::kPairs; ++pair) {
+    square[pair] = sum_of_squares(x[pair]);
+  }
+  row_sums<Tr>(square, scratch);
+  return pairwise_sum(square);
 }
 
 // The rows of one block, kGroups at a time. In iteration i the threads of group g have row i * kGroups + g.
@@ -99,8 +110,9 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
   using T = typename Tr::T;
   using A = Acc<T>;
   extern __shared__ uint4 ring[];
-  __shared__ A scratch[2][Tr::kScratch];
+  __shared__ A scratch[2][Tr::kPairs * Tr::kScratch];
   constexpr bool kHoldWeight = Tr::hold_weight(false);
+  device::overlap_launches();
   const BlockRows<Tr> mine(rows);
   const Columns<Tr> columns(grid, p.shape);
   const A inverse_width = A(1) / static_cast<A>(p.shape.width);
@@ -131,10 +143,9 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
     pipeline.wait();
     pipeline.take(0, index.of(p.x), columns, x);
     pipeline.release();
-    A square[1] = {sum_of_squares<Tr>(x)};
-    row_sums<Tr>(square, scratch[iteration % 2]);
+    const A square = row_square<Tr>(x, scratch[iteration % 2]);
     drop_conversions(x);
-    const A scale = reciprocal_root(square[0] * inverse_width + static_cast<A>(p.shape.eps));
+    const A scale = reciprocal_root(square * inverse_width + static_cast<A>(p.shape.eps));
 
     T* y = index.of(p.y);
 #pragma unroll
@@ -223,9 +234,10 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(true))
       pipeline.release();
       rotate_back<Tr>(rotation, dy, dn);
     }
-    A sums[2] = {sum_of_squares<Tr>(x), A(0)};
+    A sums[2] = {};
 #pragma unroll
     for (int pair = 0; pair < Tr::kPairs; ++pair) {
+      sums[0] += sum_of_squares(x[pair]);
       PairWeights<Tr>& w = weight[kHoldWeight ? pair : 0];
       if (!kHoldWeight) {
         w.load(p.weight, columns, pair);

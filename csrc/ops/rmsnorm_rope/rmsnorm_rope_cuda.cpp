@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "host/cuda/device_type.h"
+#include "host/cuda/hopper.h"
 #include "host/cuda/kernel_launch.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
@@ -87,9 +88,13 @@ void check_launch(const char* op, const KernelConfig& config, cudaError_t error)
   C10_CUDA_CHECK(error);
 }
 
-KernelConfig config_of(const Problem& p, int element_size, bool vectorised, at::IntArrayRef forced) {
+KernelConfig config_of(const Problem& p, int element_size, bool vectorised, int num_multiprocessors,
+                       at::IntArrayRef forced) {
   if (forced.empty()) {
-    return choose_config(p.width, p.head_dim, element_size, vectorised, /*backward=*/false);
+    const KernelConfig config =
+        choose_config(p.width, p.head_dim, element_size, vectorised, /*backward=*/false);
+    return spread_few_rows(config, p.num_rows(), packs_per_half(p.head_dim, element_size),
+                           num_multiprocessors);
   }
   const KernelConfig config =
       choose_forced_config(p.width, p.head_dim, element_size, vectorised, {forced[0], forced[1], forced[2]});
@@ -111,14 +116,15 @@ void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Ten
   dispatch_dtype("rmsnorm_rope", out.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = DeviceType<typename decltype(tag)::type>;
     const bool vectorised = aligned({o.x, o.weight, o.cos, o.sin, out});
-    KernelConfig config = config_of(p, sizeof(T), vectorised, config_tuple);
+    const int multiprocessors = attribute_of_device(cudaDevAttrMultiProcessorCount);
+    KernelConfig config = config_of(p, sizeof(T), vectorised, multiprocessors, config_tuple);
     config = fit_stages(config, 1,
                         attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
-    const int blocks = num_blocks(config, p.num_rows(), attribute_of_device(cudaDevAttrMultiProcessorCount),
-                                  /*backward=*/false);
+    const int blocks = num_blocks(config, p.num_rows(), multiprocessors, /*backward=*/false);
+    const bool overlaps = blocks <= multiprocessors && has_hopper_kernels();
     const ForwardParams<T> params{input<T>(o.x),      output<T>(out),     weight_of(o.weight),
                                   table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
-    check_launch("rmsnorm_rope", config, launch_forward(config, params, blocks, scope.stream()));
+    check_launch("rmsnorm_rope", config, launch_forward(config, params, blocks, overlaps, scope.stream()));
   });
 }
 

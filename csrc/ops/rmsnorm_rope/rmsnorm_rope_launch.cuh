@@ -18,9 +18,11 @@ struct Instance {
   static bool matches(const KernelConfig& c) {
     return c.vectorised && c.threads == kThreads && c.pairs == kPairs && (c.stages > 1) == kRing;
   }
-  static cudaError_t forward(const KernelConfig& c, const ForwardParams<T>& p, int blocks,
+  static cudaError_t forward(const KernelConfig& c, const ForwardParams<T>& p, int blocks, bool overlaps,
                              cudaStream_t stream) {
-    return launch_kernel(forward_kernel<Tr>, shape_of(c, blocks, 1), stream, p, RowsView(p.shape, blocks),
+    LaunchShape shape = shape_of(c, blocks, 1);
+    shape.overlaps = overlaps;
+    return launch_kernel(forward_kernel<Tr>, shape, stream, p, RowsView(p.shape, blocks),
                          LaneGrid(p.shape, kThreads, Tr::kPack), c.stages);
   }
   static cudaError_t backward(const KernelConfig& c, const BackwardParams<T>& p, int blocks,
@@ -43,7 +45,7 @@ struct LoopingInstance {
   static device::FastDivisor packs_per_half(const Shape& shape) {
     return device::FastDivisor(static_cast<uint32_t>(shape.head_dim / (2 * kPack)));
   }
-  static cudaError_t forward(const KernelConfig&, const ForwardParams<T>& p, int blocks,
+  static cudaError_t forward(const KernelConfig&, const ForwardParams<T>& p, int blocks, bool,
                              cudaStream_t stream) {
     int available = 0;
     const cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, available);
@@ -114,8 +116,8 @@ using Tuned =
 
 template <typename T>
 cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks,
-                           cudaStream_t stream) {
-  const auto run = [&](auto instance) { return instance.forward(config, params, blocks, stream); };
+                           bool overlaps, cudaStream_t stream) {
+  const auto run = [&](auto instance) { return instance.forward(config, params, blocks, overlaps, stream); };
   const cudaError_t error = Automatic<T>::run(config, run);
   return error == cudaErrorNotSupported ? Tuned<T>::run(config, run) : error;
 }

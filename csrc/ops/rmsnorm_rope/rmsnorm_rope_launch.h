@@ -9,10 +9,10 @@
 namespace htree::rmsnorm_rope {
 
 // Launch `blocks` blocks (num_blocks() of the configuration) on `stream`; cudaErrorNotSupported where
-// `config` is not compiled.
+// `config` is not compiled. `overlaps`: see LaunchShape; the looping kernel takes no notice.
 template <typename T>
 cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks,
-                           cudaStream_t stream);
+                           bool overlaps, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_backward(const KernelConfig& config, const BackwardParams<T>& params, int blocks,
                             cudaStream_t stream);

@@ -88,6 +88,25 @@ struct Columns {
   __device__ __forceinline__ bool valid(int pair) const { return lower(pair) < end; }
 };
 
+// The sum of 2^n values, neighbours first.
+template <int N, typename A>
+__device__ __forceinline__ A pairwise_sum(const A (&values)[N]) {
+  static_assert((N & (N - 1)) == 0);
+  A sums[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sums[i] = values[i];
+  }
+#pragma unroll
+  for (int left = N / 2; left > 0; left /= 2) {
+#pragma unroll
+    for (int i = 0; i < left; ++i) {
+      sums[i] = sums[2 * i] + sums[2 * i + 1];
+    }
+  }
+  return sums[0];
+}
+
 // Sums over the threads of one row, in an order that depends on Tr alone; all of them get the results. Rows
 // of more than a warp need N * kWarps values of `scratch`, which may be used again after the next call with
 // another scratch. They cost one __syncthreads. Every thread of the block must call.
@@ -112,11 +131,12 @@ __device__ __forceinline__ void row_sums(A (&values)[N], A* scratch) {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      values[n] = scratch[n * kWarps];
+      A of_warp[kWarps];
 #pragma unroll
-      for (int warp = 1; warp < kWarps; ++warp) {
-        values[n] += scratch[n * kWarps + warp];
+      for (int warp = 0; warp < kWarps; ++warp) {
+        of_warp[warp] = scratch[n * kWarps + warp];
       }
+      values[n] = pairwise_sum(of_warp);
     }
   }
 }

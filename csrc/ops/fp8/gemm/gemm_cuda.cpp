@@ -118,8 +118,7 @@ void gemm_cuda(const GemmArguments& g, at::IntArrayRef config, const Tensor& c) 
     case GemmKernel::kHalf:
       return run_half(g, c);
     case GemmKernel::kCublas:
-      return cublas_gemm(g, scale_of(g.a_scale), scale_of(g.b_scale), c,
-                         at::cuda::getCurrentDeviceProperties()->major >= 9, scope.stream());
+      return cublas_gemm(g, scale_of(g.a_scale), scale_of(g.b_scale), c, facts.hopper, scope.stream());
     case GemmKernel::kStream:
     case GemmKernel::kTile:
       return run_hopper(g, choice, c, scope.stream());

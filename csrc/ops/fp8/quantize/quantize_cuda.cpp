@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "host/cuda/device_type.h"
+#include "host/cuda/hopper.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
 #include "ops/fp8/quantize/quantize.h"
@@ -65,7 +66,8 @@ void quantize_cuda(const MatrixInput& x, const at::Tensor& scale, bool given, co
         .values = output<T>(out.values),
         .num_overflow = output<int>(out.num_overflow),
         .partial = reinterpret_cast<uint32_t*>(partial.mutable_data_ptr<int>()),
-        .num_processors = num_processors()};
+        .num_processors = num_processors(),
+        .overlaps = has_hopper_kernels()};
     check_launch(kOp, launch_quantize(args, scope.stream()));
   });
 }
@@ -84,7 +86,8 @@ void dequantize_cuda(const MatrixInput& codes, const at::Tensor& scale, const at
         .row_stride = codes.row_stride,
         .shape = codes.shape,
         .pack = choose_pack(codes.shape, codes.row_stride, sizeof(T), is_aligned(data, 16 / sizeof(T))),
-        .num_processors = num_processors()};
+        .num_processors = num_processors(),
+        .overlaps = has_hopper_kernels()};
     check_launch(kOp, launch_dequantize(args, scope.stream()));
   });
 }
@@ -105,7 +108,8 @@ void fake_backward_cuda(const at::Tensor& dy, const MatrixInput& x, const at::Te
                                .row_stride = x.row_stride,
                                .shape = x.shape,
                                .pack = choose_pack(x.shape, x.row_stride, sizeof(T), aligned),
-                               .num_processors = num_processors()};
+                               .num_processors = num_processors(),
+                               .overlaps = has_hopper_kernels()};
     check_launch(kOp, launch_fake_backward(args, scope.stream()));
   });
 }

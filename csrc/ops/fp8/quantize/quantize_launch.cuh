@@ -34,6 +34,7 @@ struct Operands {
   int64_t row_stride;
   const MatrixShape& shape;
   int num_processors;
+  bool overlaps;
 };
 
 template <typename T, typename Out>
@@ -53,7 +54,20 @@ Operands<T, Out> operands_of(const QuantizeArgs<T>& a, int64_t num_partials) {
           static_cast<int>(num_partials),
           a.row_stride,
           a.shape,
-          a.num_processors};
+          a.num_processors,
+          a.overlaps};
+}
+
+// Launches that leave each multiprocessor one block at most overlap those before and behind them.
+template <typename Args>
+LaunchShape overlapping(LaunchShape shape, const Args& a) {
+  shape.overlaps = a.overlaps && shape.grid.x <= static_cast<unsigned>(a.num_processors);
+  return shape;
+}
+
+__global__ void zero_kernel(int* counter) {
+  device::overlap_launches();
+  *counter = 0;
 }
 
 template <typename T>
@@ -88,7 +102,8 @@ cudaError_t launch_chunks(const Operands<typename Tr::In, typename Tr::Out>& o, 
         .chunks_per_group = device::FastDivisor(static_cast<uint32_t>(chunks_per_group)),
         .groups_per_row = device::FastDivisor(static_cast<uint32_t>(groups_per_row))};
     const auto num_blocks = static_cast<unsigned>(ceil_div(num_chunks, Tr::kChunksPerBlock));
-    const cudaError_t error = launch_kernel(chunk_kernel<Tr>, {num_blocks, Tr::kBlock}, stream, params);
+    const cudaError_t error =
+        launch_kernel(chunk_kernel<Tr>, overlapping({num_blocks, Tr::kBlock}, o), stream, params);
     if (error != cudaSuccess) {
       return error;
     }
@@ -157,7 +172,7 @@ cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o,
       .scale = o.scale,
       .num_overflow = o.num_overflow,
       .grid = column_grid<kPack>(o.shape, o.num_processors)};
-  return launch_kernel(column_kernel<Job, kPack>, shape_of(params.grid), stream, params);
+  return launch_kernel(column_kernel<Job, kPack>, overlapping(shape_of(params.grid), o), stream, params);
 }
 
 // Finds the largest magnitudes of the groups and writes them to a.partial, or writes the scales at once where
@@ -170,7 +185,8 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
                                         .grid = column_grid<kPack>(s, a.num_processors),
                                         .partial = a.partial,
                                         .scale = num_splits == 1 ? a.scale : nullptr};
-    return launch_kernel(largest_column_kernel<T, kPack>, shape_of(params.grid), stream, params);
+    return launch_kernel(largest_column_kernel<T, kPack>, overlapping(shape_of(params.grid), a), stream,
+                         params);
   }
   const int64_t total = num_scales(s);
   using Tr = LargestTraits<T, kLargestThreads, kLargestPacks, kPack>;
@@ -183,8 +199,8 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
                                 .num_splits = static_cast<uint32_t>(num_splits),
                                 .partial = a.partial,
                                 .num_overflow = a.num_overflow};
-  return launch_kernel(largest_kernel<Tr>, {static_cast<unsigned>(total * num_splits), Tr::kThreads}, stream,
-                       params);
+  const LaunchShape shape{static_cast<unsigned>(total * num_splits), Tr::kThreads};
+  return launch_kernel(largest_kernel<Tr>, overlapping(shape, a), stream, params);
 }
 
 template <typename T>
@@ -195,7 +211,8 @@ cudaError_t finish_scale(const QuantizeArgs<T>& a, int64_t num_splits, cudaStrea
       static_cast<unsigned>(ceil_div(warp_each ? total * device::kWarpSize : total, kFinishThreads));
   const auto splits = static_cast<uint32_t>(num_splits);
   const auto kernel = warp_each ? finish_scale_kernel<T, true> : finish_scale_kernel<T, false>;
-  return launch_kernel(kernel, {num_blocks, kFinishThreads}, stream, a.partial, a.scale, splits, total);
+  return launch_kernel(kernel, overlapping({num_blocks, kFinishThreads}, a), stream, a.partial, a.scale,
+                       splits, total);
 }
 
 template <typename Job, int kPack>
@@ -207,7 +224,7 @@ cudaError_t quantize_packs(const QuantizeArgs<typename Job::In>& a, cudaStream_t
   const bool is_tensor = a.shape.layout == ScaleLayout::kTensor;
   cudaError_t error = cudaSuccess;
   if (a.num_overflow != nullptr && (a.is_scale_given || !is_tensor)) {
-    error = cudaMemsetAsync(a.num_overflow, 0, sizeof(int), stream);
+    error = launch_kernel(zero_kernel, overlapping({1, 1}, a), stream, a.num_overflow);
   }
   if (!a.is_scale_given && error == cudaSuccess) {
     if (largest.num_splits == 0) {
@@ -238,9 +255,12 @@ cudaError_t quantize_packs(const QuantizeArgs<typename Job::In>& a, cudaStream_t
 template <typename Job, typename Args>
 cudaError_t apply_packs(const Args& a, cudaStream_t stream) {
   using Out = typename Job::Out;
-  const Operands<typename Job::In, Out> operands{
-      a.x,          a.dy,    a.out,           const_cast<float*>(a.scale), nullptr, nullptr, 0,
-      a.row_stride, a.shape, a.num_processors};
+  const Operands<typename Job::In, Out> operands{a.x,       a.dy,
+                                                 a.out,     const_cast<float*>(a.scale),
+                                                 nullptr,   nullptr,
+                                                 0,         a.row_stride,
+                                                 a.shape,   a.num_processors,
+                                                 a.overlaps};
   return a.pack > 1 ? launch_known<Job, kWidePack<Out>>(operands, stream)
                     : launch_known<Job, 1>(operands, stream);
 }

@@ -30,6 +30,11 @@ namespace htree::device {
   HTREE_REGISTERS_60       \
   ", "                     \
   "%60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75"
+#define HTREE_REGISTERS_100                                                                              \
+  HTREE_REGISTERS_76                                                                                     \
+  ", "                                                                                                   \
+  "%76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99"
 #define HTREE_D4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define HTREE_D12(i) HTREE_D4(i), HTREE_D4((i) + 4), HTREE_D4((i) + 8)
 #define HTREE_D24(i) HTREE_D12(i), HTREE_D12((i) + 12)
@@ -39,6 +44,7 @@ namespace htree::device {
 #define HTREE_ACCUMULATORS_56 HTREE_ACCUMULATORS_52, HTREE_D4(52)
 #define HTREE_ACCUMULATORS_60 HTREE_ACCUMULATORS_56, HTREE_D4(56)
 #define HTREE_ACCUMULATORS_76 HTREE_D24(0), HTREE_D24(24), HTREE_D24(48), HTREE_D4(72)
+#define HTREE_ACCUMULATORS_100 HTREE_ACCUMULATORS_76, HTREE_D24(76)
 
 // A, B and FLAG are the numbers of the operands behind the accumulators.
 #define HTREE_FP8_WGMMA(N, COUNT, A, B, FLAG)                                                           \
@@ -62,6 +68,7 @@ HTREE_FP8_WGMMA(104, 52, 52, 53, 54)
 HTREE_FP8_WGMMA(112, 56, 56, 57, 58)
 HTREE_FP8_WGMMA(120, 60, 60, 61, 62)
 HTREE_FP8_WGMMA(152, 76, 76, 77, 78)
+HTREE_FP8_WGMMA(200, 100, 100, 101, 102)
 
 #undef HTREE_REGISTERS_24
 #undef HTREE_REGISTERS_36
@@ -69,6 +76,7 @@ HTREE_FP8_WGMMA(152, 76, 76, 77, 78)
 #undef HTREE_REGISTERS_56
 #undef HTREE_REGISTERS_60
 #undef HTREE_REGISTERS_76
+#undef HTREE_REGISTERS_100
 #undef HTREE_D4
 #undef HTREE_D12
 #undef HTREE_D24
@@ -78,6 +86,7 @@ HTREE_FP8_WGMMA(152, 76, 76, 77, 78)
 #undef HTREE_ACCUMULATORS_56
 #undef HTREE_ACCUMULATORS_60
 #undef HTREE_ACCUMULATORS_76
+#undef HTREE_ACCUMULATORS_100
 #undef HTREE_FP8_WGMMA
 
 }  // namespace htree::device

@@ -151,9 +151,10 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       PlainTile<Out, 192, 128, 4>, SharedTile<Out, 128, 64, 8>, SharedTile<Out, 128, 96, 6>,
       SharedTile<Out, 128, 128, 5>, SharedTile<Out, 192, 96, 5>, SharedTile<Out, 192, 128, 4>,
       TransposedTile<Out, 104, 128, 6>, TransposedTile<Out, 120, 128, 5>, TransposedTile<Out, 144, 128, 5>,
-      TransposedTile<Out, 152, 128, 5>, TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 120, 192, 4>,
-      TransposedTile<Out, 128, 192, 4>, MulticastTile<Out, 72, 128, 8>, MulticastTile<Out, 80, 128, 7>,
-      MulticastTile<Out, 96, 128, 7>, MulticastTile<Out, 104, 128, 6>, MulticastTile<Out, 112, 128, 6>,
+      TransposedTile<Out, 152, 128, 5>, TransposedTile<Out, 160, 128, 5>, TransposedTile<Out, 200, 128, 4>,
+      TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 120, 192, 4>, TransposedTile<Out, 128, 192, 4>,
+      MulticastTile<Out, 72, 128, 8>, MulticastTile<Out, 80, 128, 7>, MulticastTile<Out, 96, 128, 7>,
+      MulticastTile<Out, 104, 128, 6>, MulticastTile<Out, 112, 128, 6>,
       // Only tuples of the tuning space name these.
       GemmTileTraits<Out, 2, 128, 128, 5, 64, 1>, GemmTileTraits<Out, 2, 256, 128, 4, 64, 2>>(p, c, stream);
 }
@@ -166,7 +167,7 @@ cudaError_t launch_gemm_stream(const GemmParams<Out>& p, const GemmConfig& c, cu
       GemmStreamTraits<Out, 64, 12, 1>, GemmStreamTraits<Out, 64, 8, 2>, GemmStreamTraits<Out, 64, 8, 4>,
       GemmStreamTraits<Out, 80, 10, 1>, GemmStreamTraits<Out, 80, 8, 2>, GemmStreamTraits<Out, 80, 8, 4>,
       GemmStreamTraits<Out, 96, 10, 1>, GemmStreamTraits<Out, 96, 8, 2>, GemmStreamTraits<Out, 96, 8, 4>,
-      GemmStreamTraits<Out, 128, 7, 4>, GemmStreamTraits<Out, 144, 7, 2>,
+      GemmStreamTraits<Out, 128, 7, 4>, GemmStreamTraits<Out, 144, 7, 2>, GemmStreamTraits<Out, 160, 7, 2>,
       // Two blocks of these fit a multiprocessor.
       GemmStreamTraits<Out, 16, 6, 1>, GemmStreamTraits<Out, 32, 5, 1>, GemmStreamTraits<Out, 80, 5, 1>,
       GemmStreamTraits<Out, 96, 5, 1>>(p, c, stream);

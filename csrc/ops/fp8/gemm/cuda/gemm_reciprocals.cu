@@ -12,10 +12,7 @@ namespace {
 // is near the bounds of fp32.
 __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                    float* out_b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  device::let_next_kernel_begin();
-  device::wait_for_previous_kernels();
-#endif
+  device::overlap_launches();
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (num_a + num_b == 2) {
     if (i == 0) {
