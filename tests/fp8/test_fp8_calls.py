@@ -352,7 +352,8 @@ def test_kernel_configuration(element_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [128, 1000, 8192, 32768])
 def test_number_of_kernels(cols: int) -> None:
-    """Each call launches one kernel; quantising with one scale for the whole tensor launches two."""
+    """Each call launches one kernel, quantising one more: with one scale for the whole tensor to find it, else to set
+    the counter of overflows to 0."""
 
     def count(call: Callable[[], object]) -> int:
         call()
@@ -367,12 +368,12 @@ def test_number_of_kernels(cols: int) -> None:
     whole = fp8_quantize(x)
     columns = fp8_quantize(x, granularity="channel", dim=0)
     dy = torch.ones_like(x)
-    assert count(lambda: ops.fp8_quantize(x, None, "channel")) == 1
-    assert count(lambda: ops.fp8_quantize(x, None, "block")) == 1
+    assert count(lambda: ops.fp8_quantize(x, None, "channel")) == 2
+    assert count(lambda: ops.fp8_quantize(x, None, "block")) == 2
     assert count(lambda: ops.fp8_fake_quant(x, None, "channel")) == 1
     assert count(lambda: ops.fp8_compute_scale(x, "channel")) == 1
     assert count(lambda: ops.fp8_quantize(x, None, "tensor")) == 2
-    assert count(lambda: ops.fp8_quantize(x, whole[1], "tensor")) <= 2  # the second copies the scale
+    assert count(lambda: ops.fp8_quantize(x, whole[1], "tensor")) <= 3  # the third copies the scale
     for q, scale, _ in (rows, whole, columns):
         assert count(lambda q=q, scale=scale: ops.fp8_dequantize(q, scale, torch.bfloat16)) == 1
     assert count(lambda: ops.fp8_fake_quant_backward(dy, x, rows[1], "channel")) == 1

@@ -23,12 +23,14 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// Both, for every thread of a kernel that has nothing to prepare.
-__device__ __forceinline__ void overlap_launches() {
-  if (threadIdx.x == 0 && threadIdx.y == 0) {
-    let_next_kernel_begin();
+// Both, for every thread of a kernel that has nothing to prepare. Where `overlaps` is false, neither.
+__device__ __forceinline__ void overlap_launches(bool overlaps = true) {
+  if (overlaps) {
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+      let_next_kernel_begin();
+    }
+    wait_for_previous_kernels();
   }
-  wait_for_previous_kernels();
 }
 
 }  // namespace htree::device

@@ -7,6 +7,7 @@
 
 #include "device/sizes.h"
 #include "host/aligned.h"
+#include "host/cuda/hopper.h"
 #include "host/cuda/launch_scope.h"
 #include "host/dispatch.h"
 #include "ops/compressed_kv/compressed_kv.h"
@@ -160,7 +161,8 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
           .output = {.ending = s.ending,
                      .out = out.mutable_data_ptr(),
                      .lse = lse.mutable_data_ptr<float>(),
-                     .type = type}};
+                     .type = type},
+          .may_overlap = has_hopper_kernels()};
 }
 
 // The window's tokens for the general kernel; its parts come after those of the compressed part.

@@ -67,7 +67,7 @@ __device__ __forceinline__ Acc<T> sum_of_squares(const Pack<T, kPack> (&x)[2]) {
 }
 
 // The sum of squares of a row; all of its threads get it. Pairs are summed apart until the end, so that a row has the
-// same bits however many threads share it, if the packs of half a head divide their number.
+// same bits for 64, 128 and 256 threads, if the packs of half a head divide their number.
 template <typename Tr>
 __device__ __forceinline__ Acc<typename Tr::T> row_square(
     const Pack<typename Tr::T, Tr::kPack> (&x)[Tr::kPairs][2], Acc<typename Tr::T>* scratch) {
@@ -78,6 +78,17 @@ __device__ __forceinline__ Acc<typename Tr::T> row_square(
   }
   row_sums<Tr>(square, scratch);
   return pairwise_sum(square);
+}
+
+template <typename Tr, typename A>
+__device__ __forceinline__ void store_pair(typename Tr::T* row, const Columns<Tr>& columns, int pair,
+                                           const A (&lower)[Tr::kPack], const A (&upper)[Tr::kPack]) {
+  using T = typename Tr::T;
+  Pack<T, Tr::kPack> out[2];
+  device::from_acc<T>(lower, out[0].data);
+  device::from_acc<T>(upper, out[1].data);
+  device::store_pack_streaming(row + columns.lower(pair), out[0]);
+  device::store_pack_streaming(row + columns.upper(pair), out[1]);
 }
 
 // The rows of one block, kGroups at a time. In iteration i the threads of group g have row i * kGroups + g.
@@ -106,13 +117,14 @@ struct BlockRows {
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
     forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
-                   const __grid_constant__ RowsView rows, const __grid_constant__ LaneGrid grid, int stages) {
+                   const __grid_constant__ RowsView rows, const __grid_constant__ LaneGrid grid, int stages,
+                   bool overlaps) {
   using T = typename Tr::T;
   using A = Acc<T>;
   extern __shared__ uint4 ring[];
   __shared__ A scratch[2][Tr::kPairs * Tr::kScratch];
   constexpr bool kHoldWeight = Tr::hold_weight(false);
-  device::overlap_launches();
+  device::overlap_launches(overlaps);
   const BlockRows<Tr> mine(rows);
   const Columns<Tr> columns(grid, p.shape);
   const A inverse_width = A(1) / static_cast<A>(p.shape.width);
@@ -161,11 +173,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
                        device::to_acc(x[pair][1][i]) * scale * w.upper[i], lower[i], upper[i]);
       }
       if (columns.valid(pair) && mine.valid(iteration)) {
-        Pack<T, Tr::kPack> out[2];
-        device::from_acc<T>(lower, out[0].data);
-        device::from_acc<T>(upper, out[1].data);
-        device::store_pack_streaming(y + columns.lower(pair), out[0]);
-        device::store_pack_streaming(y + columns.upper(pair), out[1]);
+        store_pair<Tr>(y, columns, pair, lower, upper);
       }
     }
   }
@@ -275,12 +283,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(true))
         dw[pair].upper[i] += dn[pair][1][i] * (x_upper * scale);
       }
       if (p.dx.data != nullptr) {
-        T* dx = index.of(p.dx);
-        Pack<T, Tr::kPack> out[2];
-        device::from_acc<T>(lower, out[0].data);
-        device::from_acc<T>(upper, out[1].data);
-        device::store_pack_streaming(dx + columns.lower(pair), out[0]);
-        device::store_pack_streaming(dx + columns.upper(pair), out[1]);
+        store_pair<Tr>(index.of(p.dx), columns, pair, lower, upper);
       }
     }
   }

@@ -151,16 +151,17 @@ inline int num_blocks(const KernelConfig& config, int64_t num_rows, int num_mult
   return static_cast<int>(std::min<int64_t>(enough, int64_t{num_multiprocessors} * per_multiprocessor));
 }
 
-// Forward rows so few that each block takes one at most: twice the threads with one pair each are then faster (256 rows
-// of 4096 bf16 values take 4.23 us on an H200 and not 4.55). All threads must have work before, so that the sums keep
-// their order and a row its bits.
+// Forward rows so few that each block takes two at most: twice the threads with one pair each are then faster (256 rows
+// of 4096 bf16 values take 4.23 us on an H200 and not 4.55), but 512 threads are not (132 rows of 8192: 5.3 for 3.99). All
+// threads must have work before, so that the sums keep their order and a row its bits.
 inline KernelConfig spread_few_rows(const KernelConfig& config, int64_t num_rows, int in_half,
                                     int num_multiprocessors) {
-  if (config.pairs != 2 || config.threads > 256 || config.threads % in_half != 0) {
+  if (config.pairs != 2 || config.threads > 128 || config.threads % in_half != 0) {
     return config;
   }
   const KernelConfig spread{2 * config.threads, 1, config.stages, config.vectorised};
-  return num_rows <= num_blocks(spread, num_rows, num_multiprocessors, /*backward=*/false) ? spread : config;
+  return num_rows <= 2 * num_blocks(spread, num_rows, num_multiprocessors, /*backward=*/false) ? spread
+                                                                                               : config;
 }
 
 inline std::string describe(const KernelConfig& config) {

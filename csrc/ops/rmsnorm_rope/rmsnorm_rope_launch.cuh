@@ -23,7 +23,7 @@ struct Instance {
     LaunchShape shape = shape_of(c, blocks, 1);
     shape.overlaps = overlaps;
     return launch_kernel(forward_kernel<Tr>, shape, stream, p, RowsView(p.shape, blocks),
-                         LaneGrid(p.shape, kThreads, Tr::kPack), c.stages);
+                         LaneGrid(p.shape, kThreads, Tr::kPack), c.stages, overlaps);
   }
   static cudaError_t backward(const KernelConfig& c, const BackwardParams<T>& p, int blocks,
                               cudaStream_t stream) {

@@ -131,12 +131,20 @@ __device__ __forceinline__ void row_sums(A (&values)[N], A* scratch) {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      A of_warp[kWarps];
+      if constexpr (kWarps <= 8) {
+        A of_warp[kWarps];
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        of_warp[warp] = scratch[n * kWarps + warp];
+        for (int warp = 0; warp < kWarps; ++warp) {
+          of_warp[warp] = scratch[n * kWarps + warp];
+        }
+        values[n] = pairwise_sum(of_warp);
+      } else {  // in turn, or the backward would spill
+        values[n] = scratch[n * kWarps];
+#pragma unroll
+        for (int warp = 1; warp < kWarps; ++warp) {
+          values[n] += scratch[n * kWarps + warp];
+        }
       }
-      values[n] = pairwise_sum(of_warp);
     }
   }
 }

@@ -1,6 +1,7 @@
 // The decode kernel for tiles: a warp's loop over its tiles.
 #pragma once
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "ops/compressed_kv/decode/decode.cuh"
 #include "ops/compressed_kv/decode/decode_config.h"
 #include "ops/compressed_kv/decode/decode_merge.cuh"
@@ -180,8 +181,9 @@ __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, con
 // padding; or BlockMerge where that is larger than chunks and stages.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
-    decode_kernel(const __grid_constant__ DecodeParams p, int num_stages) {
+    decode_kernel(const __grid_constant__ DecodeParams p, int num_stages, bool overlaps) {
   extern __shared__ __align__(128) unsigned char memory[];
+  device::overlap_launches(overlaps);
   const Split s = split_of(p);
   const int lane = lane_index();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);

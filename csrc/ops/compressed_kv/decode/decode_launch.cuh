@@ -13,8 +13,11 @@ namespace {
 
 template <typename Tr>
 cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
-  int most = 0;
+  int most = 0, multiprocessors = 0;
   cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
+  if (error == cudaSuccess) {
+    error = device_attribute(cudaDevAttrMultiProcessorCount, multiprocessors);
+  }
   if (error != cudaSuccess) {
     return error;
   }
@@ -42,8 +45,9 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   const LaunchShape shape{.grid = grid,
                           .threads = 32 * config.num_warps,
                           .shared_bytes = config.shared_bytes,
-                          .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1};
-  return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages);
+                          .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1,
+                          .overlaps = p.may_overlap && grid <= static_cast<unsigned>(multiprocessors)};
+  return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages, shape.overlaps);
 }
 
 // Kernels for at most four query heads per kv head exist for the usual head size only: they save a fifth of

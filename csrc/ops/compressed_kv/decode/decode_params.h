@@ -114,6 +114,7 @@ struct DecodeParams {
   float score_scale;  // scale * log2(e)
   WindowView window;  // for the tensor-core kernel
   OutputView output;
+  bool may_overlap;  // whether the tensor-core kernel may be launched with LaunchShape::overlaps
 };
 
 }  // namespace htree::compressed_kv

@@ -64,7 +64,7 @@ inline constexpr GemmTile kGemmTiles[] = {
     {TileKind::kTransposed, 144, 128, 5, 1.76, {1.24, 0.327, 0.296}, 0.0},
     {TileKind::kTransposed, 152, 128, 5, 1.83, {1.43, 0.348, 0.285}, 0.0},
     {TileKind::kTransposed, 160, 128, 5, 1.80, {1.96, 0.406, 0.130}, 0.0},
-    {TileKind::kTransposed, 200, 128, 4, 1.90, {2.70, 0.478, 0.120}, 0.0},
+    {TileKind::kTransposed, 200, 128, 4, 1.90, {2.70, 0.478, 0.190}, 0.0},
     {TileKind::kTransposed, 104, 192, 4, 2.00, {1.24, 0.373, 0.283}, 0.0},
     {TileKind::kTransposed, 120, 192, 4, 1.98, {1.47, 0.427, 0.242}, 0.0},
     {TileKind::kTransposed, 128, 192, 4, 1.86, {1.65, 0.454, 0.225}, 0.0},

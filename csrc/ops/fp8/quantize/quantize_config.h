@@ -53,15 +53,29 @@ constexpr ChunkConfig choose_chunk_config(int64_t group, int pack) {
   return {kMaxSharedThreads, pack > 1 ? 4 : 16, pack};
 }
 
+// Chunks of all rows.
+constexpr int64_t count_chunks(const MatrixShape& s, const ChunkConfig& config) {
+  return s.rows * ceil_div(s.cols, s.group) * ceil_div(s.group, int64_t{config.capacity()});
+}
+
 // The same for turning codes into values. Each pack that is read writes twice its bytes or more, and blocks of 128
 // threads with two packs each keep the memory busiest (for 2^27 codes to bf16 on an H200 99.0 us; four packs 101.5, 256
-// threads 100.3, and 101.5 if the codes stay in the caches after their only use).
+// threads 100.3, and 101.5 if the codes stay in the caches after their only use). Larger blocks are for problems that
+// they bring down to one block per multiprocessor, so that the launch may overlap its neighbours.
 constexpr int kDecodePacks = 2;
 constexpr int kDecodeThreads = 128;
-constexpr ChunkConfig choose_decode_config(int64_t group, int pack) {
-  const ChunkConfig config = choose_chunk_config(group, pack);
-  return pack > 1 && config.threads == kMaxSharedThreads ? ChunkConfig{kDecodeThreads, kDecodePacks, pack}
-                                                         : config;
+constexpr ChunkConfig choose_decode_config(const MatrixShape& s, int pack, int num_processors) {
+  const ChunkConfig config = choose_chunk_config(s.group, pack);
+  const ChunkConfig usual{kDecodeThreads, kDecodePacks, pack};
+  if (pack == 1 || config.capacity() <= usual.capacity()) {
+    return config;
+  }
+  for (const ChunkConfig& larger : {usual, ChunkConfig{128, 4, pack}, ChunkConfig{256, 4, pack}}) {
+    if (count_chunks(s, larger) <= num_processors) {
+      return larger;
+    }
+  }
+  return usual;
 }
 
 constexpr int kLargestThreads = 512;

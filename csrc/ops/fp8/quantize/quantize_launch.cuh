@@ -154,7 +154,7 @@ template <typename Job, int kPack>
 cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o, cudaStream_t stream) {
   if (o.shape.layout != ScaleLayout::kColumns) {
     if constexpr (kPack > 1 && kIsDecode<Job>) {
-      const ChunkConfig config = choose_decode_config(o.shape.group, kPack);
+      const ChunkConfig config = choose_decode_config(o.shape, kPack, o.num_processors);
       if (config.threads == kDecodeThreads && config.packs == kDecodePacks) {
         using Tr = ChunkTraits<Job, ScaleSource::kMemory, kDecodeThreads, kDecodePacks, kPack>;
         return launch_chunks<Tr>(o, stream);
