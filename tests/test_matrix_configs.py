@@ -130,7 +130,9 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
         (256, {}, "tile: 128 rows x 64 columns"),
         (384, {}, "tile: 128 rows x 96 columns"),
         (512, {}, "tile: 128 rows x 128 columns"),
-        (640, {}, "tile: 128 rows x 160 columns"),
+        (640, {}, "tile: 160 rows x 128 columns"),
+        (160, {"k": 14336}, "stream: 160 rows"),
+        (600, {"n": 10240, "k": 8192}, "tile: 200 rows x 128 columns"),
         (768, {}, "tile: 192 rows x 128 columns"),
         (896, {}, "tile: 128 rows x 112 columns"),
         (
@@ -190,6 +192,7 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
         ),
         "stream: 128 rows x 64 columns 7 stages clusters of 1 k in 4 parts",
         "stream: 144 rows x 64 columns 7 stages clusters of 1 k in 2 parts",
+        "stream: 160 rows x 64 columns 7 stages clusters of 1 k in 2 parts",
         *(
             f"tile: {rows} rows x {columns} columns {stages} stages clusters of 1 k in 1 parts"
             for rows, columns, stages in (
@@ -215,6 +218,8 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
                 (120, 128, 5),
                 (144, 128, 5),
                 (152, 128, 5),
+                (160, 128, 5),
+                (200, 128, 4),
                 (104, 192, 4),
                 (120, 192, 4),
                 (128, 192, 4),
