@@ -17,10 +17,12 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kTileRows = 64;
-constexpr int64_t kTileColumns = 48;         // a multiple of every kernel's columns
-constexpr int64_t kFewRows = 4;              // with up to so many rows a product waits for the weights
-constexpr int64_t kMostFloatRows = 128;      // with more rows the BLAS library's product of fp32 is faster
-constexpr int64_t kCopyBytes = 1 << 26;      // bytes of the copy of x
+constexpr int64_t kTileColumns = 48;  // a multiple of every kernel's columns
+constexpr int64_t kWideColumns = 12;  // columns of weights that are widened at a time: they stay in the cache
+constexpr int64_t kLeastWideRows = 16;   // with so many rows widening once is faster than for every four rows
+constexpr int64_t kFewRows = 4;          // with up to so many rows a product waits for the weights
+constexpr int64_t kMostFloatRows = 128;  // with more rows the BLAS library's product of fp32 is faster
+constexpr int64_t kCopyBytes = 1 << 26;  // bytes of the copy of x
 constexpr int64_t kWidenGrain = 1 << 15;     // elements of a task
 constexpr int64_t kMultiplyGrain = 1 << 18;  // multiply-adds of a task
 
@@ -50,6 +52,8 @@ class Forward {
   }
 
  private:
+  // Whether weights of a half type meet an x of fp32.
+  static constexpr bool kWidens = std::is_same_v<X, float> && !std::is_same_v<T, float>;
   using Element = std::conditional_t<std::is_same_v<X, float>, float, c10::BFloat16>;
 
   X* padded() const { return reinterpret_cast<X*>(padded_.template mutable_data_ptr<Element>()); }
@@ -68,26 +72,47 @@ class Forward {
     const int64_t work = 2 * std::min(rows, kTileRows) * kTileColumns * o_.sizes.hidden;
     at::parallel_for(0, row_tiles * column_tiles, std::max<int64_t>(1, kMultiplyGrain / work),
                      [&](int64_t begin, int64_t end) {
+                       const Tensor wide = at::empty(
+                           {kWidens && rows >= kLeastWideRows ? kWideColumns * stride_ : 0}, at::kFloat);
                        for (int64_t tile = begin; tile < end; ++tile) {
                          const int64_t row = tile / column_tiles * kTileRows;
                          const int64_t column = tile % column_tiles * kTileColumns;
                          run_tile(first_row, row, std::min(kTileRows, rows - row), column,
-                                  std::min(kTileColumns, columns - column));
+                                  std::min(kTileColumns, columns - column), wide);
                        }
                      });
   }
 
+  // The products of one tile with `columns` rows of a weight.
+  void multiply(int64_t row, int64_t rows, const Tensor& weight, int64_t column, int64_t columns,
+                const Tensor& wide, float* sums) {
+    const auto* w =
+        reinterpret_cast<const Storage<T>*>(weight.const_data_ptr<T>()) + column * weight.stride(0);
+    const X* x = padded() + row * stride_;
+    if constexpr (kWidens) {
+      if (rows >= kLeastWideRows) {
+        float* const copy = wide.mutable_data_ptr<float>();
+        for (int64_t first = 0; first < columns; first += kWideColumns) {
+          const int64_t count = std::min(kWideColumns, columns - first);
+          for (int64_t c = 0; c < count; ++c) {
+            pad_(w + (first + c) * weight.stride(0), o_.sizes.hidden, copy + c * stride_, stride_);
+          }
+          KernelsOf<float>::products().multiply(
+              {x, stride_, rows, copy, stride_, count, o_.sizes.hidden, sums + first, kTileColumns});
+        }
+        return;
+      }
+    }
+    multiply_({x, stride_, rows, w, weight.stride(0), columns, o_.sizes.hidden, sums, kTileColumns});
+  }
+
   // Computes one tile; `row` counts from first_row on.
-  void run_tile(int64_t first_row, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  void run_tile(int64_t first_row, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                const Tensor& wide) {
     alignas(64) float linear[kTileRows * kTileColumns];
     alignas(64) float acted[kTileRows * kTileColumns];
-    const auto product = [&](const Tensor& weight, float* sums) {
-      const auto* w = reinterpret_cast<const Storage<T>*>(weight.const_data_ptr<T>());
-      multiply_({padded() + row * stride_, stride_, rows, w + column * weight.stride(0), weight.stride(0),
-                 columns, o_.sizes.hidden, sums, kTileColumns});
-    };
-    product(o_.linear, linear);
-    product(o_.acted, acted);
+    multiply(row, rows, o_.linear, column, columns, wide, linear);
+    multiply(row, rows, o_.acted, column, columns, wide, acted);
     const auto gate = KernelsOf<T>::gate().forward;
     const auto round = KernelsOf<T>::products().round;
     for (int64_t r = 0; r < rows; ++r) {
