@@ -52,6 +52,25 @@ def test_sizes_around_the_tiles(rows: int, dtype: torch.dtype) -> None:
         check(rows, inner, hidden, dtype, "silu" if i % 2 else "gelu")
 
 
+@pytest.mark.parametrize("isa", [*ISAS[1:], "avx512_bf16"])  # the baseline leaves 5 rows and more to BLAS
+def test_a_row_has_the_same_bits_among_few_and_many(isa: str) -> None:
+    """Weights of half types are widened for many rows at once, which changes no sum."""
+    script = (
+        "import torch\n"
+        "from test_gated_mlp_cpu import op\n"
+        "from htree_ops.testing.gated_mlp_cases import GatedMLPCase\n"
+        "for dtype in (torch.float16, torch.bfloat16):\n"
+        "    for inner, hidden in ((5, 40), (50, 33), (61, 1059)):\n"
+        "        case = GatedMLPCase(name='cpu', dtype=dtype, rows=(130,), inner=inner, hidden=hidden)\n"
+        "        x, *weights = case.make_inputs('cpu')\n"
+        "        full = op(x, *weights)\n"
+        "        for rows in (5, 15, 16, 64, 79, 80):\n"
+        "            assert torch.equal(op(x[:rows], *weights), full[:rows]), (dtype, inner, hidden, rows)\n"
+    )
+    ran = run_with(isa, script)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_an_empty_instruction_set_is_the_default() -> None:
     script = "import torch, htree_ops; x = torch.ones(1, 3); print(torch.ops.htree.gated_mlp(x, x, x).isfinite().all())"
     shown = run_with("", script)

@@ -191,18 +191,22 @@ def test_the_result_does_not_depend_on_the_configuration(config: tuple[int, int,
     assert_forward(op(x, weight, cos, sin, 1e-6, None, list(config)), (x, weight, cos, sin, 1e-6, None))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [1024, 2048, 4096, 8192])
-def test_a_row_has_the_same_bits_in_every_configuration_and_batch(hidden: int, device: str) -> None:
+def test_a_row_has_the_same_bits_in_every_configuration_and_batch(
+    hidden: int, dtype: torch.dtype, device: str
+) -> None:
     """Serving depends on it: a row must not change with the requests beside it."""
     rows = 850 if device == "cuda" else 40
-    x = normal((rows, 1, hidden), torch.bfloat16, device, 7)
-    weight = normal((hidden,), torch.bfloat16, device, 8)
-    cos, sin = tables(1, 128, torch.bfloat16, device)
+    x = normal((rows, 1, hidden), dtype, device, 7)
+    weight = normal((hidden,), dtype, device, 8)
+    cos, sin = tables(1, 128, dtype, device)
     full = op(x, weight, cos, sin)
     for part in (1, 20, 140, 800):
         assert torch.equal(op(x[:part], weight, cos, sin), full[:part])
-    for threads in (64, 128, 256):
-        if hidden // 16 <= threads * 2:
+    pairs = hidden * dtype.itemsize // 32  # of a row; the automatic choice gives a thread two at most
+    for threads in (64, 128, 256) if pairs <= 2 * 256 else ():
+        if pairs <= threads * min(dtype.itemsize, 4):  # as many as a thread holds
             for stages in (1, 2, 3):
                 forced = op(x, weight, cos, sin, 1e-6, None, [threads, threads // 32, stages])
                 assert torch.equal(forced, full)

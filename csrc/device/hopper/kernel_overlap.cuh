@@ -1,7 +1,7 @@
 // Programmatic dependent launch (sm_90). The blocks of a kernel launched with LaunchShape::overlaps may begin
 // while the kernel before it in the stream still runs; they take over each multiprocessor as that kernel
-// leaves it. So the latency of the launch and the set-up of barriers hide behind the end of the other kernel. Code for
-// other devices ignores the calls.
+// leaves it. So the latency of the launch and the set-up of barriers hide behind the end of the other kernel.
+// Code for other devices ignores the calls.
 #pragma once
 
 namespace htree::device {

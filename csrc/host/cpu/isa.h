@@ -26,8 +26,8 @@ inline Isa detect_isa() {
 #endif
 }
 
-// Whether the products of pairs of bf16 are faster than those of fp32. Measured, csrc/ops/gated_mlp/README.md: on AMD they
-// take little more than half the time, on Intel a third more.
+// Whether the products of pairs of bf16 are faster than those of fp32. Measured, see
+// csrc/ops/gated_mlp/README.md: on AMD they take little more than half the time, on Intel a third more.
 inline bool has_fast_pairs() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("amd");
@@ -36,8 +36,17 @@ inline bool has_fast_pairs() {
 #endif
 }
 
-// The fastest instruction set of this CPU, or the best one up to what HTREE_CPU_ISA=baseline|avx2|avx512|avx512_bf16
-// asks for.
+// Whether the CPU has tiles of bf16, by which the BLAS library multiplies many times faster than fp32.
+inline bool has_bf16_tiles() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("amx-bf16");
+#else
+  return false;
+#endif
+}
+
+// The fastest instruction set of this CPU, or the best one up to what
+// HTREE_CPU_ISA=baseline|avx2|avx512|avx512_bf16 asks for.
 inline Isa active_isa() {
   static const Isa isa = [] {
     const Isa best = detect_isa();

@@ -108,12 +108,17 @@ void forward_cpu(const Operands& o, at::IntArrayRef /*config*/, const Results& r
   });
 }
 
-// Takes the products from the BLAS library. `dtype` is that of the sums; for bf16 it is bf16 where the CPU
-// multiplies it, and then dlinear and dacted are rounded to it and the weights are not copied.
+// Whether the BLAS library multiplies bf16 faster than fp32.
+bool takes_bf16() {
+  return active_isa() == Isa::kAvx512Bf16 || (active_isa() == Isa::kAvx512 && has_bf16_tiles());
+}
+
+// Takes the products from the BLAS library. `dtype` is that of the sums; for bf16 it is bf16 where that is
+// faster, and then dlinear and dacted are rounded to it and the weights are not copied.
 void backward_cpu(const Operands& o, const BackwardOperands& b) {
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   const auto wide = arithmetic_of(o.x);
-  const bool narrow = o.x.scalar_type() == at::kBFloat16 && active_isa() == Isa::kAvx512Bf16;
+  const bool narrow = o.x.scalar_type() == at::kBFloat16 && takes_bf16();
   const auto dtype = narrow ? at::kBFloat16 : wide;
   const Tensor x = o.x.to(dtype);
   const Tensor dy = b.dy.contiguous();

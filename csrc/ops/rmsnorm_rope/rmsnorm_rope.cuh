@@ -66,8 +66,8 @@ __device__ __forceinline__ Acc<T> sum_of_squares(const Pack<T, kPack> (&x)[2]) {
   return sum[0] + sum[1];
 }
 
-// The sum of squares of a row; all of its threads get it. Pairs are summed apart until the end, so that a row has the
-// same bits for 64, 128 and 256 threads, if the packs of half a head divide their number.
+// The sum of squares of a row; all of its threads get it. Pairs are summed apart until the end, so that a row
+// has the same bits for 64, 128 and 256 threads, if the packs of half a head divide their number.
 template <typename Tr>
 __device__ __forceinline__ Acc<typename Tr::T> row_square(
     const Pack<typename Tr::T, Tr::kPack> (&x)[Tr::kPairs][2], Acc<typename Tr::T>* scratch) {

@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerPa
   }
 }
 
-// The kernel before it must not write keys or values, see dense_layer_kernel. Blocks share multiprocessors, but those
+// Between the kernel that wrote keys or values and this one must lie one that is launched without `overlaps`, as the
+// table of rotations is, see dense_layer_kernel. Blocks share multiprocessors, but those
 // that begin early do so when every block of that kernel has begun, so they spread like any others.
 template <typename T, int kDim>
 cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream) {

@@ -603,6 +603,7 @@ inline int section_pairs(int64_t pairs, int64_t bytes) {
   return static_cast<int>(ceil_div(pairs, ceil_div(pairs, std::max<int64_t>(1, kSectionBytes / bytes))));
 }
 
+// The queries must be older than some kernel before it that is launched without `overlaps`.
 template <typename T, int kDim, bool kMasked>
 cudaError_t launch_rows(const DenseAttendParams& params, const TileMarks& marks, cudaStream_t stream) {
   const GatherParams& p = params.attend.gather;
