@@ -178,10 +178,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
-  }
-  device::wait_for_previous_kernels();
+  device::overlap_launches();
   if constexpr (Tr::kParts > 1) {
     device::cluster_arrive_relaxed();  // the wait comes before anything is written to another block
   }

@@ -304,10 +304,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   if constexpr (Tr::kParts > 1) {
     device::cluster_arrive_relaxed();
   }
-  if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
-  }
-  device::wait_for_previous_kernels();
+  device::overlap_launches();
   if constexpr (Tr::kParts > 1) {
     // The other block has initialised its barriers. All warps wait here together, because racecheck
     // reports it where one of them passes before all have come, even a loader that still waits for

@@ -89,13 +89,11 @@ __global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerPa
       value[i] = load_eight(row_of(p.values) + i * kHalf, p.values.aligned);
     }
   }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   // Keys and values are older than the kernel before this one, the rotations may be its.
   device::wait_for_previous_kernels();
   if (threadIdx.x == 0) {
     device::let_next_kernel_begin();
   }
-#endif
   bool scaled = false;
   if (active) {
     float4 rotations[4];
@@ -131,9 +129,9 @@ __global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerPa
   }
 }
 
-// Between the kernel that wrote keys or values and this one must lie one that is launched without `overlaps`, as the
-// table of rotations is, see dense_layer_kernel. Blocks share multiprocessors, but those
-// that begin early do so when every block of that kernel has begun, so they spread like any others.
+// Between the kernel that wrote keys or values and this one must lie one that is launched without `overlaps`, as
+// that of the table of rotations is, see dense_layer_kernel. Blocks share multiprocessors, but those that begin early
+// do so when every block of the kernel before has begun, so they spread like any others.
 template <typename T, int kDim>
 cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stream) {
   const int64_t tiles = params.num_batches * params.num_kv_heads * params.tiles.num_tiles;

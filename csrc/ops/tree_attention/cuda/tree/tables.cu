@@ -34,11 +34,9 @@ __device__ __forceinline__ double frequency_of(const Frequencies& frequencies, d
 
 __global__ void rope_table_kernel(float2* table, int64_t size, int half, Frequencies frequencies,
                                   double log_base) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
     device::let_next_kernel_begin();
   }
-#endif
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   if (i >= size * half) {
     return;
