@@ -19,6 +19,12 @@ inline bool has_hopper_kernels() {
   return compiled;
 }
 
+// The most blocks that a launch may have to overlap its neighbours (LaunchShape::overlaps): one for each
+// multiprocessor, where all of them find room beside the other kernel's; none for other code, which would not wait.
+inline int most_overlapping_blocks() {
+  return has_hopper_kernels() ? at::cuda::getCurrentDeviceProperties()->multiProcessorCount : 0;
+}
+
 // The most blocks of a cluster: 16 where the device has them side by side. It is asked once, like
 // has_hopper_kernels(), and only where that is true.
 inline int most_cluster_blocks() {

@@ -162,7 +162,7 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
                      .out = out.mutable_data_ptr(),
                      .lse = lse.mutable_data_ptr<float>(),
                      .type = type},
-          .may_overlap = has_hopper_kernels()};
+          .most_overlapping_blocks = most_overlapping_blocks()};
 }
 
 // The window's tokens for the general kernel; its parts come after those of the compressed part.

@@ -121,10 +121,10 @@ void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Ten
     config = fit_stages(config, 1,
                         attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes);
     const int blocks = num_blocks(config, p.num_rows(), multiprocessors, /*backward=*/false);
-    const bool overlaps = blocks <= multiprocessors && has_hopper_kernels();
     const ForwardParams<T> params{input<T>(o.x),      output<T>(out),     weight_of(o.weight),
                                   table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
-    check_launch("rmsnorm_rope", config, launch_forward(config, params, blocks, overlaps, scope.stream()));
+    check_launch("rmsnorm_rope", config,
+                 launch_forward(config, params, blocks, blocks <= most_overlapping_blocks(), scope.stream()));
   });
 }
 

@@ -13,11 +13,8 @@ namespace {
 
 template <typename Tr>
 cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_t stream) {
-  int most = 0, multiprocessors = 0;
-  cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
-  if (error == cudaSuccess) {
-    error = device_attribute(cudaDevAttrMultiProcessorCount, multiprocessors);
-  }
+  int most = 0;
+  const cudaError_t error = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, most);
   if (error != cudaSuccess) {
     return error;
   }
@@ -46,7 +43,7 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
                           .threads = 32 * config.num_warps,
                           .shared_bytes = config.shared_bytes,
                           .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1,
-                          .overlaps = p.may_overlap && grid <= static_cast<unsigned>(multiprocessors)};
+                          .overlaps = grid <= static_cast<unsigned>(p.most_overlapping_blocks)};
   return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages, shape.overlaps);
 }
 

@@ -114,7 +114,7 @@ struct DecodeParams {
   float score_scale;  // scale * log2(e)
   WindowView window;  // for the tensor-core kernel
   OutputView output;
-  bool may_overlap;  // whether the tensor-core kernel may be launched with LaunchShape::overlaps
+  int most_overlapping_blocks;  // of a launch of the tensor-core kernel with LaunchShape::overlaps
 };
 
 }  // namespace htree::compressed_kv

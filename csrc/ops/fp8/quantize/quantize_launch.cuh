@@ -34,7 +34,7 @@ struct Operands {
   int64_t row_stride;
   const MatrixShape& shape;
   int num_processors;
-  bool overlaps;
+  int most_overlapping_blocks;
 };
 
 template <typename T, typename Out>
@@ -55,13 +55,13 @@ Operands<T, Out> operands_of(const QuantizeArgs<T>& a, int64_t num_partials) {
           a.row_stride,
           a.shape,
           a.num_processors,
-          a.overlaps};
+          a.most_overlapping_blocks};
 }
 
-// Launches that leave each multiprocessor one block at most overlap those before and behind them.
+// Small launches overlap those before and behind them.
 template <typename Args>
 LaunchShape overlapping(LaunchShape shape, const Args& a) {
-  shape.overlaps = a.overlaps && shape.grid.x <= static_cast<unsigned>(a.num_processors);
+  shape.overlaps = shape.grid.x <= static_cast<unsigned>(a.most_overlapping_blocks);
   return shape;
 }
 
@@ -255,12 +255,17 @@ cudaError_t quantize_packs(const QuantizeArgs<typename Job::In>& a, cudaStream_t
 template <typename Job, typename Args>
 cudaError_t apply_packs(const Args& a, cudaStream_t stream) {
   using Out = typename Job::Out;
-  const Operands<typename Job::In, Out> operands{a.x,       a.dy,
-                                                 a.out,     const_cast<float*>(a.scale),
-                                                 nullptr,   nullptr,
-                                                 0,         a.row_stride,
-                                                 a.shape,   a.num_processors,
-                                                 a.overlaps};
+  const Operands<typename Job::In, Out> operands{a.x,
+                                                 a.dy,
+                                                 a.out,
+                                                 const_cast<float*>(a.scale),
+                                                 nullptr,
+                                                 nullptr,
+                                                 0,
+                                                 a.row_stride,
+                                                 a.shape,
+                                                 a.num_processors,
+                                                 a.most_overlapping_blocks};
   return a.pack > 1 ? launch_known<Job, kWidePack<Out>>(operands, stream)
                     : launch_known<Job, 1>(operands, stream);
 }
