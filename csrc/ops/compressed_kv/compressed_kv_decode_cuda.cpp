@@ -73,9 +73,8 @@ struct Schedule {
 };
 
 Schedule schedule_of(const DecodeProblem& p, QueryType type) {
-  const cudaDeviceProp* const properties = at::cuda::getCurrentDeviceProperties();
-  const int num_processors = properties->multiProcessorCount;
-  const int cheap_splits = properties->major >= 9 ? kMostClusterSplits : 1;
+  const int num_processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  const int cheap_splits = has_hopper_kernels() ? kMostClusterSplits : 1;  // other code has no clusters
   Schedule s{};
   s.head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
   s.num_groups = p.batch * p.num_kv_heads * s.head_chunks;
