@@ -32,6 +32,13 @@ inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int m
   return {num_warps, num_stages, table_bytes + std::max(ring, merge_bytes)};
 }
 
+// The fewest warps that take `tiles` tiles in no more rounds than `most_warps` would: a warp costs as much as
+// some tiles before its first and after its last one.
+inline int warps_for(int64_t tiles, int most_warps) {
+  const int64_t rounds = std::max<int64_t>(1, (tiles + most_warps - 1) / most_warps);
+  return static_cast<int>(std::clamp<int64_t>((tiles + rounds - 1) / rounds, 1, most_warps));
+}
+
 // The tokens of a split, a multiple of `step`. It is the number of splits whose last wave of blocks leaves
 // the fewest multiprocessors idle, where a block costs as much as kOverhead tokens before it starts, and the
 // kernel that merges more than `cheap_splits` splits costs as much as kMerge tokens.

@@ -24,21 +24,22 @@ struct TileReader {
   __device__ __forceinline__ TileReader(const DecodeParams& p, const StageLayout& layout, int64_t first_row,
                                         const unsigned char* memory, int lane)
       : k_table(memory), v_table(memory + (Tr::kTwoTables ? kSelectorBytes : 0)), byte(lane) {
-    apart = spread_of_rows(row_pitch(p.k.row_bytes)) == 1 ? kTileRows / 2 : 1;
+    apart = spread_of_rows(layout.pitch(0, p.k.row_bytes)) == 1 ? kTileRows / 2 : 1;
     asm volatile("" : "+r"(apart));  // kept, not computed again for each tile
-    k = lane_rows(p.k.row_bytes, layout.bitmap[0], layout.values[0], layout.scales[0], first_row, lane);
-    v = lane_rows(p.v.row_bytes, layout.bitmap[1], layout.values[1], layout.scales[1], first_row, lane);
+    k = lane_rows(p.k.row_bytes, layout.pitch(0, p.k.row_bytes), layout.bitmap[0], layout.values[0],
+                  layout.scales[0], first_row, lane);
+    v = lane_rows(p.v.row_bytes, layout.pitch(1, p.v.row_bytes), layout.bitmap[1], layout.values[1],
+                  layout.scales[1], first_row, lane);
   }
 
   __device__ __forceinline__ int first_token(int lane) const { return (lane >> 2) * (apart == 1 ? 2 : 1); }
 
  private:
   // Copies start at multiples of 16 bytes, at the first row or before it.
-  __device__ __forceinline__ LaneRows lane_rows(int row_bytes, int bitmap, int values, int scales,
+  __device__ __forceinline__ LaneRows lane_rows(int row_bytes, int pitch, int bitmap, int values, int scales,
                                                 int64_t first_row, int lane) const {
     const auto before = [first_row](int bytes) { return static_cast<int>(first_row * bytes) & 15; };
     const int token = first_token(lane);
-    const int pitch = row_pitch(row_bytes);
     LaneRows at;
     at.bitmap = bitmap + before(Tr::kD / 8) + token * (Tr::kD / 8);
     at.values = (values + before(row_bytes) + token * pitch) * 8;
@@ -153,6 +154,7 @@ __host__ __device__ constexpr int scratch_bytes(int window_tokens) {
 template <typename Tr>
 __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, const Split& s,
                                                       const EarlyQuery& early, const WindowRows& window_part,
+                                                      EarlyWindow<Tr::kD>& early_window,
                                                       unsigned char* memory, WindowPart<Tr::kD>* window,
                                                       int warp, int num_warps, int lane, Query<Tr>& q) {
   auto& scratch = *reinterpret_cast<QueryScratch<Tr::kD>*>(memory);
@@ -160,14 +162,15 @@ __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, con
   constexpr int kHeads = 4 * Tr::kHeadPairs;
   stage_query<Tr::kD>(p, s.first_head, s.num_heads, early, scratch);
   if (window != nullptr) {  // split_query uses the first warps
-    score_window<kHeads>(p, window_part, scratch.rows, num_warps - 1 - warp, num_warps, lane, window_scores);
+    score_window<kHeads>(p, window_part, early_window, scratch.rows, num_warps - 1 - warp, num_warps, lane,
+                         window_scores);
   }
   if constexpr (Tr::kIntegerKeys) {
     split_query<kHeads>(warp, num_warps, lane, scratch);
   }
   __syncthreads();
   if (window != nullptr) {
-    weigh_window(p, s, window_part, window_scores, *window);
+    weigh_window(p, s, window_part, early_window, window_scores, *window);
   }
   if constexpr (Tr::kIntegerKeys) {
     load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
@@ -176,33 +179,46 @@ __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, con
   }
 }
 
-// Grid: B * H_kv * head_chunks * num_splits, splits innermost; blocks of at most kMaxWarps warps. Shared
+// What the host works out for all blocks.
+struct TileLaunch {
+  StageLayout layout;
+  ChunkPlan plan;
+  int chunk_table_bytes;
+  int num_warps;  // of a block. Taken from here, the addresses of the loop over tiles stay in uniform registers
+  int num_stages;
+  int heads_per_kv;
+  bool overlaps;
+};
+
+// Grid: (B * num_splits, H_kv * head_chunks), splits innermost; blocks of at most kMaxWarps warps. Shared
 // memory: the selector tables, WindowPart, the table of chunks, then num_stages stages of each warp and their
 // padding; or BlockMerge where that is larger than chunks and stages.
 template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
-    decode_kernel(const __grid_constant__ DecodeParams p, int num_stages, bool overlaps) {
+    decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ TileLaunch launch) {
   extern __shared__ __align__(128) unsigned char memory[];
-  device::overlap_launches(overlaps);
-  const Split s = split_of(p);
+  device::overlap_launches(launch.overlaps);
+  const int num_stages = launch.num_stages;
+  const Split s = split_of(p, launch.heads_per_kv);
   const int lane = lane_index();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-  const int num_warps = blockDim.x >> 5;
+  const int num_warps = launch.num_warps;
   const WindowRows window_part = window_rows(p, s);
   prefetch_window<Tr::kD>(p, window_part);
+  EarlyWindow<Tr::kD> early_window(p, window_part, s.num_heads, num_warps - 1 - warp, lane);
   const EarlyQuery early(p, static_cast<int64_t>(s.first_head) * Tr::kD, s.num_heads * Tr::kD);
-  const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  const StageLayout& layout = launch.layout;
   unsigned char* const behind_tables = memory + Tr::kTableBytes;
   auto* chunks = reinterpret_cast<ChunkCopy*>(behind_tables + window_bytes<Tr>());
-  const int rings = Tr::kTableBytes + window_bytes<Tr>() +
-                    chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);  // offset
+  const int rings = Tr::kTableBytes + window_bytes<Tr>() + launch.chunk_table_bytes;  // offset
   const int stage_step = num_warps * layout.bytes;  // from a warp's stage to its next one
   const uint32_t ring = device::shared_address(memory) + rings + warp * layout.bytes;
   const uint32_t ring_end = ring + num_stages * stage_step;
   const int num_tokens = static_cast<int>(s.end - s.begin);
   const int num_tiles = (num_tokens + kTileRows - 1) / kTileRows;
   const int64_t first_row = first_row_of(p, s);
-  const ChunkCounts counts = fill_chunks(p, layout, Tr::kD, first_row, warp, num_warps, lane, chunks);
+  const ChunkCounts counts(p, launch.plan.lists);
+  fill_chunks(p, layout, launch.plan, counts, Tr::kD, first_row, chunks);
   __syncthreads();
   const uint32_t chunk_table = device::shared_address(chunks + lane);
   // A tile before this one is stored at its own number and may be copied as a whole. Pages hold whole tiles.
@@ -212,7 +228,7 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     auto stored = static_cast<uint32_t>(tile);
     if (stored >= plain_tiles) {
       stored = stored_tile(p, s, tile);
-      if (p.tables.block_table == nullptr && copy_last_tile(p, Tr::kD, first_row, to, stored, lane)) {
+      if (p.tables.block_table == nullptr && copy_last_tile(p, layout, Tr::kD, first_row, to, stored, lane)) {
         return;
       }
     }
@@ -236,7 +252,8 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   WindowPart<Tr::kD>* const window =
       p.window.per_split > 0 ? reinterpret_cast<WindowPart<Tr::kD>*>(behind_tables) : nullptr;
   Query<Tr> q;
-  take_query_and_window<Tr>(p, s, early, window_part, last_stages, window, warp, num_warps, lane, q);
+  take_query_and_window<Tr>(p, s, early, window_part, early_window, last_stages, window, warp, num_warps,
+                            lane, q);
   WarpResult<Tr> result;
   clear(result);
   __syncthreads();  // the last stages are free for copies
@@ -274,8 +291,8 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
   device::wait_copies<0>();
   __syncthreads();
   auto& shared = *reinterpret_cast<BlockMerge<Tr>*>(chunks);
-  auto& part = *reinterpret_cast<SplitPart<Tr::kD>*>(memory);  // where the tables were
-  finish_block(p, s, shared, part, window, result, warp, num_warps, lane);
+  auto& inbox = *reinterpret_cast<ClusterInbox<Tr::kD>*>(memory);  // where the tables were
+  finish_block(p, s, shared, inbox, window, result, warp, num_warps, lane);
 }
 
 }  // namespace htree::compressed_kv

@@ -21,10 +21,11 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
   const int tables = Tr::kTableBytes + window_bytes<Tr>();
   const int padding = kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);
+  const int64_t tiles = (std::min(p.split_size, p.capacity) + kTileRows - 1) / kTileRows;
   const int scratch = scratch_bytes<Tr>(p.window.per_split);
   const auto choose = [&](int padding) {
     return choose_decode_config(layout.bytes, tables, static_cast<int>(sizeof(BlockMerge<Tr>)), padding,
-                                Tr::kMaxWarps, kMinStages, kMaxStages, most);
+                                warps_for(tiles, Tr::kMaxWarps), kMinStages, kMaxStages, most);
   };
   DecodeConfig config = choose(padding);
   // Where the last stages are small, the scratch ends behind them.
@@ -38,13 +39,21 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   if (config.shared_bytes > most) {
     return cudaErrorNotSupported;
   }
+  const auto rows = static_cast<unsigned>(p.heads.kv * p.heads.chunks);
   const auto grid = static_cast<unsigned>(num_groups * p.splits.launched);
-  const LaunchShape shape{.grid = grid,
+  const TileLaunch launch{.layout = layout,
+                          .plan = ChunkPlan(Tr::kD, Tr::kK, Tr::kV, p.k.row_bytes, p.v.row_bytes),
+                          .chunk_table_bytes = chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes),
+                          .num_warps = config.num_warps,
+                          .num_stages = config.num_stages,
+                          .heads_per_kv = p.heads.per_kv(),
+                          .overlaps = grid <= static_cast<unsigned>(p.most_overlapping_blocks)};
+  const LaunchShape shape{.grid = dim3(grid / rows, rows),
                           .threads = 32 * config.num_warps,
                           .shared_bytes = config.shared_bytes,
                           .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1,
-                          .overlaps = grid <= static_cast<unsigned>(p.most_overlapping_blocks)};
-  return launch_kernel(decode_kernel<Tr>, shape, stream, p, config.num_stages, shape.overlaps);
+                          .overlaps = launch.overlaps};
+  return launch_kernel(decode_kernel<Tr>, shape, stream, p, launch);
 }
 
 // Kernels for at most four query heads per kv head exist for the usual head size only: they save a fifth of

@@ -69,6 +69,7 @@ __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], W
     return;
   }
   float factor[kHeadPairs];
+  bool first = true;  // all sums are 0
 #pragma unroll
   for (int i = 0; i < kHeadPairs; ++i) {
     float largest = fmaxf(score[0][i], score[1][i]);
@@ -79,11 +80,14 @@ __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], W
     const float before = state.max(i);
     const float raised = fmaxf(before, largest);
     factor[i] = raised == kMinusInfinity ? 1.0f : device::exp2_flushed(before - raised);
+    first = first && before == kMinusInfinity;
     state.limit[i] = raised + kSlack;
     state.base[i] = raised == kMinusInfinity ? 0.0f : raised;
     state.sum[i] *= factor[i];
   }
-  rescale(acc, factor[0], factor[kHeadPairs - 1]);
+  if (!__all_sync(0xffffffffu, first)) {
+    rescale(acc, factor[0], factor[kHeadPairs - 1]);
+  }
 }
 
 // The smallest power of two that is not below x, a positive fp16 value.
@@ -104,11 +108,13 @@ __device__ __forceinline__ void raise_unit(const float (&scale)[2], WarpState<kH
   for (int offset = 1; offset < 32; offset *= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
   }
-  const float raised = power_above(largest);
-  const float factor = state.unit / raised;
-  state.unit = raised;
-  state.inverse_unit = 1.0f / raised;
-  rescale(acc, factor, factor);
+  const float before = state.unit;
+  state.unit = power_above(largest);
+  state.inverse_unit = __int_as_float(0x7f000000 - __float_as_int(state.unit));  // of a power of two
+  if (before != 0.0f) {
+    const float factor = before * state.inverse_unit;
+    rescale(acc, factor, factor);
+  }
 }
 
 template <typename Tr>

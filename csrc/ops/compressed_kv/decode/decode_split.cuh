@@ -18,15 +18,19 @@ struct Split {
   int64_t end;
 };
 
-__device__ __forceinline__ Split split_of(const DecodeParams& p) {
+__device__ __forceinline__ Split split_of(const DecodeParams& p, int heads_per_kv) {
   Split s;
-  s.index = static_cast<int>(blockIdx.x % p.splits.launched);
-  int index = static_cast<int>(blockIdx.x / p.splits.launched);
-  const int chunk = index % p.heads.chunks;
-  index /= p.heads.chunks;
-  s.kv_head = index % p.heads.kv;
-  s.sequence = index / p.heads.kv;
-  const int heads_per_kv = p.heads.per_kv();
+  // Quotients are a long chain of instructions, which nothing hides here.
+  const auto launched = static_cast<unsigned>(p.splits.launched);
+  const unsigned sequence = launched == 1 ? blockIdx.x : blockIdx.x / launched;
+  s.sequence = static_cast<int>(sequence);
+  s.index = static_cast<int>(blockIdx.x - sequence * launched);
+  s.kv_head = static_cast<int>(blockIdx.y);
+  int chunk = 0;
+  if (p.heads.chunks > 1) {
+    s.kv_head = static_cast<int>(blockIdx.y / static_cast<unsigned>(p.heads.chunks));
+    chunk = static_cast<int>(blockIdx.y) - s.kv_head * p.heads.chunks;
+  }
   s.first_head = s.sequence * p.heads.query + s.kv_head * heads_per_kv + chunk * kHeadsPerBlock;
   s.num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
   int64_t length = p.capacity;

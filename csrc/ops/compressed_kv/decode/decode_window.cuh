@@ -50,14 +50,10 @@ __device__ __forceinline__ WindowRows window_rows(const DecodeParams& p, const S
   return {row * window.capacity + begin, min(window.per_split, length - begin), length - begin};
 }
 
-__device__ __forceinline__ float2 load_pair(const void* pairs, int64_t index, bool bfloat16) {
-  const uint32_t bits = static_cast<const uint32_t*>(pairs)[index];
+// Two channels of half or bfloat16.
+__device__ __forceinline__ float2 pair_of(uint32_t bits, bool bfloat16) {
   return bfloat16 ? make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u))
                   : __half22float2(*reinterpret_cast<const __half2*>(&bits));
-}
-
-__device__ __forceinline__ float to_float(uint16_t bits, bool bfloat16) {
-  return bfloat16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
 // Brings `bytes` bytes into the L2, 128 of them per thread.
@@ -77,22 +73,68 @@ __device__ __forceinline__ void prefetch_window(const DecodeParams& p, const Win
   }
 }
 
+// Channels 2 * pair and the next of kTokens values of the block from token `first` on. The loads are
+// unconditional, so that their latencies overlap. Where no tokens are left they take the last one.
+template <int kTokens, int kHeadDim>
+__device__ __forceinline__ void load_values(const DecodeParams& p, const WindowRows& rows, int first,
+                                            int pair, uint32_t (&bits)[kTokens]) {
+  const auto* const pairs = static_cast<const uint32_t*>(p.window.v) + rows.first * (kHeadDim / 2) + pair;
+#pragma unroll
+  for (int j = 0; j < kTokens; ++j) {
+    bits[j] = pairs[min(first + j, rows.count - 1) * (kHeadDim / 2)];
+  }
+}
+
+// A token of the keys for a warp, two channels to a lane at a time.
+template <int kHeadDim>
+__device__ __forceinline__ void load_keys(const DecodeParams& p, const WindowRows& rows, int token, int lane,
+                                          uint32_t (&bits)[kHeadDim / 64]) {
+  const auto* const pairs =
+      static_cast<const uint32_t*>(p.window.k) + (rows.first + token) * (kHeadDim / 2) + lane;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 64; ++i) {
+    bits[i] = pairs[32 * i];
+  }
+}
+
+// What a thread needs of the window first, loaded long before.
+template <int kHeadDim>
+struct EarlyWindow {
+  static constexpr int kTokens = 8;  // of the values, loaded at once
+  uint32_t k[kHeadDim / 64];
+  uint32_t v[kTokens];
+
+  // `warp` is the first token of the warp.
+  __device__ __forceinline__ EarlyWindow(const DecodeParams& p, const WindowRows& rows, int num_heads,
+                                         int warp, int lane) {
+    if (warp < rows.count) {
+      load_keys<kHeadDim>(p, rows, warp, lane, k);
+    }
+    if (rows.count > 0 && threadIdx.x < num_heads * (kHeadDim / 2)) {
+      load_values<kTokens, kHeadDim>(p, rows, 0, threadIdx.x % (kHeadDim / 2), v);
+    }
+  }
+};
+
 // A token has a warp. `q` is the block's, [kHeadsPerBlock][D]. Every thread of the block must call, and
 // __syncthreads before the scores are used.
 template <int kHeads, int kHeadDim>
 __device__ __forceinline__ void score_window(const DecodeParams& p, const WindowRows& rows,
+                                             EarlyWindow<kHeadDim>& early,
                                              const float (&q)[kHeadsPerBlock][kHeadDim], int warp,
                                              int num_warps, int lane, WindowScores& to) {
+#pragma unroll 1
   for (int token = warp; token < rows.count; token += num_warps) {
-    const int64_t row = rows.first + token;
+    if (token != warp) {
+      load_keys<kHeadDim>(p, rows, token, lane, early.k);
+    }
     float score[kHeads] = {};
 #pragma unroll
     for (int i = 0; i < kHeadDim / 64; ++i) {
-      const int pair = 32 * i + lane;
-      const float2 k = load_pair(p.window.k, row * (kHeadDim / 2) + pair, p.window.bfloat16);
+      const float2 k = pair_of(early.k[i], p.window.bfloat16);
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
-        const float2 x = *reinterpret_cast<const float2*>(&q[head][2 * pair]);
+        const float2 x = *reinterpret_cast<const float2*>(&q[head][2 * (32 * i + lane)]);
         score[head] += x.x * k.x + x.y * k.y;
       }
     }
@@ -106,44 +148,47 @@ __device__ __forceinline__ void score_window(const DecodeParams& p, const Window
   }
 }
 
-// A head and channel have a thread. Every thread of the block must call, and __syncthreads
+// A head and two channels have a thread. Every thread of the block must call, and __syncthreads
 // before `part` is used.
 template <int kHeadDim>
 __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split& s, const WindowRows& rows,
-                                             const WindowScores& from, WindowPart<kHeadDim>& part) {
-  for (int i = threadIdx.x; i < s.num_heads * kHeadDim; i += blockDim.x) {
-    const int head = i / kHeadDim;
-    const int channel = i % kHeadDim;
+                                             EarlyWindow<kHeadDim>& early, const WindowScores& from,
+                                             WindowPart<kHeadDim>& part) {
+  constexpr int kAtOnce = EarlyWindow<kHeadDim>::kTokens;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < s.num_heads * (kHeadDim / 2); i += blockDim.x) {
+    const int head = i / (kHeadDim / 2);
+    const int pair = i % (kHeadDim / 2);
     const int count = min(rows.count, rows.left - p.heads.hidden_from(s.first_head + head));
     float top = device::negative_infinity<float>();
-    for (int token = 0; token < count; ++token) {
-      top = fmaxf(top, from.score[token][head]);
+#pragma unroll 1
+    for (int first = 0; first < count; first += kAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        top = fmaxf(top, from.score[min(first + j, count - 1)][head]);
+      }
     }
     const float base = top == device::negative_infinity<float>() ? 0.0f : top;
     float sum = 0.0f;
-    float value = 0.0f;
-    // The loads are unconditional, so that their latencies overlap. Where no tokens are left they
-    // take the last one.
-    constexpr int kAtOnce = 8;
-    const auto* const elements = static_cast<const uint16_t*>(p.window.v) + rows.first * kHeadDim + channel;
+    float2 value = {0.0f, 0.0f};
+#pragma unroll 1
     for (int first = 0; first < count; first += kAtOnce) {
-      uint16_t bits[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        bits[j] = elements[min(first + j, count - 1) * kHeadDim];
+      if (first > 0 || i >= blockDim.x) {
+        load_values<kAtOnce, kHeadDim>(p, rows, first, pair, early.v);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const bool present = first + j < count;
         const float score = from.score[min(first + j, count - 1)][head];
         const float weight = present ? device::exp2_flushed(score - base) : 0.0f;
-        const float v = present ? to_float(bits[j], p.window.bfloat16) : 0.0f;
+        const float2 v = present ? pair_of(early.v[j], p.window.bfloat16) : float2{0.0f, 0.0f};
         sum += weight;
-        value += weight * v;
+        value.x += weight * v.x;
+        value.y += weight * v.y;
       }
     }
-    part.acc[head][channel] = value;
-    if (channel == 0) {
+    *reinterpret_cast<float2*>(&part.acc[head][2 * pair]) = value;
+    if (pair == 0) {
       part.max[head] = top;
       part.sum[head] = sum;
     }

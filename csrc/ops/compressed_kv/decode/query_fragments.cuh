@@ -14,18 +14,15 @@
 
 namespace htree::compressed_kv {
 
-__device__ __forceinline__ float load_query(const void* q, QueryType type, int64_t index) {
-  switch (type) {
-    case QueryType::kHalf:
-      return __half2float(static_cast<const __half*>(q)[index]);
-    case QueryType::kBfloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(q)[index]);
-    default:
-      return static_cast<const float*>(q)[index];
-  }
+// A channel of the query as it lies in memory.
+__device__ __forceinline__ uint32_t load_query_bits(const DecodeParams& p, int64_t index) {
+  return p.q.type == QueryType::kFloat ? static_cast<const uint32_t*>(p.q.data)[index]
+                                       : static_cast<const uint16_t*>(p.q.data)[index];
 }
-__device__ __forceinline__ float load_query(const DecodeParams& p, int64_t index) {
-  return load_query(p.q.data, p.q.type, index);
+__device__ __forceinline__ float query_of(uint32_t bits, QueryType type) {
+  return type == QueryType::kHalf       ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
+         : type == QueryType::kBfloat16 ? __uint_as_float(bits << 16)
+                                        : __uint_as_float(bits);
 }
 
 constexpr float kQuerySteps = 127 * 256;
@@ -49,17 +46,18 @@ struct QueryFragments {
   float factor[kProducts];  // for the scores of heads t and t + 4, in units of log2
 };
 
-// The first channels of the block's query heads that a thread loads, long before they are needed.
+// The first channels of the block's query heads that a thread loads, long before they are needed. They are
+// converted when they are: a conversion waits.
 struct EarlyQuery {
   static constexpr int kChannels = 2;
-  float channel[kChannels];
+  uint32_t channel[kChannels];
 
   // Takes `count` channels from `first` on.
   __device__ __forceinline__ EarlyQuery(const DecodeParams& p, int64_t first, int count) {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
       const int at = threadIdx.x + i * blockDim.x;
-      channel[i] = at < count ? load_query(p, first + at) : 0.0f;
+      channel[i] = at < count ? load_query_bits(p, first + at) : 0u;
     }
   }
 };
@@ -74,12 +72,13 @@ __device__ __forceinline__ void stage_query(const DecodeParams& p, int64_t first
   for (int i = 0; i < EarlyQuery::kChannels; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at < kHeadsPerBlock * kHeadDim) {
-      to[at] = early.channel[i];
+      to[at] = query_of(early.channel[i], p.q.type);
     }
   }
   for (int at = threadIdx.x + EarlyQuery::kChannels * blockDim.x; at < kHeadsPerBlock * kHeadDim;
        at += blockDim.x) {
-    to[at] = at < num_heads * kHeadDim ? load_query(p, first_head * kHeadDim + at) : 0.0f;
+    const uint32_t bits = at < num_heads * kHeadDim ? load_query_bits(p, first_head * kHeadDim + at) : 0u;
+    to[at] = query_of(bits, p.q.type);
   }
   __syncthreads();
 }

@@ -32,13 +32,20 @@ struct StageLayout {
   int bitmap[2];  // of K and V
   int scales[2];
   int values[2];
+  int shift[2];  // pitch_shift() of values
   int bytes;
 
   __host__ __device__ constexpr StageLayout(int head_dim, int k_row_bytes, int v_row_bytes)
       : bitmap{0, part(head_dim / 8)},
         scales{2 * part(head_dim / 8), 2 * part(head_dim / 8) + part(2)},
         values{scales[1] + part(2), scales[1] + part(2) + part(row_pitch(k_row_bytes))},
+        shift{pitch_shift(k_row_bytes), pitch_shift(v_row_bytes)},
         bytes(values[1] + part(row_pitch(v_row_bytes) + 1)) {}
+
+  // Bytes from one row of values to the next.
+  __host__ __device__ constexpr int pitch(int which, int row_bytes) const {
+    return row_bytes + (shift[which] < 31 ? 16 : 0);
+  }
 
  private:
   // It includes the bytes before the first row. There are none where 16 rows begin at multiples of 16.
@@ -56,8 +63,8 @@ constexpr int kStagePadding = 2 * kMostTileHeadDim + 32;
 struct StagePart {
   const uint8_t* from;  // null where the tensor is absent
   int row_bytes;
-  int offset;   // in the stage
-  bool padded;  // whether rows are laid row_pitch() apart
+  int offset;  // in the stage
+  int shift;   // pitch_shift() where rows may be laid further apart
 };
 constexpr int kNumParts = 6;
 
@@ -66,26 +73,28 @@ __device__ __forceinline__ StagePart stage_part(const DecodeParams& p, const Sta
   const int which = index & 1;
   const RowsView& view = which == 0 ? p.k : p.v;
   if (index < 2) {
-    return {view.values, view.row_bytes, which == 0 ? layout.values[0] : layout.values[1], true};
+    return {view.values, view.row_bytes, which == 0 ? layout.values[0] : layout.values[1],
+            layout.shift[which]};
   }
   if (index < 4) {
-    return {view.bitmap, head_dim / 8, which == 0 ? layout.bitmap[0] : layout.bitmap[1], false};
+    return {view.bitmap, head_dim / 8, which == 0 ? layout.bitmap[0] : layout.bitmap[1], 31};
   }
   return {reinterpret_cast<const uint8_t*>(view.scales), 2, which == 0 ? layout.scales[0] : layout.scales[1],
-          false};
+          31};
 }
 
 // The 16-byte chunks that hold a tile. bytes_before() lie between the first chunk's start and the first row.
 __device__ __forceinline__ int bytes_before(const StagePart& part, int64_t first_row) {
   return static_cast<int>(first_row * part.row_bytes) & 15;
 }
-__device__ __forceinline__ int num_chunks(const StagePart& part, int64_t first_row) {
-  return part.from == nullptr ? 0 : part.row_bytes + (bytes_before(part, first_row) != 0 ? 1 : 0);
+// Where rows are no multiple of 16 bytes there may be such bytes, and the last chunk reaches behind the tile.
+__host__ __device__ constexpr int num_chunks(int row_bytes) {
+  return row_bytes + (row_bytes % 16 != 0 ? 1 : 0);
 }
 
-// Rows behind a tile that its last chunks may hold a part of: 14 bytes of scales, or 12 of values, whose rows
+// Rows behind a tile that its last chunks may hold a part of: 16 bytes of scales, or of values, whose rows
 // have at least four.
-constexpr int kRowsBehindTile = 7;
+constexpr int kRowsBehindTile = 8;
 
 // How many tiles that count from row `first_row` may be copied as a whole: nothing behind the tensors is read.
 __device__ __forceinline__ uint32_t whole_tiles(const DecodeParams& p, int64_t first_row) {
@@ -120,63 +129,75 @@ __host__ __device__ constexpr int chunk_table_bytes(int head_dim, int k_row_byte
   return 32 * (2 + most_lists(head_dim, k_row_bytes, v_row_bytes)) * static_cast<int>(sizeof(ChunkCopy));
 }
 
+// Where the parts of a tile end among its listed chunks; the host works it out.
+struct ChunkPlan {
+  int end[kNumParts];
+  int lists;
+
+  ChunkPlan(int head_dim, int k_bits, int v_bits, int k_row_bytes, int v_row_bytes)
+      : end{num_chunks(k_row_bytes) - 32 * kRunRounds * num_runs(k_row_bytes),
+            num_chunks(v_row_bytes) - 32 * kRunRounds * num_runs(v_row_bytes),
+            num_chunks(head_dim / 8),
+            num_chunks(head_dim / 8),
+            k_bits == 16 ? 0 : num_chunks(2),
+            v_bits == 16 ? 0 : num_chunks(2)} {
+    for (int i = 1; i < kNumParts; ++i) {
+      end[i] += end[i - 1];
+    }
+    lists = (end[kNumParts - 1] + 31) / 32;
+  }
+};
+
 // How many lists and runs the table has, in one register.
 struct ChunkCounts {
   uint32_t bits;  // lists; from bit 8 on runs of K, from bit 20 on runs of V
 
+  __device__ __forceinline__ ChunkCounts(const DecodeParams& p, int lists)
+      : bits(static_cast<uint32_t>(lists | num_runs(p.k.row_bytes) << 8 | num_runs(p.v.row_bytes) << 20)) {
+    asm volatile("" : "+r"(bits));  // kept, not computed again for each tile
+  }
   __device__ __forceinline__ int lists() const { return static_cast<int>(bits & 0xffu); }
   __device__ __forceinline__ bool any_runs() const { return bits > 0xffu; }
   __device__ __forceinline__ int k_runs() const { return static_cast<int>(bits >> 8 & 0xfffu); }
   __device__ __forceinline__ int v_runs() const { return static_cast<int>(bits >> 20); }
 };
 
-// Fills the table for tiles that count from row `first_row`, a warp per part. Every thread of the block must
-// call, and __syncthreads before the table is used.
-__device__ __forceinline__ ChunkCounts fill_chunks(const DecodeParams& p, const StageLayout& layout,
-                                                   int head_dim, int64_t first_row, int warp, int num_warps,
-                                                   int lane, ChunkCopy* table) {
-  // A lane per part finds out where the chunks of each part begin.
-  const StagePart own = stage_part(p, layout, head_dim, min(lane, kNumParts - 1));
-  const int own_count = lane < kNumParts ? num_chunks(own, first_row) : 0;
-  const int own_listed = own_count - (lane < 2 ? 32 * kRunRounds * num_runs(own.row_bytes) : 0);
-  int end = own_listed;
-#pragma unroll
-  for (int offset = 1; offset < 8; offset *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, end, offset);
-    end += lane >= offset ? below : 0;
-  }
-  const int total = __shfl_sync(0xffffffffu, end, kNumParts - 1);
-  const int lists = (total + 31) / 32;
+// Chunk `chunk` of a part, for tiles that count from row `first_row`.
+__device__ __forceinline__ ChunkCopy chunk_of(const StagePart& part, int64_t first_row, int chunk) {
+  const int64_t start = first_row * part.row_bytes;
+  return {part.from + (start & ~int64_t{15}) + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
+          static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> part.shift)))};
+}
+
+// Fills the table for tiles that count from row `first_row`. Every thread of the block must call, and
+// __syncthreads before the table is used.
+__device__ __forceinline__ void fill_chunks(const DecodeParams& p, const StageLayout& layout,
+                                            const ChunkPlan& plan, const ChunkCounts& counts, int head_dim,
+                                            int64_t first_row, ChunkCopy* table) {
+  const int entries = 32 * max(plan.lists, kUsualLists);
 #pragma unroll 1
-  for (int index = warp; index <= kNumParts; index += num_warps) {
-    if (index == kNumParts) {
-      for (int i = total + lane; i < 32 * max(lists, kUsualLists); i += 32) {
-        table[64 + i].to = kNoChunk;
-      }
-      break;
+  for (int entry = threadIdx.x; entry < entries; entry += blockDim.x) {
+    if (entry >= plan.end[kNumParts - 1]) {
+      table[64 + entry].to = kNoChunk;
+      continue;
     }
-    const StagePart part = stage_part(p, layout, head_dim, index);
-    const int count = __shfl_sync(0xffffffffu, own_count, index);
-    const int listed = __shfl_sync(0xffffffffu, own_listed, index);
-    ChunkCopy* const list = table + 64 + __shfl_sync(0xffffffffu, end, index) - count;
-    const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
-    const int64_t start = first_row * part.row_bytes - bytes_before(part, first_row);
-    for (int chunk = lane; chunk < count; chunk += 32) {
-      ChunkCopy copy = {part.from + start + 16 * chunk, static_cast<uint32_t>(kTileRows * part.row_bytes),
-                        static_cast<uint32_t>(part.offset + 16 * (chunk + (chunk >> shift)))};
-      if (chunk >= count - listed) {
-        list[chunk] = copy;
-      }
-      if (chunk < 32 && index < 2) {  // where there are no runs it is not used
-        copy.step = static_cast<uint32_t>(16 * (32 + (32 >> shift)));
-        table[32 * index + chunk] = copy;
+    int index = 0;
+    int chunk = entry + 32 * kRunRounds * counts.k_runs();
+#pragma unroll
+    for (int i = 0; i < kNumParts - 1; ++i) {
+      if (entry >= plan.end[i]) {
+        index = i + 1;
+        chunk = entry - plan.end[i] + (i == 0 ? 32 * kRunRounds * counts.v_runs() : 0);
       }
     }
+    table[64 + entry] = chunk_of(stage_part(p, layout, head_dim, index), first_row, chunk);
   }
-  ChunkCounts counts = {
-      static_cast<uint32_t>(lists | num_runs(p.k.row_bytes) << 8 | num_runs(p.v.row_bytes) << 20)};
-  asm volatile("" : "+r"(counts.bits));  // kept, not computed again for each tile
-  return counts;
+  if (counts.any_runs() && threadIdx.x < 64) {
+    const StagePart part = stage_part(p, layout, head_dim, threadIdx.x / 32);
+    ChunkCopy copy = chunk_of(part, first_row, threadIdx.x % 32);
+    copy.step = static_cast<uint32_t>(16 * (32 + (32 >> part.shift)));
+    table[threadIdx.x] = copy;
+  }
 }
 
 // The entry of this lane in part `index` of the table. `table` is the shared address of
@@ -278,19 +299,19 @@ __device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from
 }
 
 // The same as copy_tile for tiles from whole_tiles() on; returns whether this is one.
-inline __device__ __noinline__ bool copy_last_tile(const DecodeParams& p, int head_dim, int64_t first_row,
-                                                   uint32_t stage, uint32_t tile, int lane) {
+inline __device__ __noinline__ bool copy_last_tile(const DecodeParams& p, const StageLayout& layout,
+                                                   int head_dim, int64_t first_row, uint32_t stage,
+                                                   uint32_t tile, int lane) {
   if (tile < whole_tiles(p, first_row)) {
     return false;
   }
-  const StageLayout layout(head_dim, p.k.row_bytes, p.v.row_bytes);
   for (int index = 0; index < kNumParts; ++index) {
     const StagePart part = stage_part(p, layout, head_dim, index);
     const int64_t tile_row = first_row + static_cast<int64_t>(tile) * kTileRows;
     const int64_t start = tile_row * part.row_bytes - bytes_before(part, first_row);
     const int64_t end = p.num_rows * part.row_bytes;
-    const int shift = part.padded ? pitch_shift(part.row_bytes) : 31;
-    for (int chunk = lane; chunk < num_chunks(part, first_row); chunk += 32) {
+    const int shift = part.shift;
+    for (int chunk = lane; part.from != nullptr && chunk < num_chunks(part.row_bytes); chunk += 32) {
       const int64_t at = start + 16 * chunk;
       const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> shift));
       if (at + 16 <= end) {
