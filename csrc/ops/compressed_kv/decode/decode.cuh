@@ -70,8 +70,9 @@ __device__ __forceinline__ void unrolled(Step&& step) {
 
 // Scores of the lane's two tokens for heads t and t + 4, in units of log2, without the scales of the rows.
 template <typename Tr>
-__device__ __forceinline__ void score_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
-                                           const Query<Tr>& q, float (&score)[2][Tr::kHeadPairs]) {
+__device__ __forceinline__ void score_tile(RowPair<Tr::kGroups>& rows, const unsigned char* table,
+                                           const LaneByte& lane, const Query<Tr>& q,
+                                           float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
     float sum[Tr::kHeadPairs][4] = {};
     unrolled<Tr::kGroups>([&](auto index) {
@@ -148,8 +149,8 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
 // Adds to acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2,
 // 3 of another (channel_of).
 template <typename Tr>
-__device__ __forceinline__ void weigh_tile(RowPair& rows, const unsigned char* table, const LaneByte& lane,
-                                           uint32_t weight0, uint32_t weight1,
+__device__ __forceinline__ void weigh_tile(RowPair<Tr::kGroups>& rows, const unsigned char* table,
+                                           const LaneByte& lane, uint32_t weight0, uint32_t weight1,
                                            float (&acc)[2 * Tr::kGroups][4]) {
   unrolled<Tr::kGroups>([&](auto index) {
     constexpr int group = decltype(index)::value;

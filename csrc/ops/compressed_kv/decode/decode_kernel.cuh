@@ -66,10 +66,10 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   WarpState<Tr::kHeadPairs>& state = result.state;
   float score[2][Tr::kHeadPairs];
   {
-    RowPair rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
+    RowPair<Tr::kGroups> rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
     score_tile<Tr>(rows, reader.k_table, reader.byte, q, score);
   }
-  RowPair rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
+  RowPair<Tr::kGroups> rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + half * 2 * reader.apart);
@@ -100,8 +100,8 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
         if (!(fabsf(scale[half]) <= 65504.0f)) {
           scale[half] = 0.0f;
 #pragma unroll
-          for (int i = 0; i < Tr::kGroups; ++i) {
-            result.poison[i / 4] |= (rows.word(half, i) >> (8 * (lane & 3)) & 0xffu) << (8 * (i % 4));
+          for (int i = 0; i < Tr::kOwnWords; ++i) {
+            result.poison[i] |= rows.own_bits(half, i, lane);
           }
         }
       }

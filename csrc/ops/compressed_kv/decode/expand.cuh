@@ -232,39 +232,65 @@ __host__ __device__ constexpr int spread_of_rows(int pitch) {
   return pitch / 4 % 4 == 2 ? 2 : 1;
 }
 
-// Two rows of a tile: the address of the bitmap of the first row, the distance to that of the second, and for
-// each row the bit of shared memory up to which its codes have been counted. That is where the codes of the
-// current word begin, or, with 4 bits, those of the lane's byte of `last`, the word before. A row that is not
-// `present` reads as empty.
+// Loads the words of a row of a bitmap, as many at once as its alignment allows. The lanes of a row load the
+// same words.
+template <int kWords>
+__device__ __forceinline__ void load_words(uint32_t address, uint32_t (&words)[kWords]) {
+  constexpr int kAtOnce = kWords % 4 == 0 ? 4 : 2;
+#pragma unroll
+  for (int i = 0; i < kWords; i += kAtOnce) {
+    if constexpr (kAtOnce == 4) {
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3])
+                   : "r"(address + 4 * i));
+    } else {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(words[i]), "=r"(words[i + 1])
+                   : "r"(address + 4 * i));
+    }
+  }
+}
+
+// Two rows of a tile: the words of their bitmaps, and for each row the bit of shared memory up to which its
+// codes have been counted. That is where the codes of the current word begin, or, with 4 bits, those of the
+// lane's byte of `last`, the word before. A row that is not `present` reads as empty.
+template <int kWords>
 struct RowPair {
-  uint32_t bitmap;
-  uint32_t bitmap_step;
+  uint32_t words[2][kWords];
   uint32_t start[2];
   uint32_t last[2];
-  bool present[2];
 
   __device__ __forceinline__ RowPair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
                                      const bool (&present)[2])
-      : bitmap(stage + at.bitmap),
-        bitmap_step(bitmap_step),
-        start{stage * 8 + at.values, stage * 8 + at.values + at.values_step},
-        last{0, 0},
-        present{present[0], present[1]} {}
+      : start{stage * 8 + at.values, stage * 8 + at.values + at.values_step}, last{0, 0} {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_words(stage + at.bitmap + half * bitmap_step, words[half]);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        words[half][i] = present[half] ? words[half][i] : 0u;
+      }
+    }
+  }
 
-  // The bits of channels 32 * group to 32 * group + 31.
-  __device__ __forceinline__ uint32_t word(int half, int group) const {
-    const uint32_t bits = load_shared(bitmap + half * bitmap_step + 4 * group);
-    return present[half] ? bits : 0u;
+  // The bits of groups 4 * index to 4 * index + 3 of the lane.
+  __device__ __forceinline__ uint32_t own_bits(int half, int index, int lane) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 4 * index; i < 4 * index + 4 && i < kWords; ++i) {
+      bits |= (words[half][i] >> (8 * (lane & 3)) & 0xffu) << (8 * (i % 4));
+    }
+    return bits;
   }
 };
 
 // Expands the codes of group kGroup of both rows; it is called for the groups in their order.
-template <int kBits, int kGroup, bool kUpper>
-__device__ __forceinline__ void expand_group(RowPair& rows, const unsigned char* table, const LaneByte& lane,
-                                             Expanded<kBits> (&codes)[2]) {
+template <int kBits, int kGroup, bool kUpper, int kWords>
+__device__ __forceinline__ void expand_group(RowPair<kWords>& rows, const unsigned char* table,
+                                             const LaneByte& lane, Expanded<kBits> (&codes)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t word = rows.word(half, kGroup);
+    const uint32_t word = rows.words[half][kGroup];
     if constexpr (kBits == 4) {
       // Counts the codes of the 32 channels from the lane's byte of one word to that of the next. That takes
       // fewer instructions than below, but one more for the pipe that is busiest with the other widths.
