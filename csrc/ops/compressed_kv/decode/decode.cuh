@@ -3,7 +3,8 @@
 // A block has up to eight query heads of one kv head and a split of its tokens. Its warps take tiles of 16
 // tokens one after the other. K is the left-hand operand of the products that give scores, in which channels
 // and tokens may come in any order. So lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t
-// of every 32-bit word of the bitmaps of two tokens, and that is its part of the operand. movmatrix
+// of every 32-bit word of the bitmaps of two tokens, or word t of every four (Runs), and that is its part of
+// the operand. movmatrix
 // transposes the expanded values into the left-hand operand of the products with the weights. Scales multiply
 // scores and weights, so quantised codes are never dequantised.
 #pragma once
@@ -34,7 +35,11 @@ struct DecodeTraits {
   // Words of 32 channels of a row. The lanes of column t have byte t of each word: eight
   // channels, called a group.
   static constexpr int kGroups = kHeadDim / 32;
-  static constexpr int kOwnWords = (kGroups + 3) / 4;  // words that hold the bytes of a lane
+  static constexpr int kOwnWords = (kGroups + 3) / 4;  // words that hold the bits of a lane
+  using KeyRuns = Runs<kHeadDim, kKeyBits>;
+  using ValueRuns = Runs<kHeadDim, kValueBits>;
+  using KeyRows = RowPair<kHeadDim, kKeyBits>;
+  using ValueRows = RowPair<kHeadDim, kValueBits>;
   // More warps hide each other's latencies, as long as the registers suffice.
   static constexpr int kMaxWarps = kHeadDim == 256                                     ? 8
                                    : kHeadDim == 192                                   ? 12
@@ -69,8 +74,8 @@ __device__ __forceinline__ void unrolled(Step&& step) {
 }
 
 // Scores of the lane's two tokens for heads t and t + 4, in units of log2, without the scales of the rows.
-template <typename Tr>
-__device__ __forceinline__ void score_tile(RowPair<Tr::kGroups>& rows, const unsigned char* table,
+template <bool kFew, typename Tr>
+__device__ __forceinline__ void score_tile(typename Tr::KeyRows& rows, const unsigned char* table,
                                            const LaneByte& lane, const Query<Tr>& q,
                                            float (&score)[2][Tr::kHeadPairs]) {
   if constexpr (Tr::kK == 16) {
@@ -78,7 +83,7 @@ __device__ __forceinline__ void score_tile(RowPair<Tr::kGroups>& rows, const uns
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
       Expanded<16> k[2];
-      expand_group<16, group, false>(rows, table, lane, k);
+      expand_group<16, group, false, false>(rows, table, lane, k);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const uint32_t a[4] = {k[0].r[i], k[1].r[i], k[0].r[i + 1], k[1].r[i + 1]};
@@ -101,7 +106,7 @@ __device__ __forceinline__ void score_tile(RowPair<Tr::kGroups>& rows, const uns
     unrolled<Tr::kGroups>([&](auto index) {
       constexpr int group = decltype(index)::value;
       Expanded<Tr::kK> k[2];
-      expand_group<Tr::kK, group, true>(rows, table, lane, k);
+      expand_group<Tr::kK, group, true, kFew>(rows, table, lane, k);
 #pragma unroll
       for (int i = 0; i < Tr::kHeadPairs; ++i) {
         mma_int8(sum[i], k[0].r[0], k[1].r[0], k[0].r[1], k[1].r[1], q.b[i][group][0], q.b[i][group][1]);
@@ -148,14 +153,14 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
 
 // Adds to acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2,
 // 3 of another (channel_of).
-template <typename Tr>
-__device__ __forceinline__ void weigh_tile(RowPair<Tr::kGroups>& rows, const unsigned char* table,
+template <bool kFew, typename Tr>
+__device__ __forceinline__ void weigh_tile(typename Tr::ValueRows& rows, const unsigned char* table,
                                            const LaneByte& lane, uint32_t weight0, uint32_t weight1,
                                            float (&acc)[2 * Tr::kGroups][4]) {
   unrolled<Tr::kGroups>([&](auto index) {
     constexpr int group = decltype(index)::value;
     Expanded<Tr::kV> v[2];
-    expand_group<Tr::kV, group, false>(rows, table, lane, v);
+    expand_group<Tr::kV, group, false, kFew>(rows, table, lane, v);
     uint32_t a[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -190,7 +195,7 @@ __device__ __forceinline__ void weigh_tile(RowPair<Tr::kGroups>& rows, const uns
 // of lane t = g >> 1.
 template <typename Tr>
 __device__ __forceinline__ int channel_of(int g, int index, int c) {
-  const int base = 32 * (index >> 1) + 8 * (g >> 1) + 4 * (index & 1);
+  const int base = Tr::ValueRuns::first_channel(index >> 1, g >> 1) + 4 * (index & 1);
   return Tr::kV == 16 ? base + 2 * (c >> 1) + (g & 1) : base + 2 * (g & 1) + (c >> 1);
 }
 

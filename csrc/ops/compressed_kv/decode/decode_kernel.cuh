@@ -26,22 +26,23 @@ struct TileReader {
       : k_table(memory), v_table(memory + (Tr::kTwoTables ? kSelectorBytes : 0)), byte(lane) {
     apart = spread_of_rows(layout.pitch(0, p.k.row_bytes)) == 1 ? kTileRows / 2 : 1;
     asm volatile("" : "+r"(apart));  // kept, not computed again for each tile
-    k = lane_rows(p.k.row_bytes, layout.pitch(0, p.k.row_bytes), layout.bitmap[0], layout.values[0],
-                  layout.scales[0], first_row, lane);
-    v = lane_rows(p.v.row_bytes, layout.pitch(1, p.v.row_bytes), layout.bitmap[1], layout.values[1],
-                  layout.scales[1], first_row, lane);
+    k = lane_rows<typename Tr::KeyRuns>(p.k.row_bytes, layout.pitch(0, p.k.row_bytes), layout.bitmap[0],
+                                        layout.values[0], layout.scales[0], first_row, lane);
+    v = lane_rows<typename Tr::ValueRuns>(p.v.row_bytes, layout.pitch(1, p.v.row_bytes), layout.bitmap[1],
+                                          layout.values[1], layout.scales[1], first_row, lane);
   }
 
   __device__ __forceinline__ int first_token(int lane) const { return (lane >> 2) * (apart == 1 ? 2 : 1); }
 
  private:
   // Copies start at multiples of 16 bytes, at the first row or before it.
+  template <typename R>
   __device__ __forceinline__ LaneRows lane_rows(int row_bytes, int pitch, int bitmap, int values, int scales,
                                                 int64_t first_row, int lane) const {
     const auto before = [first_row](int bytes) { return static_cast<int>(first_row * bytes) & 15; };
     const int token = first_token(lane);
     LaneRows at;
-    at.bitmap = bitmap + before(Tr::kD / 8) + token * (Tr::kD / 8);
+    at.bitmap = bitmap + before(Tr::kD / 8) + token * (Tr::kD / 8) + (R::kLong ? 4 * (lane & 3) : 0);
     at.values = (values + before(row_bytes) + token * pitch) * 8;
     at.values_step = apart * pitch * 8;
     at.scales = scales + before(2) + 2 * token;
@@ -66,10 +67,14 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   WarpState<Tr::kHeadPairs>& state = result.state;
   float score[2][Tr::kHeadPairs];
   {
-    RowPair<Tr::kGroups> rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
-    score_tile<Tr>(rows, reader.k_table, reader.byte, q, score);
+    typename Tr::KeyRows rows(stage, reader.k, reader.apart * (Tr::kD / 8), present);
+    if (fits_windows(rows)) {
+      score_tile<true, Tr>(rows, reader.k_table, reader.byte, q, score);
+    } else {
+      score_tile<false, Tr>(rows, reader.k_table, reader.byte, q, score);
+    }
   }
-  RowPair<Tr::kGroups> rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
+  typename Tr::ValueRows rows(stage, reader.v, reader.apart * (Tr::kD / 8), present);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float scale = Tr::kK == 16 ? 1.0f : load_scale(stage + reader.k.scales + half * 2 * reader.apart);
@@ -125,7 +130,11 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
   for (int half = 0; half < 2; ++half) {
     weight[half] = device::transpose_matrix(device::pack_pair<typename Tr::Weight>(w[half][0], w[half][1]));
   }
-  weigh_tile<Tr>(rows, reader.v_table, reader.byte, weight[0], weight[1], result.acc);
+  if (fits_windows(rows)) {
+    weigh_tile<true, Tr>(rows, reader.v_table, reader.byte, weight[0], weight[1], result.acc);
+  } else {
+    weigh_tile<false, Tr>(rows, reader.v_table, reader.byte, weight[0], weight[1], result.acc);
+  }
 }
 
 // Hidden from the compiler, so that the index is kept and not read again wherever it is used.
@@ -173,9 +182,9 @@ __device__ __forceinline__ void take_query_and_window(const DecodeParams& p, con
     weigh_window(p, s, window_part, early_window, window_scores, *window);
   }
   if constexpr (Tr::kIntegerKeys) {
-    load_integer_query<Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
+    load_integer_query<typename Tr::KeyRuns, Tr::kD>(p, Tr::kK == 4 ? 0.0625f : 1.0f, lane, scratch, q);
   } else {
-    load_half_query<typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
+    load_half_query<typename Tr::KeyRuns, typename Tr::Pair, Tr::kD>(p, lane, scratch, q);
   }
 }
 
@@ -198,11 +207,10 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ TileLaunch launch) {
   extern __shared__ __align__(128) unsigned char memory[];
   device::overlap_launches(launch.overlaps);
-  const int num_stages = launch.num_stages;
   const Split s = split_of(p, launch.heads_per_kv);
   const int lane = lane_index();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-  const int num_warps = launch.num_warps;
+  const int num_warps = launch.num_warps, num_stages = launch.num_stages;
   const WindowRows window_part = window_rows(p, s);
   prefetch_window<Tr::kD>(p, window_part);
   EarlyWindow<Tr::kD> early_window(p, window_part, s.num_heads, num_warps - 1 - warp, lane);
@@ -234,7 +242,6 @@ __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     }
     copy_tile(p, chunk_table, counts, to, stored);
   };
-
   for (int i = 0; i < num_stages - 1; ++i) {
     const int tile = warp + i * num_warps;
     if (tile < num_tiles) {

@@ -17,7 +17,7 @@ namespace htree::compressed_kv {
 // The sums of the warps of a block, relative to the block's maxima.
 template <typename Tr>
 struct BlockMerge {
-  static constexpr int kRow = Tr::kD + 8;
+  static constexpr int kRow = Tr::kD + (Tr::ValueRuns::kLong ? Tr::kD / 4 : 0) + 8;
   float acc[Tr::kMaxWarps][4 * Tr::kHeadPairs][kRow];
   float max[Tr::kMaxWarps][kHeadsPerBlock];  // in units of log2
   float sum[Tr::kMaxWarps][kHeadsPerBlock];
@@ -28,7 +28,7 @@ struct BlockMerge {
   // and so they share out the banks.
   __device__ static constexpr int place_of(int head, int channel) {
     const int shift = Tr::kV == 16 ? 2 * (head & 3) : (head & 1) + 2 * (head & 2);
-    return channel + shift;
+    return channel + (Tr::ValueRuns::kLong ? channel / 32 * 8 : 0) + shift;
   }
 };
 
@@ -143,10 +143,11 @@ __device__ __forceinline__ BlockSum sum_warps(const BlockMerge<Tr>& shared, cons
     sum.value += window->acc[head][channel] * factor;
   }
   if (poisoned) {
-    const int group = channel / 32;
+    const int group = Tr::ValueRuns::group_of(channel);
     uint32_t poison = 0;
     for (int w = 0; w < num_warps; ++w) {
-      poison |= shared.poison[w][channel % 32 / 8][group / 4] >> (8 * (group % 4) + channel % 8);
+      poison |=
+          shared.poison[w][Tr::ValueRuns::lane_of(channel)][group / 4] >> (8 * (group % 4) + channel % 8);
     }
     sum.value = (poison & 1) != 0 ? NAN : sum.value;
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace htree::compressed_kv {
 
@@ -130,27 +131,31 @@ struct Expanded {
   uint32_t r[kBits == 16 ? 4 : 2];
 };
 
+// A permutation with it takes byte `byte` of a word, times 256, and `copy`.
+__host__ __device__ constexpr uint32_t pick_of(uint32_t byte) {
+  return 0x5504u + 0x10u * byte;
+}
+
 // Which byte of every word of a bitmap is the lane's own, and the lane's copy of the selectors.
 struct LaneByte {
   uint32_t copy;   // 8 * lane
-  uint32_t pick;   // a product with it takes that byte, times 256, and `copy`
+  uint32_t pick;   // pick_of() that byte
   uint32_t shift;  // bits below that byte
   uint32_t below;  // a product with it keeps only those bits of a word
 
   __device__ __forceinline__ explicit LaneByte(int lane)
       : copy(8u * lane),
-        pick(0x5504u + 0x10u * (lane & 3)),
+        pick(pick_of(lane & 3)),
         shift(8u * (lane & 3)),
         below(shift == 0 ? 0u : 1u << (32 - shift)) {
     asm volatile("" : "+r"(pick), "+r"(shift), "+r"(below));  // kept in registers
   }
 };
 
-// The selectors for the lane's byte of `word`, from the table for the width of the codes.
-__device__ __forceinline__ Selectors load_selectors(uint32_t word, const unsigned char* table,
-                                                    const LaneByte& lane) {
-  const uint32_t offset = permute(word, lane.copy, lane.pick);
-  return *reinterpret_cast<const Selectors*>(table + offset);
+// The selectors for the byte of `word` that `pick` takes, from the table for the width of the codes.
+__device__ __forceinline__ Selectors load_selectors(uint32_t word, const unsigned char* table, uint32_t copy,
+                                                    uint32_t pick) {
+  return *reinterpret_cast<const Selectors*>(table + permute(word, copy, pick));
 }
 
 // Unless all eight channels are kept, the last byte of a stretch belongs to other channels. Its sign bit,
@@ -176,7 +181,7 @@ __device__ __forceinline__ Expanded<4> expand_nibbles(uint32_t codes, const Sele
 template <int kBits, bool kUpper>
 __device__ __forceinline__ Expanded<kBits> expand_byte(uint32_t word, uint32_t bits,
                                                        const unsigned char* table, const LaneByte& lane) {
-  const Selectors s = load_selectors(word, table, lane);
+  const Selectors s = load_selectors(word, table, lane.copy, lane.pick);
   const uint32_t address = word_address(bits);
   const uint32_t first = load_shared(address);
   const uint32_t second = load_shared(address + 4);
@@ -232,6 +237,25 @@ __host__ __device__ constexpr int spread_of_rows(int pitch) {
   return pitch / 4 % 4 == 2 ? 2 : 1;
 }
 
+// Which channels lane t of the four of a row takes: run t of every four runs of neighbouring channels. Its
+// groups are the bytes of its runs in the bitmap. In long runs the codes of several groups are loaded together.
+// That pays with 4 bits alone: with more, the codes of the four lanes lie so far apart that they meet in banks.
+template <int kHeadDim, int kBits>
+struct Runs {
+  static constexpr bool kLong = kBits == 4 && kHeadDim % 128 == 0;
+  static constexpr int kChannels = kLong ? 32 : 8;
+  static constexpr int kCount = kHeadDim / (4 * kChannels);
+  static constexpr int kGroups = kChannels / 8;  // of a run
+
+  __host__ __device__ static constexpr int first_channel(int group, int t) {
+    return kChannels * (4 * (group / kGroups) + t) + 8 * (group % kGroups);
+  }
+  __host__ __device__ static constexpr int lane_of(int channel) { return channel / kChannels % 4; }
+  __host__ __device__ static constexpr int group_of(int channel) {
+    return channel / (4 * kChannels) * kGroups + channel % kChannels / 8;
+  }
+};
+
 // Loads the words of a row of a bitmap, as many at once as its alignment allows. The lanes of a row load the
 // same words.
 template <int kWords>
@@ -255,13 +279,13 @@ __device__ __forceinline__ void load_words(uint32_t address, uint32_t (&words)[k
 // codes have been counted. That is where the codes of the current word begin, or, with 4 bits, those of the
 // lane's byte of `last`, the word before. A row that is not `present` reads as empty.
 template <int kWords>
-struct RowPair {
+struct BytePair {
   uint32_t words[2][kWords];
   uint32_t start[2];
   uint32_t last[2];
 
-  __device__ __forceinline__ RowPair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
-                                     const bool (&present)[2])
+  __device__ __forceinline__ BytePair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
+                                      const bool (&present)[2])
       : start{stage * 8 + at.values, stage * 8 + at.values + at.values_step}, last{0, 0} {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -285,8 +309,8 @@ struct RowPair {
 };
 
 // Expands the codes of group kGroup of both rows; it is called for the groups in their order.
-template <int kBits, int kGroup, bool kUpper, int kWords>
-__device__ __forceinline__ void expand_group(RowPair<kWords>& rows, const unsigned char* table,
+template <int kBits, int kGroup, bool kUpper, bool kFew, int kWords>
+__device__ __forceinline__ void expand_group(BytePair<kWords>& rows, const unsigned char* table,
                                              const LaneByte& lane, Expanded<kBits> (&codes)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -302,6 +326,133 @@ __device__ __forceinline__ void expand_group(RowPair<kWords>& rows, const unsign
       codes[half] = expand_byte<kBits, kUpper>(word, start + kBits * __popc(word * lane.below), table, lane);
       rows.start[half] = start + kBits * __popc(word);
     }
+  }
+}
+
+// ---- long runs of 4-bit codes
+
+// The 64 bits of shared memory that start at any bit.
+struct CodeWindow {
+  uint32_t low;
+  uint32_t high;
+
+  __device__ __forceinline__ void load(uint32_t bits) {
+    const uint32_t address = word_address(bits);
+    const uint32_t first = load_shared(address);
+    const uint32_t second = load_shared(address + 4);
+    const uint32_t third = load_shared(address + 8);
+    low = funnel(first, second, bits);
+    high = funnel(second, third, bits);
+  }
+  // The 32 bits that start at bit `bits`; what lies behind the window is not used.
+  __device__ __forceinline__ uint32_t at(uint32_t bits) const {
+    uint64_t window;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(window) : "r"(low), "r"(high));
+    return static_cast<uint32_t>(window >> bits);
+  }
+};
+
+// Sums of the bytes of x over a lane and those before it in its row.
+__device__ __forceinline__ uint32_t sum_in_row(uint32_t x) {
+#pragma unroll
+  for (int offset = 1; offset < 4; offset *= 2) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 before;\n"
+        ".reg .pred inside;\n"
+        "shfl.sync.up.b32 before|inside, %0, %1, 0x1c00, 0xffffffff;\n"
+        "@inside add.u32 %0, %0, before;\n"
+        "}"
+        : "+r"(x)
+        : "r"(offset));
+  }
+  return x;
+}
+
+// Two rows of a tile: the bits of the lane's runs, and the bit of shared memory where the codes of each run
+// begin. A row that is not `present` reads as empty.
+template <int kCount>
+struct RunPair {
+  uint32_t bits[2][kCount];
+  uint32_t start[2][kCount];
+  CodeWindow window[2];
+  bool few;  // the codes of every run of the warp fit a window
+
+  __device__ __forceinline__ RunPair(uint32_t stage, const LaneRows& at, uint32_t bitmap_step,
+                                     const bool (&present)[2]) {
+    start[0][0] = stage * 8 + at.values;
+    start[1][0] = start[0][0] + at.values_step;
+    bool fit = true;
+#pragma unroll
+    for (int run = 0; run < kCount; ++run) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t own = load_shared(stage + at.bitmap + half * bitmap_step + 16 * run);
+        bits[half][run] = present[half] ? own : 0u;
+      }
+      // Both rows share a register: counts of up to 128 fit a byte.
+      const uint32_t own = __popc(bits[0][run]) + 256 * __popc(bits[1][run]);
+      const uint32_t up_to = sum_in_row(own);
+      const uint32_t before = up_to - own;
+      fit = fit && ((own + 0x6f6fu) & 0x8080u) == 0;  // at most 16
+      const uint32_t all = run + 1 < kCount ? __shfl_sync(0xffffffffu, up_to, 3, 4) : 0u;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t first = start[half][run];
+        const uint32_t bits_per_code = half == 0 ? 4u : 4u << 8;
+        start[half][run] = __dp4a(before, bits_per_code, first);
+        if (run + 1 < kCount) {
+          start[half][run + 1] = __dp4a(all, bits_per_code, first);
+        }
+      }
+    }
+    few = __all_sync(0xffffffffu, fit);
+  }
+  // As in BytePair.
+  __device__ __forceinline__ uint32_t own_bits(int half, int index, int) const {
+    return bits[half][index];
+  }
+};
+
+template <int kHeadDim, int kBits>
+using RowPair = std::conditional_t<Runs<kHeadDim, kBits>::kLong, RunPair<Runs<kHeadDim, kBits>::kCount>,
+                                   BytePair<kHeadDim / 32>>;
+
+template <int kWords>
+__device__ __forceinline__ constexpr bool fits_windows(const BytePair<kWords>&) {
+  return false;
+}
+template <int kCount>
+__device__ __forceinline__ bool fits_windows(const RunPair<kCount>& rows) {
+  return rows.few;
+}
+
+// Four times the kept channels of groups kFirst to kGroup - 1 of a run.
+template <int kFirst, int kGroup>
+__device__ __forceinline__ uint32_t code_bits(uint32_t bits) {
+  static_assert(kFirst == 0 || kGroup <= kFirst + 1);
+  return kFirst == kGroup
+             ? 0u
+             : 4 * __popc(kFirst == 0 ? bits << (32 - 8 * kGroup) : bits >> (8 * kFirst) & 0xffu);
+}
+
+// As above. kFew: a window holds the codes of a run, and otherwise of two groups, which always fit.
+template <int kBits, int kGroup, bool kUpper, bool kFew, int kCount>
+__device__ __forceinline__ void expand_group(RunPair<kCount>& rows, const unsigned char* table,
+                                             const LaneByte& lane, Expanded<kBits> (&codes)[2]) {
+  static_assert(kBits == 4);
+  constexpr int kInRun = kGroup % 4;
+  constexpr int kFirst = kFew ? 0 : kInRun / 2 * 2;  // group of the window
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t bits = rows.bits[half][kGroup / 4];
+    CodeWindow& window = rows.window[half];
+    if constexpr (kInRun == kFirst) {
+      window.load(rows.start[half][kGroup / 4] + code_bits<0, kFirst>(bits));
+    }
+    const Selectors s = load_selectors(bits, table, lane.copy, pick_of(kInRun));
+    codes[half] =
+        expand_nibbles<kUpper>(kInRun == kFirst ? window.low : window.at(code_bits<kFirst, kInRun>(bits)), s);
   }
 }
 

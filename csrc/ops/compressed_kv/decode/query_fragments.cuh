@@ -35,7 +35,7 @@ struct QueryScratch {
   float steps[kHeadsPerBlock];  // value of one step of the integers; NaN where a channel is NaN or infinite
 };
 
-// Lane t of a quad has byte t of every word of a bitmap: kGroups groups of eight channels, 32 apart.
+// Lane t of a quad has the groups of eight channels that Runs says.
 template <int kHeadDim, int kProducts, bool kInteger>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void split_query(int warp, int num_warps, int lane,
 }
 
 // Comes after split_query. `code_unit` is what a code counts in the products.
-template <int kHeadDim, int kProducts>
+template <typename R, int kHeadDim, int kProducts>
 __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float code_unit, int lane,
                                                    const QueryScratch<kHeadDim>& scratch,
                                                    QueryFragments<kHeadDim, kProducts, true>& q) {
@@ -120,18 +120,19 @@ __device__ __forceinline__ void load_integer_query(const DecodeParams& p, float 
   const int t = lane & 3;
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
-    const int8_t* channels = scratch.pieces[g & 1][4 * i + (g >> 1)] + 8 * t;
+    const int8_t* channels = scratch.pieces[g & 1][4 * i + (g >> 1)];
 #pragma unroll
     for (int group = 0; group < kHeadDim / 32; ++group) {
-      q.b[i][group][0] = *reinterpret_cast<const uint32_t*>(channels + 32 * group);
-      q.b[i][group][1] = *reinterpret_cast<const uint32_t*>(channels + 32 * group + 4);
+      const int8_t* const at = channels + R::first_channel(group, t);
+      q.b[i][group][0] = *reinterpret_cast<const uint32_t*>(at);
+      q.b[i][group][1] = *reinterpret_cast<const uint32_t*>(at + 4);
     }
     q.factor[i] = scratch.steps[4 * i + t] * p.score_scale * code_unit;
   }
 }
 
 // Comes after stage_query.
-template <typename T, int kHeadDim, int kProducts>
+template <typename R, typename T, int kHeadDim, int kProducts>
 __device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
                                                 const QueryScratch<kHeadDim>& scratch,
                                                 QueryFragments<kHeadDim, kProducts, false>& q) {
@@ -143,12 +144,12 @@ __device__ __forceinline__ void load_half_query(const DecodeParams& p, int lane,
   };
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
-    const float* channels = scratch.rows[4 * i + (g >> 1)] + 8 * t;
+    const float* channels = scratch.rows[4 * i + (g >> 1)];
 #pragma unroll
     for (int group = 0; group < kHeadDim / 32; ++group) {
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
-        const float* at = channels + 32 * group + 2 * pair;
+        const float* at = channels + R::first_channel(group, t) + 2 * pair;
         q.b[i][group][pair] = device::pack_pair<T>(piece(at[0]), piece(at[1]));
       }
     }
