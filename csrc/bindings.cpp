@@ -437,6 +437,9 @@ PYBIND11_MODULE(_host, module) {
              py::arg("merge_bytes"), py::arg("padding"), py::arg("most_warps"),
              py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
              "Warps, stages and shared bytes of a decode block of kv_decode_attention.");
+  module.def(
+      "compressed_kv_warps", &htree::compressed_kv::warps_for, py::arg("tiles"), py::arg("most_warps"),
+      "Warps that a decode block of kv_decode_attention takes at most for so many tiles of 16 tokens.");
   module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
              py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
              py::arg("cheap_splits") = 8,

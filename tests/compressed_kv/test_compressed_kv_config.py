@@ -53,6 +53,15 @@ def test_the_known_sizes() -> None:
     assert host.compressed_kv_split_size(1, 1, 132) == 256
 
 
+@given(tiles=st.integers(0, 5000), most=st.integers(1, 24))
+def test_no_fewer_warps_take_the_tiles_in_as_many_rounds(tiles: int, most: int) -> None:
+    warps = host.compressed_kv_warps(tiles, most)
+    assert 1 <= warps <= most
+    rounds = math.ceil(tiles / most)
+    assert math.ceil(tiles / warps) == rounds
+    assert warps == 1 or math.ceil(tiles / (warps - 1)) > rounds
+
+
 @given(
     stage=st.integers(500, 40_000),
     table=st.sampled_from([65536, 131072]),

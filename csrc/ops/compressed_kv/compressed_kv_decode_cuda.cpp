@@ -78,10 +78,11 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
   Schedule s{};
   s.head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
   s.num_groups = p.batch * p.num_kv_heads * s.head_chunks;
-  // Queries of half types with one slot go to the tensor cores, where pages hold whole tiles and a kernel takes
-  // the size of the heads.
+  // Queries of half types with one slot go to the tensor cores, where pages hold whole tiles, a kernel takes the
+  // size of the heads, and their number fits the grid.
   s.tiles = type != QueryType::kFloat && p.hadamard_group <= 1 && p.page % kTileRows == 0 &&
-            p.key_dim == p.value_dim && p.key_dim <= kMostTileHeadDim;
+            p.key_dim == p.value_dim && p.key_dim <= kMostTileHeadDim &&
+            p.num_kv_heads * s.head_chunks <= kMostTileGridRows;
   // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
   s.split_size = p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
                  : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, 256, cheap_splits)

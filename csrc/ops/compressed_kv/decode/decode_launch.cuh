@@ -21,7 +21,8 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
   const int tables = Tr::kTableBytes + window_bytes<Tr>();
   const int padding = kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  const int64_t tiles = (std::min(p.split_size, p.capacity) + kTileRows - 1) / kTileRows;
+  // Not from the capacity: with a fixed split size no bit of a sequence may depend on the length of others.
+  const int64_t tiles = p.split_size / kTileRows;
   const int scratch = scratch_bytes<Tr>(p.window.per_split);
   const auto choose = [&](int padding) {
     return choose_decode_config(layout.bytes, tables, static_cast<int>(sizeof(BlockMerge<Tr>)), padding,
@@ -42,7 +43,8 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   const auto rows = static_cast<unsigned>(p.heads.kv * p.heads.chunks);
   const auto grid = static_cast<unsigned>(num_groups * p.splits.launched);
   const TileLaunch launch{.layout = layout,
-                          .plan = ChunkPlan(Tr::kD, Tr::kK, Tr::kV, p.k.row_bytes, p.v.row_bytes),
+                          .plan = ChunkPlan(Tr::kD, Tr::kK, Tr::kV, p.k.row_bytes, p.v.row_bytes,
+                                            p.tables.block_table != nullptr),
                           .chunk_table_bytes = chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes),
                           .num_warps = config.num_warps,
                           .num_stages = config.num_stages,

@@ -344,11 +344,18 @@ struct CodeWindow {
     low = funnel(first, second, bits);
     high = funnel(second, third, bits);
   }
-  // The 32 bits that start at bit `bits`; what lies behind the window is not used.
+  // The 32 bits that start at bit `bits` of 0 to 64; what lies behind the window is not used.
   __device__ __forceinline__ uint32_t at(uint32_t bits) const {
-    uint64_t window;
-    asm("mov.b64 %0, {%1, %2};" : "=l"(window) : "r"(low), "r"(high));
-    return static_cast<uint32_t>(window >> bits);
+    uint32_t codes;
+    asm("{\n"
+        ".reg .b64 window;\n"
+        "mov.b64 window, {%1, %2};\n"
+        "shr.b64 window, window, %3;\n"
+        "cvt.u32.u64 %0, window;\n"
+        "}"
+        : "=r"(codes)
+        : "r"(low), "r"(high), "r"(bits));
+    return codes;
   }
 };
 

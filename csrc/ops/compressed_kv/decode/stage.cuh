@@ -87,9 +87,10 @@ __device__ __forceinline__ StagePart stage_part(const DecodeParams& p, const Sta
 __device__ __forceinline__ int bytes_before(const StagePart& part, int64_t first_row) {
   return static_cast<int>(first_row * part.row_bytes) & 15;
 }
-// Where rows are no multiple of 16 bytes there may be such bytes, and the last chunk reaches behind the tile.
-__host__ __device__ constexpr int num_chunks(int row_bytes) {
-  return row_bytes + (row_bytes % 16 != 0 ? 1 : 0);
+// Where rows are no multiple of 16 bytes there may be such bytes, and the last chunk reaches behind the tile. Tiles
+// of pages (`paged`) begin at multiples of 16 bytes, and the last one may end where the tensor does.
+__host__ __device__ constexpr int num_chunks(int row_bytes, bool paged) {
+  return row_bytes + (row_bytes % 16 != 0 && !paged ? 1 : 0);
 }
 
 // Rows behind a tile that its last chunks may hold a part of: 16 bytes of scales, or of values, whose rows
@@ -134,13 +135,13 @@ struct ChunkPlan {
   int end[kNumParts];
   int lists;
 
-  ChunkPlan(int head_dim, int k_bits, int v_bits, int k_row_bytes, int v_row_bytes)
-      : end{num_chunks(k_row_bytes) - 32 * kRunRounds * num_runs(k_row_bytes),
-            num_chunks(v_row_bytes) - 32 * kRunRounds * num_runs(v_row_bytes),
-            num_chunks(head_dim / 8),
-            num_chunks(head_dim / 8),
-            k_bits == 16 ? 0 : num_chunks(2),
-            v_bits == 16 ? 0 : num_chunks(2)} {
+  ChunkPlan(int head_dim, int k_bits, int v_bits, int k_row_bytes, int v_row_bytes, bool paged)
+      : end{num_chunks(k_row_bytes, paged) - 32 * kRunRounds * num_runs(k_row_bytes),
+            num_chunks(v_row_bytes, paged) - 32 * kRunRounds * num_runs(v_row_bytes),
+            num_chunks(head_dim / 8, paged),
+            num_chunks(head_dim / 8, paged),
+            k_bits == 16 ? 0 : num_chunks(2, paged),
+            v_bits == 16 ? 0 : num_chunks(2, paged)} {
     for (int i = 1; i < kNumParts; ++i) {
       end[i] += end[i - 1];
     }
@@ -298,7 +299,7 @@ __device__ __forceinline__ void copy_last_bytes(uint32_t to, const uint8_t* from
   }
 }
 
-// The same as copy_tile for tiles from whole_tiles() on; returns whether this is one.
+// The same as copy_tile for tiles from whole_tiles() on, where there are no pages; returns whether this is one.
 inline __device__ __noinline__ bool copy_last_tile(const DecodeParams& p, const StageLayout& layout,
                                                    int head_dim, int64_t first_row, uint32_t stage,
                                                    uint32_t tile, int lane) {
@@ -311,7 +312,8 @@ inline __device__ __noinline__ bool copy_last_tile(const DecodeParams& p, const 
     const int64_t start = tile_row * part.row_bytes - bytes_before(part, first_row);
     const int64_t end = p.num_rows * part.row_bytes;
     const int shift = part.shift;
-    for (int chunk = lane; part.from != nullptr && chunk < num_chunks(part.row_bytes); chunk += 32) {
+    for (int chunk = lane; part.from != nullptr && chunk < num_chunks(part.row_bytes, /*paged=*/false);
+         chunk += 32) {
       const int64_t at = start + 16 * chunk;
       const uint32_t to = stage + part.offset + 16 * (chunk + (chunk >> shift));
       if (at + 16 <= end) {
