@@ -47,6 +47,8 @@ SHAPES = [
     *(model(f"odd{tokens}_d{width}", S=tokens, D=width, k_keep=19, v_keep=33, v_bits=4)
       for tokens in (301, 777) for width in (64, 128, 192, 256)),
     *(model(f"split{split}", split_size=split, comp_len=(3000, 1234)) for split in (1, 16, 272, 4096)),
+    *(model(f"split16_runs_page{page}", split_size=16, page=page, k_bits=16, v_bits=16, k_keep=64,
+            S=2992, comp_len=(2992, 1234)) for page in (0, 16)),
     *(model(f"page{page}", page=page, comp_len=(2999, 17), k_bits=4, v_bits=16) for page in (16, 48, 256)),
     model("many_heads", B=1, H=70_000, H_kv=70_000, S=17, W=3, D=64, k_keep=20, v_keep=20, k_bits=4),
     model("long", B=1, H=32, H_kv=8, S=40000, k_bits=4, v_bits=4),

@@ -58,6 +58,8 @@ CASES = [
     case_of(128, 8, 4, torch.float16, page=16),
     case_of(128, 8, 4, torch.float16, page=5),
     case_of(128, 4, 16, torch.bfloat16, H=24, split_size=32),
+    # A single warp, with values in runs of chunks.
+    case_of(128, 16, 16, torch.bfloat16, k_keep=64, v_keep=64, split_size=16),
     # Enough tiles that warps copy the next one while they attend, also with an odd number of scales.
     *(
         case_of(128, bits, bits, torch.float16, B=1, H=4, H_kv=1, S=S, comp_len=(S,), split_size=2048)

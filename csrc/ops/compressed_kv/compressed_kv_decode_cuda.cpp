@@ -81,8 +81,8 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
   // Queries of half types with one slot go to the tensor cores, where pages hold whole tiles, a kernel takes the
   // size of the heads, and their number fits the grid.
   s.tiles = type != QueryType::kFloat && p.hadamard_group <= 1 && p.page % kTileRows == 0 &&
-            p.key_dim == p.value_dim && p.key_dim <= kMostTileHeadDim &&
-            p.num_kv_heads * s.head_chunks <= kMostTileGridRows;
+            p.key_dim == p.value_dim && p.key_dim <= kMostTileHeadDim && p.num_kv_heads <= kMostTileGrid &&
+            s.head_chunks <= kMostTileGrid;
   // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
   s.split_size = p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
                  : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, 256, cheap_splits)

@@ -199,7 +199,7 @@ struct TileLaunch {
   bool overlaps;
 };
 
-// Grid: (B * num_splits, H_kv * head_chunks), splits innermost; blocks of at most kMaxWarps warps. Shared
+// Grid: (B * num_splits, H_kv, head_chunks), splits innermost; blocks of at most kMaxWarps warps. Shared
 // memory: the selector tables, WindowPart, the table of chunks, then num_stages stages of each warp and their
 // padding; or BlockMerge where that is larger than chunks and stages.
 template <typename Tr>

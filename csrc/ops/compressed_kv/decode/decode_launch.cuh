@@ -40,7 +40,7 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   if (config.shared_bytes > most) {
     return cudaErrorNotSupported;
   }
-  const auto rows = static_cast<unsigned>(p.heads.kv * p.heads.chunks);
+  const auto kv_heads = static_cast<unsigned>(p.heads.kv), chunks = static_cast<unsigned>(p.heads.chunks);
   const auto grid = static_cast<unsigned>(num_groups * p.splits.launched);
   const TileLaunch launch{.layout = layout,
                           .plan = ChunkPlan(Tr::kD, Tr::kK, Tr::kV, p.k.row_bytes, p.v.row_bytes,
@@ -50,7 +50,7 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
                           .num_stages = config.num_stages,
                           .heads_per_kv = p.heads.per_kv(),
                           .overlaps = grid <= static_cast<unsigned>(p.most_overlapping_blocks)};
-  const LaunchShape shape{.grid = dim3(grid / rows, rows),
+  const LaunchShape shape{.grid = dim3(grid / kv_heads / chunks, kv_heads, chunks),
                           .threads = 32 * config.num_warps,
                           .shared_bytes = config.shared_bytes,
                           .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1,

@@ -16,8 +16,8 @@ constexpr int kTileRows = 16;
 // The tensor-core kernel exists for keys and values of one size, up to this: with more, a warp's accumulators
 // and query do not fit its registers.
 constexpr int kMostTileHeadDim = 256;
-constexpr int64_t kMostTileGridRows =
-    65535;  // along y, as CUDA allows: K/V heads times chunks of their query heads
+// Its grid has the K/V heads along y and the chunks of their query heads along z, of which CUDA allows so many.
+constexpr int64_t kMostTileGrid = 65535;
 
 // One compressed tensor, contiguous. Its first bytes are aligned to 16.
 struct RowsView {

@@ -26,11 +26,7 @@ __device__ __forceinline__ Split split_of(const DecodeParams& p, int heads_per_k
   s.sequence = static_cast<int>(sequence);
   s.index = static_cast<int>(blockIdx.x - sequence * launched);
   s.kv_head = static_cast<int>(blockIdx.y);
-  int chunk = 0;
-  if (p.heads.chunks > 1) {
-    s.kv_head = static_cast<int>(blockIdx.y / static_cast<unsigned>(p.heads.chunks));
-    chunk = static_cast<int>(blockIdx.y) - s.kv_head * p.heads.chunks;
-  }
+  const int chunk = static_cast<int>(blockIdx.z);
   s.first_head = s.sequence * p.heads.query + s.kv_head * heads_per_kv + chunk * kHeadsPerBlock;
   s.num_heads = min(kHeadsPerBlock, heads_per_kv - chunk * kHeadsPerBlock);
   int64_t length = p.capacity;

@@ -193,11 +193,13 @@ __device__ __forceinline__ void fill_chunks(const DecodeParams& p, const StageLa
     }
     table[64 + entry] = chunk_of(stage_part(p, layout, head_dim, index), first_row, chunk);
   }
-  if (counts.any_runs() && threadIdx.x < 64) {
-    const StagePart part = stage_part(p, layout, head_dim, threadIdx.x / 32);
-    ChunkCopy copy = chunk_of(part, first_row, threadIdx.x % 32);
-    copy.step = static_cast<uint32_t>(16 * (32 + (32 >> part.shift)));
-    table[threadIdx.x] = copy;
+  if (counts.any_runs()) {
+    for (int entry = threadIdx.x; entry < 64; entry += blockDim.x) {
+      const StagePart part = stage_part(p, layout, head_dim, entry / 32);
+      ChunkCopy copy = chunk_of(part, first_row, entry % 32);
+      copy.step = static_cast<uint32_t>(16 * (32 + (32 >> part.shift)));
+      table[entry] = copy;
+    }
   }
 }
 
