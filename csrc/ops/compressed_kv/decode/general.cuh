@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_products(const DecodeParams& d, const float 
       const int64_t at = (first_query + h) * key_dim + first;
 #pragma unroll
       for (int c = 0; c < kChannels / 32; ++c) {
-        score[h] += load_query(d, at + LaneChannels<kChannels>::channel_at(lane, c)) * x[c];
+        score[h] += load_query(d.q.data, d.q.type, at + LaneChannels<kChannels>::channel_at(lane, c)) * x[c];
       }
     }
   }

@@ -15,14 +15,20 @@
 namespace htree::compressed_kv {
 
 // A channel of the query as it lies in memory.
+__device__ __forceinline__ uint32_t load_query_bits(const void* q, QueryType type, int64_t index) {
+  return type == QueryType::kFloat ? static_cast<const uint32_t*>(q)[index]
+                                   : static_cast<const uint16_t*>(q)[index];
+}
 __device__ __forceinline__ uint32_t load_query_bits(const DecodeParams& p, int64_t index) {
-  return p.q.type == QueryType::kFloat ? static_cast<const uint32_t*>(p.q.data)[index]
-                                       : static_cast<const uint16_t*>(p.q.data)[index];
+  return load_query_bits(p.q.data, p.q.type, index);
 }
 __device__ __forceinline__ float query_of(uint32_t bits, QueryType type) {
   return type == QueryType::kHalf       ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
          : type == QueryType::kBfloat16 ? __uint_as_float(bits << 16)
                                         : __uint_as_float(bits);
+}
+__device__ __forceinline__ float load_query(const void* q, QueryType type, int64_t index) {
+  return query_of(load_query_bits(q, type, index), type);
 }
 
 constexpr float kQuerySteps = 127 * 256;
