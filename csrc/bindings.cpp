@@ -17,6 +17,7 @@
 #endif
 
 #include "device/sizes.h"
+#include "host/cuda/probes.h"
 #include "ops/causal_softmax/causal_softmax_config.h"
 #include "ops/compressed_kv/decode/decode_config.h"
 #include "ops/fp8/gemm/gemm_choice.h"
@@ -157,6 +158,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   return rooms;
 }
 
+// (tokens of a split, whether a cluster merges the splits) of the tensor-core decode kernel.
+std::tuple<int64_t, bool> compressed_kv_split_size(int64_t capacity, int64_t num_groups, int num_processors,
+                                                   const htree::ClusterCounts& clusters, int64_t step) {
+  const auto choice = htree::compressed_kv::choose_split_size(capacity, num_groups, num_processors, step,
+                                                              /*unmerged=*/1, clusters);
+  return {choice.size, choice.cluster};
+}
+
 // (warps, stages of each warp, bytes of shared memory) of a block of the decode kernel.
 std::tuple<int, int, int> compressed_kv_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
                                                int most_warps, int shared_bytes) {
@@ -237,7 +246,8 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
 
 // Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay.
 std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim, int64_t top_k, bool spans,
-                                      int multiprocessors, int most_cluster, int wanted_cluster) {
+                                      int multiprocessors, const htree::ClusterCounts& clusters,
+                                      int wanted_cluster) {
   const htree::tree_cache::DecodeProblem problem = {.rows = rows,
                                                     .group = group,
                                                     .top_k = top_k,
@@ -246,7 +256,7 @@ std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim, 
                                                     .spans = spans,
                                                     .two_byte_type = true,
                                                     .aligned = true};
-  const auto plan = htree::tree_cache::plan_decode(problem, multiprocessors, most_cluster, wanted_cluster);
+  const auto plan = htree::tree_cache::plan_decode(problem, multiprocessors, clusters, wanted_cluster);
   return {plan.cluster, plan.stages, plan.places.bytes};
 }
 
@@ -440,10 +450,11 @@ PYBIND11_MODULE(_host, module) {
   module.def(
       "compressed_kv_warps", &htree::compressed_kv::warps_for, py::arg("tiles"), py::arg("most_warps"),
       "Warps that a decode block of kv_decode_attention takes at most for so many tiles of 16 tokens.");
-  module.def("compressed_kv_split_size", &htree::compressed_kv::choose_split_size, py::arg("capacity"),
-             py::arg("num_groups"), py::arg("num_processors"), py::arg("step") = 256,
-             py::arg("cheap_splits") = 8,
-             "Tokens that a block of kv_decode_attention takes where split_size is 0.");
+  module.def(
+      "compressed_kv_split_size", &compressed_kv_split_size, py::arg("capacity"), py::arg("num_groups"),
+      py::arg("num_processors"), py::arg("clusters"), py::arg("step") = 128,
+      "Tokens that a block of kv_decode_attention takes where split_size is 0, and whether a cluster merges "
+      "the blocks; clusters[n] of n blocks run at once.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
              py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
              "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
@@ -468,8 +479,10 @@ PYBIND11_MODULE(_host, module) {
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_decode_config", &tree_decode_config, py::arg("rows"), py::arg("group"), py::arg("dim"),
              py::arg("top_k") = 512, py::arg("spans") = false, py::arg("multiprocessors") = 132,
-             py::arg("most_cluster") = 16, py::arg("wanted_cluster") = 0,
-             "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes).");
+             py::arg("clusters"), py::arg("wanted_cluster") = 0,
+             "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes); "
+             "clusters[n] "
+             "of n blocks run at once.");
   module.def(
       "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
       py::arg("num_sms") = 132,

@@ -178,7 +178,8 @@ def attention(
     """One query per head over the tokens that are present, in float64.
 
     q [B, H, Dk]; k [B, H_kv, S, Dk]; v [B, H_kv, S, Dv]; present bool [B, S]. Returns out [B, H, Dv] and the natural
-    log-sum-exp [B, H]; without any token 0 and -inf. What an absent token holds does not matter.
+    log-sum-exp [B, H]; without any token, and where every score is -inf, 0 and -inf. A score of +inf makes both NaN.
+    What an absent token holds does not matter.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
@@ -187,7 +188,9 @@ def attention(
     scores = torch.einsum("bhd,bhsd->bhs", q.double(), keys) * scale
     scores = scores.masked_fill(~present[:, None], -math.inf)
     lse = scores.logsumexp(dim=-1)
-    weights = torch.where(present[:, None], (scores - lse[..., None]).exp(), 0.0)
+    lse = lse.masked_fill(lse == math.inf, math.nan)
+    empty = (lse == -math.inf)[..., None] | ~present[:, None]
+    weights = (scores - lse[..., None]).exp().masked_fill(empty, 0.0)
     return torch.einsum("bhs,bhsd->bhd", weights, values), lse
 
 

@@ -407,7 +407,7 @@ BENCHMARK_DECODE_CASES: dict[str, list[DecodeCase]] = {
         for batch, tokens in sizes
     ]
     for device, dtype, sizes in (
-        ("cuda", torch.bfloat16, [(b, t) for b in (8, 1, 64) for t in (32768, 4096, 131072)]),
+        ("cuda", torch.bfloat16, [(b, t) for b in (8, 1, 4, 64) for t in (32768, 4096, 131072)]),
         ("cpu", torch.bfloat16, [(1, 4096)]),
     )
 }  # fmt: skip

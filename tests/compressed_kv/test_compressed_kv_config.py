@@ -15,42 +15,69 @@ except ImportError:  # built for one Python version; the package works without i
 
 pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
 
-#: What the choice takes starting a block to cost, in tokens.
-OVERHEAD = 1024
-#: The cost of the kernel that merges the splits, which runs where they are more than a cluster has blocks.
-MERGE, CLUSTER = 512, 8
+#: What the choice takes starting a block to cost, and the kernel that merges splits, in tokens.
+OVERHEAD, MERGE = 1024, 768
+#: Tokens that a split is a multiple of, and the most blocks of a cluster.
+STEP, CLUSTER = 128, 8
 
 
-def cost(capacity: int, groups: int, processors: int, split: int) -> int:
+def clusters_of(*parts: int) -> list[int]:
+    """Clusters of 0 to 16 blocks that run at once on a GPU with parts of so many multiprocessors."""
+    return [0, 0, *(sum(part // blocks for part in parts) for blocks in range(2, 17))]
+
+
+NONE = [0] * 17
+EVEN, UNEVEN = clusters_of(*[16] * 6, 18, 18), clusters_of(*[18] * 6, 16, 8)  # 132 multiprocessors
+
+
+def cost(
+    capacity: int, groups: int, processors: int, clusters: list[int], split: int, cluster: bool
+) -> float:
     """The time until the last wave of blocks is done, in tokens."""
     splits = math.ceil(capacity / split)
+    if cluster:
+        return math.ceil(groups / clusters[splits]) * (split + OVERHEAD) if clusters[splits] else math.inf
     waves = math.ceil(groups * splits / processors)
-    return waves * (split + OVERHEAD) + (MERGE if splits > CLUSTER else 0)
+    return waves * (split + OVERHEAD) + (MERGE if splits > 1 else 0)
 
 
 @given(
-    capacity=st.integers(1, 200_000), groups=st.integers(1, 2000), processors=st.sampled_from([16, 108, 132])
+    capacity=st.integers(1, 200_000),
+    groups=st.integers(1, 2000),
+    processors=st.sampled_from([3, 16, 108, 132]),
+    clusters=st.sampled_from([NONE, EVEN, UNEVEN]),
 )
 def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
-    capacity: int, groups: int, processors: int
+    capacity: int, groups: int, processors: int, clusters: list[int]
 ) -> None:
-    split = host.compressed_kv_split_size(capacity, groups, processors)
-    steps = math.ceil(capacity / 256)
-    assert split % 256 == 0
-    assert 256 <= split <= 256 * steps
-    counts = range(1, min(steps, 256) + 1)
-    assert cost(capacity, groups, processors, split) <= min(
-        cost(capacity, groups, processors, 256 * math.ceil(steps / count)) for count in counts
-    )
+    split, cluster = host.compressed_kv_split_size(capacity, groups, processors, clusters)
+    steps = math.ceil(capacity / STEP)
+    assert split % STEP == 0
+    assert STEP <= split <= STEP * steps
+    assert not cluster or 2 <= math.ceil(capacity / split) <= CLUSTER
+    found = cost(capacity, groups, processors, clusters, split, cluster)
+    for count in range(1, min(steps, 256) + 1):
+        other = STEP * math.ceil(steps / count)
+        assert found <= cost(capacity, groups, processors, clusters, other, False)
+        if 2 <= math.ceil(capacity / other) <= CLUSTER:
+            assert found <= cost(capacity, groups, processors, clusters, other, True)
 
 
-def test_the_known_sizes() -> None:
-    assert (
-        host.compressed_kv_split_size(32736, 64, 132) == 16384
-    )  # 8 sequences of 8 kv heads: two blocks each
-    assert host.compressed_kv_split_size(4064, 8, 132) == 512  # the eight splits of a cluster
-    assert host.compressed_kv_split_size(32736, 8, 132) == 2048
-    assert host.compressed_kv_split_size(1, 1, 132) == 256
+@pytest.mark.parametrize(
+    ("capacity", "groups", "clusters", "split", "cluster"),
+    [
+        (32736, 64, UNEVEN, 16384, True),  # 8 sequences of 8 kv heads: two blocks each
+        (4064, 8, UNEVEN, 512, True),
+        (4064, 16, EVEN, 512, True),
+        (4064, 16, UNEVEN, 768, True),  # not eight blocks: 15 of those clusters run at once
+        (32736, 16, UNEVEN, 4096, False),  # all multiprocessors, without clusters
+        (32736, 8, UNEVEN, 2048, False),
+        (4064, 8, NONE, 256, False),
+        (1, 1, UNEVEN, 128, False),
+    ],
+)
+def test_the_known_sizes(capacity: int, groups: int, clusters: list[int], split: int, cluster: bool) -> None:
+    assert host.compressed_kv_split_size(capacity, groups, 132, clusters) == (split, cluster)
 
 
 @given(tiles=st.integers(0, 5000), most=st.integers(1, 24))

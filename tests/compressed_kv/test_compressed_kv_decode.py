@@ -309,6 +309,39 @@ def test_a_nan_stays_with_its_heads(part: str, device: str) -> None:
         assert lse[touched].isnan().all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("negative", ["some", "all"])
+def test_scales_of_either_sign(negative: str, bits: int, device: str) -> None:
+    """kv_compress makes none below zero, but any bytes are rows; -inf poisons the channels that its row keeps."""
+    case = DecodeCase(name="sign", dtype=torch.float16, B=2, S=90, k_bits=bits, v_bits=bits)
+    inputs = list(case.make_inputs(device, seed=13))
+    for place in (K_SCALES, V_SCALES):
+        signs = torch.where(torch.arange(90, device=device) % 3 == 0, 1, -1) if negative == "some" else -1
+        inputs[place] = inputs[place] * signs
+    assert_decode(case, run(case, tuple(inputs)), tuple(inputs))
+    inputs[V_SCALES][1, 0, 5] = -math.inf
+    out, _ = run(case, tuple(inputs))
+    kept = reference.unpack_bits(inputs[4])[1, 0, 5]
+    group = case.H // case.H_kv
+    assert torch.equal(out.isfinite()[1, :group], ~kept.expand(group, -1))
+    assert out[0].isfinite().all()
+    assert out[1, group:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("score", "expected"), [(-math.inf, 0.0), (math.inf, math.nan)])
+def test_infinite_scores(score: float, expected: float, dtype: torch.dtype, device: str) -> None:
+    case = DecodeCase(name="infinite", dtype=dtype, S=40, W=3, comp_len=(0, 40))
+    inputs = list(case.make_inputs(device, seed=14))
+    inputs[0][0] = inputs[0][0].abs() + 1
+    inputs[K_WIN][0, ..., 7] = score
+    out, lse = run(case, tuple(inputs))
+    assert_decode(case, (out, lse), tuple(inputs))
+    torch.testing.assert_close(out[0], torch.full_like(out[0], expected), equal_nan=True)
+    assert (lse[0].isnan() if score > 0 else lse[0] == score).all()
+    assert out[1].isfinite().all()
+
+
 def test_sequences_do_not_depend_on_their_batch_with_a_fixed_split(device: str) -> None:
     case = DecodeCase(
         name="batch", dtype=torch.bfloat16, B=3, H=8, S=1100, W=7, comp_len=(1100, 300, 5), split_size=256

@@ -24,6 +24,11 @@ SHARED_BYTES = 227 * 1024
 TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
 #: Scores err by 2^-16 of sum |q| |k|, which is up to some 20 here, and so do importances, relatively.
 LIST_DELTA = 1e-3
+#: Clusters of 0 to 16 blocks that two GPUs of 132 multiprocessors run at once, by the sizes of their parts.
+EVEN, UNEVEN = (
+    [0, 0, *(sum(part // blocks for part in parts) for blocks in range(2, 17))]
+    for parts in ((18, 18, *[16] * 6), (*[18] * 6, 16, 8))
+)
 
 
 @pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
@@ -32,6 +37,9 @@ LIST_DELTA = 1e-3
     [
         (4, {}, 16),
         (8, {}, 16),
+        (8, {"clusters": UNEVEN}, 8),  # of 16 blocks seven clusters run at once
+        (16, {"clusters": UNEVEN, "top_k": 256}, 4),
+        (16, {"top_k": 256}, 8),
         (16, {}, 8),
         (32, {}, 8),
         (256, {}, 8),
@@ -40,7 +48,7 @@ LIST_DELTA = 1e-3
         (256, {"top_k": 64}, 2),  # the rings of twelve warps leave no room for all 16 shares in one block
         (256, {"top_k": 64, "dim": 64}, 1),
         (1 << 20, {"top_k": 512}, 8),
-        (4, {"most_cluster": 8}, 8),
+        (4, {"clusters": [*EVEN[:16], 0]}, 8),
         (256, {"wanted_cluster": 16}, 16),
         (256, {"spans": True}, 8),
         (256, {"group": 16}, 8),
@@ -55,7 +63,8 @@ LIST_DELTA = 1e-3
     ids=str,
 )
 def test_blocks_of_a_row(rows: int, options: dict[str, Any], cluster: int) -> None:
-    found, stages, shared_bytes = _host.tree_decode_config(rows, **({"group": 8, "dim": 128} | options))
+    sizes = {"group": 8, "dim": 128, "clusters": EVEN} | options
+    found, stages, shared_bytes = _host.tree_decode_config(rows, **sizes)
     assert found == cluster
     assert stages == 0 or 2 <= stages <= 4
     assert shared_bytes <= SHARED_BYTES - 8 * 1024

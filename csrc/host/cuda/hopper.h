@@ -2,6 +2,11 @@
 #pragma once
 
 #include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAMacros.h>
+#include <c10/util/CallOnce.h>
+
+#include <array>
 
 #include "host/cuda/kernel_launch.h"
 #include "host/cuda/probes.h"
@@ -25,11 +30,17 @@ inline int most_overlapping_blocks() {
   return has_hopper_kernels() ? at::cuda::getCurrentDeviceProperties()->multiProcessorCount : 0;
 }
 
-// The most blocks of a cluster: 16 where the device has them side by side. It is asked once, like
-// has_hopper_kernels(), and only where that is true.
-inline int most_cluster_blocks() {
-  static const int most = device::holds_cluster(16) ? 16 : kPortableCluster;
-  return most;
+// Of the current device; all 0 where the kernels for sm_90a do not run. Each device is asked once.
+inline const ClusterCounts& clusters_at_once() {
+  static const ClusterCounts none{};
+  if (!has_hopper_kernels()) {
+    return none;
+  }
+  static std::array<c10::once_flag, C10_COMPILE_TIME_MAX_GPUS> asked;
+  static std::array<ClusterCounts, C10_COMPILE_TIME_MAX_GPUS> counts;
+  const auto device = static_cast<size_t>(c10::cuda::current_device());
+  c10::call_once(asked.at(device), [&] { counts[device] = device::count_clusters(); });
+  return counts[device];
 }
 
 }  // namespace htree

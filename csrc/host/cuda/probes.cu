@@ -30,26 +30,38 @@ bool hopper_kernels_compiled() {
   return attributes.sharedSizeBytes > 0;
 }
 
-bool holds_cluster(int cluster) {
+namespace {
+
+int clusters_at_once(int blocks) {
   auto* kernel = cluster_probe_kernel;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.x = static_cast<unsigned>(blocks);
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(32);
   config.dynamicSmemBytes = kHopperSharedBytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;
   const bool answered = allow_shared_bytes(kernel, kHopperSharedBytes) == cudaSuccess &&
-                        allow_cluster(kernel, cluster) == cudaSuccess &&
+                        allow_cluster(kernel, blocks) == cudaSuccess &&
                         cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
   if (!answered) {
-    cudaGetLastError();  // a device that refuses the question does not hold it
+    cudaGetLastError();  // a device that refuses the question runs none
   }
-  return answered && clusters > 0;
+  return answered ? clusters : 0;
+}
+
+}  // namespace
+
+ClusterCounts count_clusters() {
+  ClusterCounts counts{};
+  for (int blocks = 2; blocks < static_cast<int>(counts.size()); ++blocks) {
+    counts[blocks] = clusters_at_once(blocks);
+  }
+  return counts;
 }
 
 }  // namespace htree::device

@@ -2,6 +2,17 @@
 // the kernels, and torch's headers take it long. Torch-free.
 #pragma once
 
+#include <array>
+
+namespace htree {
+
+// [n]: the clusters of n blocks that a device runs at once, where each block has a multiprocessor to itself; 0 where
+// it runs none. The blocks of a cluster lie in one part of the GPU, and cards of one model differ in their parts: 132
+// multiprocessors may run 15 or 16 clusters of eight blocks, and seven or eight of sixteen.
+using ClusterCounts = std::array<int, 17>;
+
+}  // namespace htree
+
 namespace htree::device {
 
 // Whether the bodies of the Hopper kernels are compiled in: for sm_90a, not for sm_90 or for PTX that the driver
@@ -9,7 +20,7 @@ namespace htree::device {
 // nothing, so it is safe while a graph is captured.
 bool hopper_kernels_compiled();
 
-// Whether the device holds a cluster of so many blocks, each of which has a multiprocessor to itself.
-bool holds_cluster(int cluster);
+// Of the current device, for clusters of 2 blocks and more.
+ClusterCounts count_clusters();
 
 }  // namespace htree::device

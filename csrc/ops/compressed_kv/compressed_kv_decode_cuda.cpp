@@ -18,7 +18,8 @@
 namespace htree::compressed_kv {
 namespace {
 
-constexpr int64_t kGeneralStep = 64;  // a split of the general kernel is a multiple of so many tokens
+constexpr int64_t kTileStep = 128;    // a split of the tensor-core kernel is a multiple of so many tokens
+constexpr int64_t kGeneralStep = 64;  // and one of the general kernel of so many
 constexpr int64_t kWindowSplit = 16;  // tokens of the window that a block takes: two per warp
 
 RowsView view_of(const Compressed& from) {
@@ -74,7 +75,7 @@ struct Schedule {
 
 Schedule schedule_of(const DecodeProblem& p, QueryType type) {
   const int num_processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  const int cheap_splits = has_hopper_kernels() ? kMostClusterSplits : 1;  // other code has no clusters
+  const ClusterCounts& clusters = clusters_at_once();
   Schedule s{};
   s.head_chunks = ceil_div(p.heads_per_kv(), kHeadsPerBlock);
   s.num_groups = p.batch * p.num_kv_heads * s.head_chunks;
@@ -84,16 +85,20 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
             p.key_dim == p.value_dim && p.key_dim <= kMostTileHeadDim && p.num_kv_heads <= kMostTileGrid &&
             s.head_chunks <= kMostTileGrid;
   // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
-  s.split_size = p.split_size > 0 ? ceil_div(p.split_size, kTileRows) * kTileRows
-                 : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, 256, cheap_splits)
-                           : choose_split_size(p.capacity, s.num_groups, 4 * num_processors, kGeneralStep, 0);
+  const bool given = p.split_size > 0;
+  const SplitChoice choice =
+      s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, kTileStep, 1, clusters)
+              : choose_split_size(p.capacity, s.num_groups, 4 * num_processors, kGeneralStep, 0, {});
+  s.split_size = given ? ceil_div(p.split_size, kTileRows) * kTileRows : choice.size;
   s.num_splits = ceil_div(p.capacity, s.split_size);
   // The tensor-core kernel attends to the window as well, which is dealt to its splits.
   s.window_share = s.num_splits > 0 ? ceil_div(p.window, s.num_splits) : 0;
   s.fused = s.tiles && s.num_splits > 0 && s.window_share <= kMostWindowTokens;
-  s.ending = !s.fused || s.num_splits > cheap_splits ? Ending::kParts
-             : s.num_splits == 1                     ? Ending::kResult
-                                                     : Ending::kCluster;
+  // Where the caller fixes the size, other sequences must not decide how its splits are merged.
+  const bool cluster = given ? runs_as_cluster(s.num_splits, clusters) : choice.cluster;
+  s.ending = s.fused && s.num_splits == 1 ? Ending::kResult
+             : s.fused && cluster         ? Ending::kCluster
+                                          : Ending::kParts;
   s.num_parts = s.num_splits + (s.fused ? 0 : ceil_div(p.window, kWindowSplit));
   return s;
 }

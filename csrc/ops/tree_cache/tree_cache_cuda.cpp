@@ -159,8 +159,8 @@ DecodePlan decode_plan(const AttendParams<T>& params, const LeafPools* leaves, i
                       to_16_bytes(leaves->keys.scales) && to_16_bytes(leaves->values.codes) &&
                       to_16_bytes(leaves->values.scales);
   }
-  return plan_decode(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
-                     most_cluster_blocks(), choice.cluster);
+  return plan_decode(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount, clusters_at_once(),
+                     choice.cluster);
 }
 
 template <typename T, int kDim, bool kSpans>

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "device/sizes.h"
+#include "host/cuda/probes.h"
 #include "ops/compressed_kv/format.h"
 
 namespace htree::compressed_kv {
@@ -39,27 +41,45 @@ inline int warps_for(int64_t tiles, int most_warps) {
   return static_cast<int>(std::clamp<int64_t>((tiles + rounds - 1) / rounds, 1, most_warps));
 }
 
-// The tokens of a split, a multiple of `step`. It is the number of splits whose last wave of blocks leaves
-// the fewest multiprocessors idle, where a block costs as much as kOverhead tokens before it starts, and the
-// kernel that merges more than `cheap_splits` splits costs as much as kMerge tokens.
-inline int64_t choose_split_size(int64_t capacity, int64_t num_groups, int num_processors, int64_t step,
-                                 int64_t cheap_splits) {
+constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
+
+inline bool runs_as_cluster(int64_t splits, const ClusterCounts& clusters) {
+  return splits > 1 && splits <= kMostClusterSplits && clusters[splits] > 0;
+}
+
+struct SplitChoice {
+  int64_t size;  // tokens of a split
+  bool cluster;  // whether the blocks of its splits are to be a cluster
+};
+
+// A multiple of `step` tokens. It is the number of splits whose last wave of blocks leaves the fewest
+// multiprocessors idle, where a block costs as much as kOverhead tokens before it starts. More splits than `unmerged`
+// are merged by the blocks themselves, as a cluster, where enough clusters run at once, or by a kernel that costs as
+// much as kMerge tokens.
+inline SplitChoice choose_split_size(int64_t capacity, int64_t num_groups, int num_processors, int64_t step,
+                                     int64_t unmerged, const ClusterCounts& clusters) {
   constexpr int64_t kOverhead = 1024;
-  constexpr int64_t kMerge = 512;
+  constexpr int64_t kMerge = 768;
   constexpr int64_t kMostSplits = 256;
-  const int64_t steps = std::max<int64_t>(1, (capacity + step - 1) / step);
-  int64_t best = steps;
+  const int64_t steps = std::max<int64_t>(1, ceil_div(capacity, step));
+  SplitChoice best{steps * step, false};
   int64_t best_cost = -1;
-  for (int64_t splits = 1; splits <= std::min(steps, kMostSplits); ++splits) {
-    const int64_t per_split = (steps + splits - 1) / splits;
-    const int64_t waves = (num_groups * splits + num_processors - 1) / num_processors;
-    const int64_t cost = waves * (per_split * step + kOverhead) + (splits > cheap_splits ? kMerge : 0);
+  const auto consider = [&](int64_t per_split, bool cluster, int64_t waves, int64_t end) {
+    const int64_t cost = waves * (per_split * step + kOverhead) + end;
     if (best_cost < 0 || cost < best_cost) {
-      best = per_split;
+      best = {per_split * step, cluster};
       best_cost = cost;
     }
+  };
+  for (int64_t count = 1; count <= std::min(steps, kMostSplits); ++count) {
+    const int64_t per_split = ceil_div(steps, count);
+    const int64_t splits = ceil_div(steps, per_split);
+    if (runs_as_cluster(splits, clusters)) {
+      consider(per_split, true, ceil_div(num_groups, clusters[splits]), 0);
+    }
+    consider(per_split, false, ceil_div(num_groups * splits, num_processors), splits > unmerged ? kMerge : 0);
   }
-  return best * step;
+  return best;
 }
 
 }  // namespace htree::compressed_kv

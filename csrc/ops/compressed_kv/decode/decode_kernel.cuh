@@ -94,7 +94,7 @@ __device__ __forceinline__ void attend_tile(const TileReader<Tr>& reader, uint32
       scale[half] = load_scale(stage + reader.v.scales + half * 2 * reader.apart);
       scale[half] = present[half] ? scale[half] : 0.0f;
       // One comparison finds both a larger unit and a scale that is NaN or infinite.
-      rare = rare || !(scale[half] <= state.unit);
+      rare = rare || !(fabsf(scale[half]) <= state.unit);
     }
   }
   if (__any_sync(0xffffffffu, rare)) {

@@ -21,7 +21,7 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
   const StageLayout layout(Tr::kD, p.k.row_bytes, p.v.row_bytes);
   const int tables = Tr::kTableBytes + window_bytes<Tr>();
   const int padding = kStagePadding + chunk_table_bytes(Tr::kD, p.k.row_bytes, p.v.row_bytes);
-  // Not from the capacity: with a fixed split size no bit of a sequence may depend on the length of others.
+  // Not from the capacity: with a fixed split size longer rows of other sequences change no bit.
   const int64_t tiles = p.split_size / kTileRows;
   const int scratch = scratch_bytes<Tr>(p.window.per_split);
   const auto choose = [&](int padding) {

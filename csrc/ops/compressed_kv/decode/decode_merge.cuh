@@ -7,6 +7,7 @@
 
 #include "device/hopper/cluster_memory.cuh"
 #include "device/hopper/mbarrier.cuh"
+#include "ops/compressed_kv/decode/decode_config.h"
 #include "ops/compressed_kv/decode/decode_result.cuh"
 #include "ops/compressed_kv/decode/decode_softmax.cuh"
 #include "ops/compressed_kv/decode/decode_split.cuh"

@@ -49,7 +49,6 @@ enum class Ending {
   kCluster,  // the splits of a kv head are a cluster (sm_90), whose blocks merge them
   kResult    // this is the only split: they become out and lse
 };
-constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
 
 struct QueryView {
   const void* data;  // [slots, B, H, D of keys]; a slot per kv head of a group for expanded queries, else one

@@ -21,7 +21,8 @@ struct WarpState {
   float limit[kHeadPairs];  // the maximum and the slack: a score above it raises the maximum
   float base[kHeadPairs];   // the maximum, or 0 while that is minus infinity
   float sum[kHeadPairs];
-  float unit = 0.0f;          // a power of two that no scale of V so far exceeds; accumulators count in it
+  float unit =
+      0.0f;  // a power of two that no magnitude of a scale of V exceeds so far; accumulators count in it
   float inverse_unit = 0.0f;  // 0 while all scales are 0
 
   __device__ WarpState() {
@@ -99,7 +100,7 @@ __device__ __forceinline__ float power_above(float x) {
 template <int kTiles, int kHeadPairs>
 __device__ __forceinline__ void raise_unit(const float (&scale)[2], WarpState<kHeadPairs>& state,
                                            float (&acc)[kTiles][4]) {
-  const float own = fmaxf(scale[0], scale[1]);
+  const float own = fmaxf(fabsf(scale[0]), fabsf(scale[1]));
   if (!__any_sync(0xffffffffu, own > state.unit)) {
     return;
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/sizes.h"
+#include "host/cuda/probes.h"
 
 namespace htree::tree_cache {
 
@@ -120,7 +121,7 @@ constexpr int kTopSpanBlocks = 4;
 constexpr int kDecodeStaticBytes = 8 * 1024;
 
 // `wanted_cluster` 0 lets the sizes decide; a test may ask for a number.
-inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int most_cluster,
+inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, const ClusterCounts& clusters,
                               int wanted_cluster = 0) {
   const bool taken = problem.two_byte_type && problem.aligned && problem.rate == kDecodeRate &&
                      problem.top_k <= kDecodeMaxTopK && problem.group <= (problem.spans ? 8 : 16) &&
@@ -130,11 +131,14 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, int 
   if (!taken) {
     return {};
   }
-  // A block should have some 64 slots to amortise its exchanges. Fewer are right only where there are more
-  // multiprocessors than such blocks.
+  int most_cluster = kShares;
+  while (most_cluster > 1 && clusters[most_cluster] == 0) {
+    most_cluster /= 2;
+  }
+  // A block should have some 64 slots to amortise its exchanges. Fewer are right only where the clusters of all rows
+  // still run at once.
   int cluster = 1;
-  while (cluster < most_cluster &&
-         (cluster * 64 < problem.top_k || problem.rows * cluster * 2 <= processors)) {
+  while (cluster < most_cluster && (cluster * 64 < problem.top_k || problem.rows <= clusters[2 * cluster])) {
     cluster *= 2;
   }
   if (wanted_cluster > 0) {
