@@ -65,18 +65,24 @@ start_mps() {
   fi
 }
 
-# The GPUs that a part sees, those of the machine or of CUDA_VISIBLE_DEVICES, from another one on for each part.
+# The GPUs that a part sees, those of the machine or of CUDA_VISIBLE_DEVICES, from another one on for each part. Part 1
+# has the tests of more than 2^31 elements, which take 60 GB: half as many others begin with its GPU as with another.
 visible_to() {
   local all=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd ,)}
-  local gpus first
+  local gpus num first=0
   IFS=, read -ra gpus <<<"$all"
-  [ ${#gpus[@]} -gt 0 ] || return 0
-  first=$((($1 - 1) % ${#gpus[@]}))
+  num=${#gpus[@]}
+  [ "$num" -gt 0 ] || return 0
+  if [ "$1" -gt 1 ] && [ "$num" -gt 1 ]; then
+    first=$(((($1 - 2) % (2 * num - 1) + 1) % num)) # 1 2 3 0 1 2 3 of four
+  fi
   gpus=("${gpus[@]:first}" "${gpus[@]:0:first}")
   (IFS=, && echo "${gpus[*]}")
 }
 
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
+# Each process of torch.compile would start as many helpers as there are cores.
+[ "${JOBS:-1}" -eq 1 ] || export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1}
 case $mode in
   test)
     jobs=${JOBS:-1} status=0 running=() repeated=0

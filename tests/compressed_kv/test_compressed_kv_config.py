@@ -21,13 +21,11 @@ OVERHEAD, MERGE = 1024, 768
 STEP, CLUSTER = 128, 8
 
 
-def clusters_of(*parts: int) -> list[int]:
-    """Clusters of 0 to 16 blocks that run at once on a GPU with parts of so many multiprocessors."""
-    return [0, 0, *(sum(part // blocks for part in parts) for blocks in range(2, 17))]
-
-
+#: Clusters of 0 to 16 blocks that run at once: on code without clusters, on a card whose parts have 16 or 18
+#: multiprocessors, and on H100s.
 NONE = [0] * 17
-EVEN, UNEVEN = clusters_of(*[16] * 6, 18, 18), clusters_of(*[18] * 6, 16, 8)  # 132 multiprocessors
+EVEN = [0, 0, *(6 * (16 // blocks) + 2 * (18 // blocks) for blocks in range(2, 17))]
+H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
 
 
 def cost(
@@ -45,7 +43,7 @@ def cost(
     capacity=st.integers(1, 200_000),
     groups=st.integers(1, 2000),
     processors=st.sampled_from([3, 16, 108, 132]),
-    clusters=st.sampled_from([NONE, EVEN, UNEVEN]),
+    clusters=st.sampled_from([NONE, EVEN, H100]),
 )
 def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
     capacity: int, groups: int, processors: int, clusters: list[int]
@@ -66,14 +64,14 @@ def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
 @pytest.mark.parametrize(
     ("capacity", "groups", "clusters", "split", "cluster"),
     [
-        (32736, 64, UNEVEN, 16384, True),  # 8 sequences of 8 kv heads: two blocks each
-        (4064, 8, UNEVEN, 512, True),
+        (32736, 64, H100, 16384, True),  # 8 sequences of 8 kv heads: two blocks each
+        (4064, 8, H100, 512, True),
         (4064, 16, EVEN, 512, True),
-        (4064, 16, UNEVEN, 768, True),  # not eight blocks: 15 of those clusters run at once
-        (32736, 16, UNEVEN, 4096, False),  # all multiprocessors, without clusters
-        (32736, 8, UNEVEN, 2048, False),
+        (4064, 16, H100, 768, True),  # not eight blocks: 15 of those clusters run at once
+        (32736, 16, H100, 4096, False),  # all multiprocessors, without clusters
+        (32736, 8, H100, 2048, False),
         (4064, 8, NONE, 256, False),
-        (1, 1, UNEVEN, 128, False),
+        (1, 1, H100, 128, False),
     ],
 )
 def test_the_known_sizes(capacity: int, groups: int, clusters: list[int], split: int, cluster: bool) -> None:

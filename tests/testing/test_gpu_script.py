@@ -64,6 +64,9 @@ def test_the_parts_begin_with_different_gpus(tmp_path: Path, stub: Path) -> None
     assert found.returncode == 0
     seen = [(out / f"test-gpu-{part}.log").read_text().split()[3] for part in range(1, 5)]
     assert seen == ["0,2,5", "2,5,0", "5,0,2", "0,2,5"]
+    found = run(out, stub, "none", JOBS="11", CUDA_VISIBLE_DEVICES="0,2,5")
+    first = [(out / f"test-gpu-{part}.log").read_text().split()[3][0] for part in range(1, 12)]
+    assert first == ["0", *"25025" * 2]  # the tests that need most memory are in part 1
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,9 @@ SHARED_BYTES = 227 * 1024
 TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
 #: Scores err by 2^-16 of sum |q| |k|, which is up to some 20 here, and so do importances, relatively.
 LIST_DELTA = 1e-3
-#: Clusters of 0 to 16 blocks that two GPUs of 132 multiprocessors run at once, by the sizes of their parts.
-EVEN, UNEVEN = (
-    [0, 0, *(sum(part // blocks for part in parts) for blocks in range(2, 17))]
-    for parts in ((18, 18, *[16] * 6), (*[18] * 6, 16, 8))
-)
+#: Clusters of 0 to 16 blocks that run at once: on a card whose parts have 16 or 18 multiprocessors, and on H100s.
+EVEN = [0, 0, *(6 * (16 // blocks) + 2 * (18 // blocks) for blocks in range(2, 17))]
+H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
 
 
 @pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
@@ -37,8 +35,8 @@ EVEN, UNEVEN = (
     [
         (4, {}, 16),
         (8, {}, 16),
-        (8, {"clusters": UNEVEN}, 8),  # of 16 blocks seven clusters run at once
-        (16, {"clusters": UNEVEN, "top_k": 256}, 4),
+        (8, {"clusters": H100}, 8),  # of 16 blocks seven clusters run at once
+        (16, {"clusters": H100, "top_k": 256}, 4),
         (16, {"top_k": 256}, 8),
         (16, {}, 8),
         (32, {}, 8),
