@@ -160,9 +160,10 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
 
 // (tokens of a split, whether a cluster merges the splits) of the tensor-core decode kernel.
 std::tuple<int64_t, bool> compressed_kv_split_size(int64_t capacity, int64_t num_groups, int num_processors,
-                                                   const htree::ClusterCounts& clusters, int64_t step) {
-  const auto choice = htree::compressed_kv::choose_split_size(capacity, num_groups, num_processors, step,
-                                                              /*unmerged=*/1, clusters);
+                                                   const htree::ClusterCounts& clusters, int bits) {
+  using namespace htree::compressed_kv;
+  const auto choice =
+      choose_split_size(capacity, num_groups, num_processors, kTileStep, tile_costs(bits, bits), clusters);
   return {choice.size, choice.cluster};
 }
 
@@ -452,7 +453,7 @@ PYBIND11_MODULE(_host, module) {
       "Warps that a decode block of kv_decode_attention takes at most for so many tiles of 16 tokens.");
   module.def(
       "compressed_kv_split_size", &compressed_kv_split_size, py::arg("capacity"), py::arg("num_groups"),
-      py::arg("num_processors"), py::arg("clusters"), py::arg("step") = 128,
+      py::arg("num_processors"), py::arg("clusters"), py::arg("bits") = 4,
       "Tokens that a block of kv_decode_attention takes where split_size is 0, and whether a cluster merges "
       "the blocks; clusters[n] of n blocks run at once.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),

@@ -18,8 +18,7 @@
 namespace htree::compressed_kv {
 namespace {
 
-constexpr int64_t kTileStep = 128;    // a split of the tensor-core kernel is a multiple of so many tokens
-constexpr int64_t kGeneralStep = 64;  // and one of the general kernel of so many
+constexpr int64_t kGeneralStep = 64;  // a split of the general kernel is a multiple of so many tokens
 constexpr int64_t kWindowSplit = 16;  // tokens of the window that a block takes: two per warp
 
 RowsView view_of(const Compressed& from) {
@@ -73,7 +72,7 @@ struct Schedule {
   Ending ending;
 };
 
-Schedule schedule_of(const DecodeProblem& p, QueryType type) {
+Schedule schedule_of(const DecodeProblem& p, QueryType type, int k_bits, int v_bits) {
   const int num_processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   const ClusterCounts& clusters = clusters_at_once();
   Schedule s{};
@@ -86,9 +85,10 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type) {
             s.head_chunks <= kMostTileGrid;
   // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
   const bool given = p.split_size > 0;
-  const SplitChoice choice =
-      s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, kTileStep, 1, clusters)
-              : choose_split_size(p.capacity, s.num_groups, 4 * num_processors, kGeneralStep, 0, {});
+  const SplitChoice choice = s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, kTileStep,
+                                                         tile_costs(k_bits, v_bits), clusters)
+                                     : choose_split_size(p.capacity, s.num_groups, 4 * num_processors,
+                                                         kGeneralStep, kGeneralCosts, {});
   s.split_size = given ? ceil_div(p.split_size, kTileRows) * kTileRows : choice.size;
   s.num_splits = ceil_div(p.capacity, s.split_size);
   // The tensor-core kernel attends to the window as well, which is dealt to its splits.
@@ -189,7 +189,7 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
                  const at::Tensor& lse) {
   const LaunchScope scope(t.q);
   const cudaStream_t stream = scope.stream();
-  const Schedule s = schedule_of(p, query_type_of(t.q));
+  const Schedule s = schedule_of(p, query_type_of(t.q), t.k.format.bits, t.v.format.bits);
   if (s.num_parts == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());

@@ -35,10 +35,11 @@ inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int m
 }
 
 // The fewest warps that take `tiles` tiles in no more rounds than `most_warps` would: a warp costs as much as
-// some tiles before its first and after its last one.
+// some tiles before its first and after its last one. But some more than that fill the selector tables sooner.
 inline int warps_for(int64_t tiles, int most_warps) {
-  const int64_t rounds = std::max<int64_t>(1, (tiles + most_warps - 1) / most_warps);
-  return static_cast<int>(std::clamp<int64_t>((tiles + rounds - 1) / rounds, 1, most_warps));
+  constexpr int64_t kFewest = 12;
+  const int64_t rounds = std::max<int64_t>(1, ceil_div(tiles, most_warps));
+  return static_cast<int>(std::min<int64_t>(std::max(ceil_div(tiles, rounds), kFewest), most_warps));
 }
 
 constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
@@ -47,37 +48,52 @@ inline bool runs_as_cluster(int64_t splits, const ClusterCounts& clusters) {
   return splits > 1 && splits <= kMostClusterSplits && clusters[splits] > 0;
 }
 
+// What takes how long, in one unit.
+struct SplitCosts {
+  int64_t token;  // of a split
+  int64_t block;  // before its first token and after its last
+  int64_t merge;  // the kernel that merges splits,
+  int64_t split;  // and for each of them
+};
+
+constexpr int64_t kTileStep = 128;  // a split of the tensor-core kernel is a multiple of so many tokens
+
+// Of the tensor-core kernel, in nanoseconds on an H100.
+constexpr SplitCosts tile_costs(int k_bits, int v_bits) {
+  return {(k_bits == 16 ? 5 : 3) + (v_bits == 16 ? 5 : 3), 9300, 2200, 160};
+}
+
+// Of the general kernel, whose splits are always merged.
+constexpr SplitCosts kGeneralCosts{1, 1024, 0, 0};
+
 struct SplitChoice {
   int64_t size;  // tokens of a split
   bool cluster;  // whether the blocks of its splits are to be a cluster
 };
 
-// A multiple of `step` tokens. It is the number of splits whose last wave of blocks leaves the fewest
-// multiprocessors idle, where a block costs as much as kOverhead tokens before it starts. More splits than `unmerged`
-// are merged by the blocks themselves, as a cluster, where enough clusters run at once, or by a kernel that costs as
-// much as kMerge tokens.
+// A multiple of `step` tokens: the number of splits that costs least. Several are merged by the blocks themselves, as
+// a cluster, of which so many run at once, or by a kernel of its own.
 inline SplitChoice choose_split_size(int64_t capacity, int64_t num_groups, int num_processors, int64_t step,
-                                     int64_t unmerged, const ClusterCounts& clusters) {
-  constexpr int64_t kOverhead = 1024;
-  constexpr int64_t kMerge = 768;
+                                     const SplitCosts& costs, const ClusterCounts& clusters) {
   constexpr int64_t kMostSplits = 256;
   const int64_t steps = std::max<int64_t>(1, ceil_div(capacity, step));
   SplitChoice best{steps * step, false};
   int64_t best_cost = -1;
-  const auto consider = [&](int64_t per_split, bool cluster, int64_t waves, int64_t end) {
-    const int64_t cost = waves * (per_split * step + kOverhead) + end;
+  const auto consider = [&](int64_t size, bool cluster, int64_t waves, int64_t merge) {
+    const int64_t cost = waves * (size * costs.token + costs.block) + merge;
     if (best_cost < 0 || cost < best_cost) {
-      best = {per_split * step, cluster};
+      best = {size, cluster};
       best_cost = cost;
     }
   };
   for (int64_t count = 1; count <= std::min(steps, kMostSplits); ++count) {
-    const int64_t per_split = ceil_div(steps, count);
-    const int64_t splits = ceil_div(steps, per_split);
+    const int64_t size = ceil_div(steps, count) * step;
+    const int64_t splits = ceil_div(capacity, size);
     if (runs_as_cluster(splits, clusters)) {
-      consider(per_split, true, ceil_div(num_groups, clusters[splits]), 0);
+      consider(size, true, ceil_div(num_groups, clusters[splits]), 0);
     }
-    consider(per_split, false, ceil_div(num_groups * splits, num_processors), splits > unmerged ? kMerge : 0);
+    consider(size, false, ceil_div(num_groups * splits, num_processors),
+             splits > 1 ? costs.merge + splits * costs.split : 0);
   }
   return best;
 }
