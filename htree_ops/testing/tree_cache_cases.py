@@ -450,6 +450,8 @@ BENCHMARK_CASES = {
         _served("B=1 T=1048576 span=4", 1, 1 << 20, selection_span=4),
         _served("B=1 T=131072 span=2", 1, 1 << 17, selection_span=2),
         _served("B=1 T=1048576 span=2", 1, 1 << 20, selection_span=2),
+        _served("B=1 T=131072 kv=8", 1, 1 << 17, kv_heads=8),
+        _served("B=2 T=131072", 2, 1 << 17),
         _served("B=1 T=8192", 1, 1 << 13),
         _served("B=1 T=8192 in 1048576", 1, 1 << 13, capacity=1 << 20),
     ],
