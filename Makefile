@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 TORCH ?= torch==2.11.0
 # GPU runs: the folder of their logs, the seconds that one process of pytest, one sanitizer on one file or one room of
 # benchmarks may take, and the processes that share the GPUs in `test-gpu`: 15 for each GPU of 141 GB if it has the cores,
-# 11 for each of 80 GB.
+# 11 for each of 80 GB. Tests that find no memory beside others run again alone.
 OUT ?= runs/gpu
 LIMIT ?= 7200
 JOBS ?= 4

@@ -4,7 +4,8 @@
   parameter that names a CUDA device, or with the marker ``gpu``. Without a GPU it is skipped.
 * ``HTREE_REQUIRE_CUDA=1`` turns every skip of a CUDA test, and of a whole module, into a failure.
 * ``--shard I/N`` runs part I of N, so that N processes share the suite. Tests of more than 2^31 elements, which need
-  much memory, are all in part 1.
+  most of a GPU's memory, are part 0.
+* A line "OUT OF MEMORY" names each test that failed for want of memory, which other processes may have taken.
 * A kernel that faults ends the run: every later call of this process on the GPU fails of it, and so do those of other
   processes that share the GPU through the multi-process service. A line "FAULTED" names the test that saw it.
 """
@@ -63,29 +64,33 @@ def is_cuda(item: pytest.Item) -> bool:
 
 
 def shard(text: str) -> tuple[int, int]:
-    """``I/N`` with 1 <= I <= N, as two ints."""
+    """``I/N`` with 0 <= I <= N and N >= 1, as two ints."""
     try:
         part, of = map(int, text.split("/"))
     except ValueError:
         part, of = 0, 0
-    if not 1 <= part <= of:
-        raise pytest.UsageError(f"--shard: expected I/N with 1 <= I <= N, got {text}")
+    if not 0 <= part <= of or of == 0:
+        raise pytest.UsageError(f"--shard: expected I/N with 0 <= I <= N and N >= 1, got {text}")
     return part, of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--shard", type=shard, default=(1, 1), metavar="I/N", help="run part I of N of the tests"
+        "--shard",
+        type=shard,
+        metavar="I/N",
+        help="run part I of N of the tests; part 0 has the largest tensors",
     )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, of = config.getoption("shard")
+    if (asked := config.getoption("shard")) is None:
+        return
+    part, of = asked
     large = [item for item in items if "more_than_2_31" in item.nodeid]
     others = [item for item in items if "more_than_2_31" not in item.nodeid]
-    mine = [*(large if part == 1 else []), *others[part - 1 :: of]]
-    chosen = set(mine)
+    chosen = set(others[part - 1 :: of] if part > 0 else large)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
@@ -132,12 +137,20 @@ def gpu_is_lost() -> bool:
 
 
 FAULTED = pytest.StashKey[str]()
+OUT_OF_MEMORY = pytest.StashKey[list[str]]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     report.device = "cuda" if is_cuda(item) else "cpu"
+    if (
+        report.failed
+        and call.excinfo
+        and "CUDA" in (text := str(call.excinfo.value))
+        and "out of memory" in text
+    ):
+        item.config.stash.setdefault(OUT_OF_MEMORY, []).append(item.nodeid)
     if report.failed and gpu_is_lost():
         item.config.stash.setdefault(FAULTED, item.nodeid)
         item.session.shouldfail = "a kernel has faulted: later tests would fail of it"
@@ -173,5 +186,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     why = f" (no CUDA: {MISSING})" if MISSING else f" ({torch.cuda.get_device_name()})"
     required = ", required by HTREE_REQUIRE_CUDA=1" if REQUIRED else ""
     terminalreporter.write_line(f"devices: {'; '.join(parts)}{why}{required}")
+    for test in terminalreporter.config.stash.get(OUT_OF_MEMORY, []):
+        terminalreporter.write_line(f"OUT OF MEMORY {test}")
     if faulted := terminalreporter.config.stash.get(FAULTED, None):
         terminalreporter.write_line(f"FAULTED {faulted}")

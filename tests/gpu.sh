@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests on a GPU machine: gpu.sh test|sanitize OUT LIMIT PYTHON [pytest arguments]
-# JOBS=N runs the tests in N processes that share the GPUs: each sees all of them, and another one first.
+# JOBS=N runs the tests in N processes that share the GPUs: each sees all of them, and another one first. The tests of more
+# than 2^31 elements, which take most of a GPU's memory, come before them.
 # Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda if that is newer.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -32,13 +33,43 @@ repeat_faulted() {
   local test log
   while IFS= read -r test; do
     log=$out/faulted-$((++repeated)).log
-    if env -u CUDA_MPS_PIPE_DIRECTORY -u CUDA_MPS_LOG_DIRECTORY CUDA_LAUNCH_BLOCKING=1 timeout "$limit" "$python" -m pytest \
-      -q -p no:cacheprovider -o timeout=300 "$test" >"$log" 2>&1; then
+    if CUDA_LAUNCH_BLOCKING=1 alone "$log" "$test"; then
       echo "passes alone: $test"
     else
       echo "fails alone, see $log: $test"
     fi
-  done < <(grep -h '^FAULTED ' "$out"/test-gpu-*.log | cut -d ' ' -f 2- | sort -u)
+  done < <(named FAULTED)
+}
+
+# Tests that found too little memory beside others run again without them, and that decides. Returns whether they pass.
+repeat_without_memory() {
+  local tests log=$out/alone.log
+  readarray -t tests < <(named 'OUT OF MEMORY')
+  [ ${#tests[@]} -gt 0 ] || return 0
+  if alone "$log" "${tests[@]}"; then
+    echo "out of memory beside others, pass alone: ${#tests[@]} tests"
+  else
+    echo "out of memory beside others, and fail alone, see $log:"
+    printf '%s\n' "${tests[@]}"
+    return 1
+  fi
+}
+
+alone() {
+  local log=$1
+  shift
+  env -u CUDA_MPS_PIPE_DIRECTORY -u CUDA_MPS_LOG_DIRECTORY timeout "$limit" "$python" -m pytest -q -p no:cacheprovider \
+    -o timeout=300 "$@" >"$log" 2>&1
+}
+
+# The tests of all parts that a line begins with, behind the words $1.
+named() {
+  sed -n "s/^$1 //p" "$out"/test-gpu-*.log | sort -u
+}
+
+# Whether nothing but memory failed in the part with status $1 and log $2.
+lacked_memory_alone() {
+  [ "$1" -eq 1 ] && [ "$(grep -c '^FAILED\|^ERROR' "$2")" -eq "$(grep -c '^OUT OF MEMORY ' "$2")" ]
 }
 
 # Status of a process that `timeout` may have ended, and what to do about it.
@@ -65,17 +96,13 @@ start_mps() {
   fi
 }
 
-# The GPUs that a part sees, those of the machine or of CUDA_VISIBLE_DEVICES, from another one on for each part. Part 1
-# has the tests of more than 2^31 elements, which take 60 GB: half as many others begin with its GPU as with another.
+# The GPUs that a part sees, those of the machine or of CUDA_VISIBLE_DEVICES, from another one on for each part.
 visible_to() {
   local all=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd ,)}
-  local gpus num first=0
+  local gpus first
   IFS=, read -ra gpus <<<"$all"
-  num=${#gpus[@]}
-  [ "$num" -gt 0 ] || return 0
-  if [ "$1" -gt 1 ] && [ "$num" -gt 1 ]; then
-    first=$(((($1 - 2) % (2 * num - 1) + 1) % num)) # 1 2 3 0 1 2 3 of four
-  fi
+  [ ${#gpus[@]} -gt 0 ] || return 0
+  first=$((($1 - 1) % ${#gpus[@]}))
   gpus=("${gpus[@]:first}" "${gpus[@]:0:first}")
   (IFS=, && echo "${gpus[*]}")
 }
@@ -86,24 +113,32 @@ export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 case $mode in
   test)
     jobs=${JOBS:-1} status=0 running=() repeated=0
-    rm -f "$out"/test-gpu-*.log "$out"/faulted-*.log # of an earlier run, which may have had more parts
-    [ "$jobs" -eq 1 ] || start_mps
+    rm -f "$out"/test-gpu-*.log "$out"/faulted-*.log "$out"/alone.log # of an earlier run, which may have had more parts
+    if [ "$jobs" -gt 1 ]; then
+      alone "$out/test-gpu-0.log" -k cuda --shard "0/$jobs" "$@"
+      ended=$?
+      [ "$ended" -eq 5 ] || checked "$ended" "the part of large tensors" || status=1 # 5: there are no such tests
+      start_mps
+    fi
     for part in $(seq "$jobs"); do
-      gpus=$(visible_to "$part")
+      gpus=$(visible_to "$part") shard=()
+      [ "$jobs" -eq 1 ] || shard=(--shard "$part/$jobs")
       env ${gpus:+CUDA_VISIBLE_DEVICES="$gpus"} timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider \
-        -o timeout=300 --shard "$part/$jobs" "$@" >"$out/test-gpu-$part.log" 2>&1 &
+        -o timeout=300 "${shard[@]}" "$@" >"$out/test-gpu-$part.log" 2>&1 &
       running+=($!)
     done
     report &
     reporter=$!
     for part in $(seq "$jobs"); do
       wait "${running[part - 1]}"
-      checked $? "part $part of $jobs" || status=1
+      ended=$?
+      lacked_memory_alone "$ended" "$out/test-gpu-$part.log" || checked "$ended" "part $part of $jobs" || status=1
     done
     kill "$reporter"
     tail -n 3 "$out"/test-gpu-*.log
     grep -h '^FAILED\|^ERROR' "$out"/test-gpu-*.log
     repeat_faulted
+    repeat_without_memory || status=1
     exit "$status"
     ;;
   sanitize)

@@ -104,16 +104,32 @@ def test_more_than_2_31_elements():
     pass
 """
     ran = []
-    for part in range(1, 4):
+    for part in range(4):
         status, output = run_pytest(tmp_path, source, "--shard", f"{part}/3")
         assert status == 0, output
         ran.append(set(re.findall(r"PASSED test_sample.py::(\S+)", output)))
-    assert sorted(map(len, ran)) == [2, 2, 4]
+    assert ran[0] == {"test_more_than_2_31_elements"}
+    assert sorted(map(len, ran[1:])) == [2, 2, 3]
     assert len(set.union(*ran)) == 8
-    assert "test_more_than_2_31_elements" in ran[0]
+    status, output = run_pytest(tmp_path, source)
+    assert "8 passed" in output
     status, output = run_pytest(tmp_path, source, "--shard", "4/3")
     assert status != 0
-    assert "expected I/N with 1 <= I <= N, got 4/3" in output
+    assert "expected I/N with 0 <= I <= N and N >= 1, got 4/3" in output
+
+
+def test_a_test_that_found_no_memory_is_named(tmp_path):
+    source = """
+import torch
+def test_lacks():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+def test_fails():
+    assert False
+"""
+    status, output = run_pytest(tmp_path, source)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    named = re.findall(r"^OUT OF MEMORY .*$", output, re.M)
+    assert named == ["OUT OF MEMORY test_sample.py::test_lacks"], output
 
 
 FAULT = """

@@ -13,11 +13,12 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu.sh"
 
-#: In the place of python: fails in the part that FAILS names.
+#: In the place of python: fails in the part that FAILS names; LACKED lists tests that found no memory there.
 STUB = """#!/usr/bin/env bash
 case "$*" in
   *"--shard $FAILS "*)
-    echo "FAILED tests/of_this_run.py"
+    [ "$LACKED" = "$ONLY" ] || echo "FAILED tests/of_this_run.py"
+    [ -z "$LACKED" ] || printf 'FAILED %s\nOUT OF MEMORY %s\n' "$LACKED" "$LACKED"
     [ -z "$FAULTED" ] || echo "FAULTED $FAULTED"
     exit 1 ;;
   *"$FAULTY") exit 1 ;;
@@ -39,7 +40,8 @@ def run(out: Path, stub: Path, fails: str, **more: str) -> subprocess.CompletedP
     script = stub.parent / "tests" / "gpu.sh"
     script.parent.mkdir(exist_ok=True)
     shutil.copy(SCRIPT, script)
-    given = {"JOBS": "2", "FAILS": fails, "FAULTED": "", "FAULTY": "none", "CUDA_MPS_PIPE_DIRECTORY": "given"}
+    given = {"JOBS": "2", "FAILS": fails, "FAULTED": "", "FAULTY": "none", "LACKED": "", "ONLY": "none"}
+    given |= {"CUDA_MPS_PIPE_DIRECTORY": "given"}
     environment = os.environ | given | more
     command = ["bash", str(script), "test", str(out), "60", str(stub), "tests/some.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -64,9 +66,6 @@ def test_the_parts_begin_with_different_gpus(tmp_path: Path, stub: Path) -> None
     assert found.returncode == 0
     seen = [(out / f"test-gpu-{part}.log").read_text().split()[3] for part in range(1, 5)]
     assert seen == ["0,2,5", "2,5,0", "5,0,2", "0,2,5"]
-    found = run(out, stub, "none", JOBS="11", CUDA_VISIBLE_DEVICES="0,2,5")
-    first = [(out / f"test-gpu-{part}.log").read_text().split()[3][0] for part in range(1, 12)]
-    assert first == ["0", *"25025" * 2]  # the tests that need most memory are in part 1
 
 
 @pytest.mark.parametrize(
@@ -78,3 +77,29 @@ def test_a_test_that_saw_a_fault_runs_again_alone(tmp_path: Path, stub: Path, fa
     found = run(tmp_path / "out", stub, "2/2", FAULTED=test, FAULTY=faulty)
     assert found.returncode == 1
     assert re.search(f"^{said}: {re.escape(test)}$", found.stdout, re.M), found.stdout
+
+
+@pytest.mark.parametrize(
+    ("only", "faulty", "status", "said"),
+    [
+        (True, "none", 0, "out of memory beside others, pass alone: 1 tests"),
+        (False, "none", 1, "out of memory beside others, pass alone: 1 tests"),
+        (True, "test_x.py::test[a b]", 1, r"out of memory beside others, and fail alone, see \S+/alone.log:"),
+    ],
+    ids=["pass_alone", "another_fails", "fail_alone"],
+)
+def test_a_test_that_lacked_memory_runs_again_alone_which_decides(
+    tmp_path: Path, stub: Path, only: bool, faulty: str, status: int, said: str
+) -> None:
+    test = "tests/test_x.py::test[a b]"
+    found = run(tmp_path / "out", stub, "2/2", LACKED=test, ONLY=test if only else "none", FAULTY=faulty)
+    assert found.returncode == status, found.stdout
+    assert re.search(f"^{said}$", found.stdout, re.M), found.stdout
+
+
+def test_large_tensors_come_first_and_alone(tmp_path: Path, stub: Path) -> None:
+    out = tmp_path / "out"
+    assert run(out, stub, "0/2").returncode == 1
+    assert "FAILED" in (out / "test-gpu-0.log").read_text()
+    assert run(out, stub, "none", JOBS="1").returncode == 0
+    assert not (out / "test-gpu-0.log").exists()
