@@ -68,7 +68,7 @@ named() {
 }
 
 # Whether nothing but memory failed in the part with status $1 and log $2.
-lacked_memory_alone() {
+lacked_memory_only() {
   [ "$1" -eq 1 ] && [ "$(grep -c '^FAILED\|^ERROR' "$2")" -eq "$(grep -c '^OUT OF MEMORY ' "$2")" ]
 }
 
@@ -132,7 +132,7 @@ case $mode in
     for part in $(seq "$jobs"); do
       wait "${running[part - 1]}"
       ended=$?
-      lacked_memory_alone "$ended" "$out/test-gpu-$part.log" || checked "$ended" "part $part of $jobs" || status=1
+      lacked_memory_only "$ended" "$out/test-gpu-$part.log" || checked "$ended" "part $part of $jobs" || status=1
     done
     kill "$reporter"
     tail -n 3 "$out"/test-gpu-*.log

@@ -86,14 +86,17 @@ inline SplitChoice choose_split_size(int64_t capacity, int64_t num_groups, int n
       best_cost = cost;
     }
   };
-  for (int64_t count = 1; count <= std::min(steps, kMostSplits); ++count) {
-    const int64_t size = ceil_div(steps, count) * step;
-    const int64_t splits = ceil_div(capacity, size);
+  for (int64_t splits = 1; splits <= kMostSplits;) {
+    const int64_t per_split = ceil_div(steps, splits);  // the least for so many splits
     if (runs_as_cluster(splits, clusters)) {
-      consider(size, true, ceil_div(num_groups, clusters[splits]), 0);
+      consider(per_split * step, true, ceil_div(num_groups, clusters[splits]), 0);
     }
-    consider(size, false, ceil_div(num_groups * splits, num_processors),
+    consider(per_split * step, false, ceil_div(num_groups * splits, num_processors),
              splits > 1 ? costs.merge + splits * costs.split : 0);
+    if (per_split == 1) {
+      break;
+    }
+    splits = ceil_div(steps, per_split - 1);
   }
   return best;
 }
