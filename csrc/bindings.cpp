@@ -246,9 +246,9 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
 }
 
 // Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay.
-std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim, int64_t top_k, bool spans,
-                                      int multiprocessors, const htree::ClusterCounts& clusters,
-                                      int wanted_cluster) {
+std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim,
+                                      const htree::ClusterCounts& clusters, int64_t top_k, bool spans,
+                                      int multiprocessors, int wanted_cluster) {
   const htree::tree_cache::DecodeProblem problem = {.rows = rows,
                                                     .group = group,
                                                     .top_k = top_k,
@@ -479,8 +479,8 @@ PYBIND11_MODULE(_host, module) {
              py::arg("hopper") = true, py::arg("cublas") = true, py::arg("multiprocessors") = 132,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_decode_config", &tree_decode_config, py::arg("rows"), py::arg("group"), py::arg("dim"),
-             py::arg("top_k") = 512, py::arg("spans") = false, py::arg("multiprocessors") = 132,
-             py::arg("clusters"), py::arg("wanted_cluster") = 0,
+             py::arg("clusters"), py::arg("top_k") = 512, py::arg("spans") = false,
+             py::arg("multiprocessors") = 132, py::arg("wanted_cluster") = 0,
              "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes); "
              "clusters[n] of n blocks run at once.");
   module.def(

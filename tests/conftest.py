@@ -3,9 +3,10 @@
 * ``device`` is a parameter, ``"cpu"`` and ``"cuda"``. A CUDA test is one with that parameter, with any other
   parameter that names a CUDA device, or with the marker ``gpu``. Without a GPU it is skipped.
 * ``HTREE_REQUIRE_CUDA=1`` turns every skip of a CUDA test, and of a whole module, into a failure.
-* ``--shard I/N`` runs part I of N, so that N processes share the suite. Tests of more than 2^31 elements, which need
-  most of a GPU's memory, are part 0.
-* A line "OUT OF MEMORY" names each test that failed for want of memory, which other processes may have taken.
+* ``--shard I/N`` runs part I of the parts 0 to N, so that several processes share the suite. Part 0 has the tests of
+  more than 2^31 elements, which need most of a GPU's memory, and the others leave them out. A line "OUT OF MEMORY"
+  names each test that failed for want of memory, which other processes may have taken; the exit status is 20 where a
+  part ran to its end and nothing else failed.
 * A kernel that faults ends the run: every later call of this process on the GPU fails of it, and so do those of other
   processes that share the GPU through the multi-process service. A line "FAULTED" names the test that saw it.
 """
@@ -79,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--shard",
         type=shard,
         metavar="I/N",
-        help="run part I of N of the tests; part 0 has the largest tensors",
+        help="run part I of the parts 0 to N of the tests; part 0 has the largest tensors",
     )
 
 
@@ -138,6 +139,7 @@ def gpu_is_lost() -> bool:
 
 FAULTED = pytest.StashKey[str]()
 OUT_OF_MEMORY = pytest.StashKey[list[str]]()
+ONLY_OUT_OF_MEMORY = 20  # exit status
 
 
 @pytest.hookimpl(wrapper=True)
@@ -170,6 +172,10 @@ def pytest_make_collect_report(collector: pytest.Collector):
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if REQUIRED and MISSING and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    lacked = session.config.stash.get(OUT_OF_MEMORY, [])
+    stopped = session.shouldfail or session.shouldstop
+    if session.config.getoption("shard") and lacked and len(lacked) == session.testsfailed and not stopped:
+        session.exitstatus = ONLY_OUT_OF_MEMORY
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

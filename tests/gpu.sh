@@ -41,11 +41,10 @@ repeat_faulted() {
   done < <(named FAULTED)
 }
 
-# Tests that found too little memory beside others run again without them, and that decides. Returns whether they pass.
+# Tests that found too little memory beside others run again without them, which decides. Returns whether they pass.
 repeat_without_memory() {
   local tests log=$out/alone.log
   readarray -t tests < <(named 'OUT OF MEMORY')
-  [ ${#tests[@]} -gt 0 ] || return 0
   if alone "$log" "${tests[@]}"; then
     echo "out of memory beside others, pass alone: ${#tests[@]} tests"
   else
@@ -55,21 +54,29 @@ repeat_without_memory() {
   fi
 }
 
-alone() {
+run_tests() { # log, pytest arguments
   local log=$1
   shift
-  env -u CUDA_MPS_PIPE_DIRECTORY -u CUDA_MPS_LOG_DIRECTORY timeout "$limit" "$python" -m pytest -q -p no:cacheprovider \
-    -o timeout=300 "$@" >"$log" 2>&1
+  timeout "$limit" "$python" -m pytest -q -p no:cacheprovider -o timeout=300 "$@" >"$log" 2>&1
 }
 
-# The tests of all parts that a line begins with, behind the words $1.
+alone() {
+  (unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY && run_tests "$@")
+}
+
+# The tests behind the words $1 at the beginning of lines, of all parts that run beside each other.
 named() {
-  sed -n "s/^$1 //p" "$out"/test-gpu-*.log | sort -u
+  sed -n "s/^$1 //p" "$out"/test-gpu-[1-9]*.log | sort -u
 }
 
-# Whether nothing but memory failed in the part with status $1 and log $2.
-lacked_memory_only() {
-  [ "$1" -eq 1 ] && [ "$(grep -c '^FAILED\|^ERROR' "$2")" -eq "$(grep -c '^OUT OF MEMORY ' "$2")" ]
+# Takes the status of a part into account.
+count_part() {
+  case $1 in
+    5) return ;;                                # it had no tests
+    20) [ "$2" -eq 0 ] && status=1 || lacked=1 ;; # only memory was lacking: alone that is a failure
+    *) checked "$1" "part $2 of $jobs" || status=1 ;;
+  esac
+  ran=1
 }
 
 # Status of a process that `timeout` may have ended, and what to do about it.
@@ -112,33 +119,37 @@ export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
 [ "${JOBS:-1}" -eq 1 ] || export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1}
 case $mode in
   test)
-    jobs=${JOBS:-1} status=0 running=() repeated=0
+    jobs=${JOBS:-1} status=0 running=() repeated=0 ran=0 lacked=0
     rm -f "$out"/test-gpu-*.log "$out"/faulted-*.log "$out"/alone.log # of an earlier run, which may have had more parts
     if [ "$jobs" -gt 1 ]; then
-      alone "$out/test-gpu-0.log" -k cuda --shard "0/$jobs" "$@"
-      ended=$?
-      [ "$ended" -eq 5 ] || checked "$ended" "the part of large tensors" || status=1 # 5: there are no such tests
+      run_tests "$out/test-gpu-0.log" -k cuda "$@" --shard "0/$jobs"
+      count_part $? 0
       start_mps
     fi
     for part in $(seq "$jobs"); do
       gpus=$(visible_to "$part") shard=()
       [ "$jobs" -eq 1 ] || shard=(--shard "$part/$jobs")
-      env ${gpus:+CUDA_VISIBLE_DEVICES="$gpus"} timeout "$limit" "$python" -m pytest -q -k cuda -p no:cacheprovider \
-        -o timeout=300 "${shard[@]}" "$@" >"$out/test-gpu-$part.log" 2>&1 &
+      (
+        [ -z "$gpus" ] || export CUDA_VISIBLE_DEVICES=$gpus
+        run_tests "$out/test-gpu-$part.log" -k cuda "$@" "${shard[@]}"
+      ) &
       running+=($!)
     done
     report &
     reporter=$!
     for part in $(seq "$jobs"); do
       wait "${running[part - 1]}"
-      ended=$?
-      lacked_memory_only "$ended" "$out/test-gpu-$part.log" || checked "$ended" "part $part of $jobs" || status=1
+      count_part $? "$part"
     done
     kill "$reporter"
     tail -n 3 "$out"/test-gpu-*.log
     grep -h '^FAILED\|^ERROR' "$out"/test-gpu-*.log
     repeat_faulted
-    repeat_without_memory || status=1
+    [ "$lacked" -eq 0 ] || repeat_without_memory || status=1
+    if [ "$ran" -eq 0 ]; then
+      echo "gpu.sh: no test ran" >&2
+      status=1
+    fi
     exit "$status"
     ;;
   sanitize)

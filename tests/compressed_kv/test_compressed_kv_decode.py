@@ -32,7 +32,7 @@ from htree_ops.testing.devices import poisoned_memory
 ops = torch.ops.htree
 op = ops.kv_decode_attention
 pytestmark = pytest.mark.usefixtures("one_thread")
-K_SCALES, V_SCALES, K_WIN, V_WIN, COMP_LEN, WIN_LEN, TABLE = 3, 6, 7, 8, 9, 10, 12
+K_SCALES, V_BITMAP, V_SCALES, K_WIN, V_WIN, COMP_LEN, WIN_LEN, TABLE = 3, 4, 6, 7, 8, 9, 10, 12
 
 
 def run(case: DecodeCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ def test_a_nan_stays_with_its_heads(part: str, device: str) -> None:
         assert torch.equal(lse, clean_lse)
         kept = torch.ones(128, dtype=torch.bool, device=device)
         if part == "v_scales":
-            kept = reference.unpack_bits(inputs[4])[1, 2, 3]
+            kept = reference.unpack_bits(inputs[V_BITMAP])[1, 2, 3]
         assert out[1, 4:, kept].isnan().all()
     else:
         assert out[touched].isnan().all()
@@ -321,7 +321,7 @@ def test_scales_of_either_sign(negative: str, bits: int, device: str) -> None:
     assert_decode(case, run(case, tuple(inputs)), tuple(inputs))
     inputs[V_SCALES][1, 0, 5] = -math.inf
     out, _ = run(case, tuple(inputs))
-    kept = reference.unpack_bits(inputs[4])[1, 0, 5]
+    kept = reference.unpack_bits(inputs[V_BITMAP])[1, 0, 5]
     group = case.H // case.H_kv
     assert torch.equal(out.isfinite()[1, :group], ~kept.expand(group, -1))
     assert out[0].isfinite().all()

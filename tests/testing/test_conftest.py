@@ -118,18 +118,29 @@ def test_more_than_2_31_elements():
     assert "expected I/N with 0 <= I <= N and N >= 1, got 4/3" in output
 
 
-def test_a_test_that_found_no_memory_is_named(tmp_path):
-    source = """
+NO_MEMORY = """
 import torch
 def test_lacks():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-def test_fails():
-    assert False
+def test_passes():
+    pass
 """
-    status, output = run_pytest(tmp_path, source)
-    assert status == pytest.ExitCode.TESTS_FAILED
-    named = re.findall(r"^OUT OF MEMORY .*$", output, re.M)
-    assert named == ["OUT OF MEMORY test_sample.py::test_lacks"], output
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "status"),
+    [
+        ("", ("--shard", "1/1"), 20),
+        ("", (), pytest.ExitCode.TESTS_FAILED),
+        ("", ("--shard", "1/1", "-x"), pytest.ExitCode.TESTS_FAILED),
+        ("def test_fails():\n    assert False\n", ("--shard", "1/1"), pytest.ExitCode.TESTS_FAILED),
+    ],
+    ids=["of_a_part", "of_all", "stopped", "another_fails"],
+)
+def test_a_test_that_found_no_memory_is_named(tmp_path, more, options, status):
+    ended, output = run_pytest(tmp_path, NO_MEMORY + more, *options)
+    assert ended == status, output
+    assert re.findall(r"^OUT OF MEMORY .*$", output, re.M) == ["OUT OF MEMORY test_sample.py::test_lacks"]
 
 
 FAULT = """

@@ -13,15 +13,19 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "gpu.sh"
 
-#: In the place of python: fails in the part that FAILS names; LACKED lists tests that found no memory there.
+#: In the place of python: ends with STATUS in the part that FAILS names; LACKED is a test that found no memory there.
+#: It writes its arguments to ORDER when it begins and when it ends.
 STUB = """#!/usr/bin/env bash
-case "$*" in
+echo "begin $*" >>"$ORDER"
+trap 'echo "end $*" >>"$ORDER"' EXIT
+case "$* " in
   *"--shard $FAILS "*)
-    [ "$LACKED" = "$ONLY" ] || echo "FAILED tests/of_this_run.py"
-    [ -z "$LACKED" ] || printf 'FAILED %s\nOUT OF MEMORY %s\n' "$LACKED" "$LACKED"
+    [ "$STATUS" -ne 1 ] || echo "FAILED tests/of_this_run.py"
+    [ -z "$LACKED" ] || echo "OUT OF MEMORY $LACKED"
     [ -z "$FAULTED" ] || echo "FAULTED $FAULTED"
-    exit 1 ;;
-  *"$FAULTY") exit 1 ;;
+    exit "$STATUS" ;;
+  *"--shard 0/"*) exit 5 ;;
+  *"$FAULTY ") exit 1 ;;
   *) echo "1 passed on $CUDA_VISIBLE_DEVICES [100%]" ;;
 esac
 """
@@ -40,8 +44,8 @@ def run(out: Path, stub: Path, fails: str, **more: str) -> subprocess.CompletedP
     script = stub.parent / "tests" / "gpu.sh"
     script.parent.mkdir(exist_ok=True)
     shutil.copy(SCRIPT, script)
-    given = {"JOBS": "2", "FAILS": fails, "FAULTED": "", "FAULTY": "none", "LACKED": "", "ONLY": "none"}
-    given |= {"CUDA_MPS_PIPE_DIRECTORY": "given"}
+    given = {"JOBS": "2", "FAILS": fails, "STATUS": "1", "FAULTED": "", "FAULTY": "none", "LACKED": ""}
+    given |= {"ORDER": str(stub.parent / "order"), "CUDA_MPS_PIPE_DIRECTORY": "given"}
     environment = os.environ | given | more
     command = ["bash", str(script), "test", str(out), "60", str(stub), "tests/some.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -80,26 +84,41 @@ def test_a_test_that_saw_a_fault_runs_again_alone(tmp_path: Path, stub: Path, fa
 
 
 @pytest.mark.parametrize(
-    ("only", "faulty", "status", "said"),
+    ("ended", "faulty", "status", "said"),
     [
-        (True, "none", 0, "out of memory beside others, pass alone: 1 tests"),
-        (False, "none", 1, "out of memory beside others, pass alone: 1 tests"),
-        (True, "test_x.py::test[a b]", 1, r"out of memory beside others, and fail alone, see \S+/alone.log:"),
+        (20, "none", 0, "out of memory beside others, pass alone: 1 tests"),
+        (20, "test_x.py::test[a b]", 1, r"out of memory beside others, and fail alone, see \S+/alone.log:"),
+        (1, "none", 1, "FAILED tests/of_this_run.py"),  # something else failed too, or the part did not end
     ],
-    ids=["pass_alone", "another_fails", "fail_alone"],
 )
 def test_a_test_that_lacked_memory_runs_again_alone_which_decides(
-    tmp_path: Path, stub: Path, only: bool, faulty: str, status: int, said: str
+    tmp_path: Path, stub: Path, ended: int, faulty: str, status: int, said: str
 ) -> None:
     test = "tests/test_x.py::test[a b]"
-    found = run(tmp_path / "out", stub, "2/2", LACKED=test, ONLY=test if only else "none", FAULTY=faulty)
+    found = run(tmp_path / "out", stub, "2/2", STATUS=str(ended), LACKED=test, FAULTY=faulty)
     assert found.returncode == status, found.stdout
     assert re.search(f"^{said}$", found.stdout, re.M), found.stdout
 
 
+@pytest.mark.parametrize(("part", "status"), [("0/2", 20), ("0/2", 1), ("1/2", 3), ("2/2", 124)])
+def test_a_part_that_does_not_pass_decides(tmp_path: Path, stub: Path, part: str, status: int) -> None:
+    assert run(tmp_path / "out", stub, part, STATUS=str(status), LACKED="tests/test_x.py").returncode == 1
+
+
+def test_parts_may_be_empty_but_not_all(tmp_path: Path, stub: Path) -> None:
+    assert run(tmp_path / "out", stub, "2/2", STATUS="5").returncode == 0
+    stub.write_text("#!/usr/bin/env bash\nexit 5\n")
+    found = run(tmp_path / "out", stub, "none")
+    assert found.returncode == 1
+    assert "no test ran" in found.stderr
+
+
 def test_large_tensors_come_first_and_alone(tmp_path: Path, stub: Path) -> None:
-    out = tmp_path / "out"
-    assert run(out, stub, "0/2").returncode == 1
-    assert "FAILED" in (out / "test-gpu-0.log").read_text()
-    assert run(out, stub, "none", JOBS="1").returncode == 0
-    assert not (out / "test-gpu-0.log").exists()
+    assert run(tmp_path / "out", stub, "none").returncode == 0
+    order = (tmp_path / "order").read_text().splitlines()
+    assert [line.split()[0] for line in order[:2]] == ["begin", "end"]
+    assert all(line.endswith("--shard 0/2") for line in order[:2])
+    assert sorted(line.split()[-1] for line in order[2:]) == ["1/2", "1/2", "2/2", "2/2"]
+    (tmp_path / "order").unlink()
+    assert run(tmp_path / "out", stub, "none", JOBS="1").returncode == 0
+    assert "--shard" not in (tmp_path / "order").read_text()

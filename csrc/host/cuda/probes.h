@@ -8,7 +8,8 @@ namespace htree {
 
 // [n]: the clusters of n blocks that a device runs at once, where each block has a multiprocessor to itself; 0 where
 // it runs none. The blocks of a cluster lie in one part of the GPU, and cards of one model differ in their parts: 132
-// multiprocessors may run 15 or 16 clusters of eight blocks, and seven or eight of sixteen.
+// multiprocessors may run 15 or 16 clusters of eight blocks, and seven or eight of sixteen. What a device refuses to
+// answer counts as none.
 using ClusterCounts = std::array<int, 17>;
 
 }  // namespace htree

@@ -4,9 +4,8 @@
 // tokens one after the other. K is the left-hand operand of the products that give scores, in which channels
 // and tokens may come in any order. So lane (g, t) of a warp, g = lane / 4 and t = lane % 4, expands byte t
 // of every 32-bit word of the bitmaps of two tokens, or word t of every four (Runs), and that is its part of
-// the operand. movmatrix
-// transposes the expanded values into the left-hand operand of the products with the weights. Scales multiply
-// scores and weights, so quantised codes are never dequantised.
+// the operand. movmatrix transposes the expanded values into the left-hand operand of the products with the
+// weights. Scales multiply scores and weights, so quantised codes are never dequantised.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,8 +31,7 @@ struct DecodeTraits {
   static constexpr int kV = kValueBits;
   static constexpr int kHeadPairs = kHeads / 4;  // heads of a lane: t and t + 4
   static constexpr bool kIntegerKeys = kKeyBits != 16;
-  // Words of 32 channels of a row. The lanes of column t have byte t of each word: eight
-  // channels, called a group.
+  // Words of 32 channels of a row. Eight channels are called a group; which ones a lane has, Runs says.
   static constexpr int kGroups = kHeadDim / 32;
   static constexpr int kOwnWords = (kGroups + 3) / 4;  // words that hold the bits of a lane
   using KeyRuns = Runs<kHeadDim, kKeyBits>;
@@ -137,8 +135,7 @@ __device__ __forceinline__ void bytes_to_halves(uint32_t bytes, uint32_t& even, 
   odd = as_bits(__hadd2(as_half2(mask_flip(bytes >> 8, 0x00ff00ffu, 0x64806480u)), bias));
 }
 
-// The same for nibbles. h[i] and h[2 + i] hold the lower and the upper nibbles of the even (i =
-// 0) or odd bytes.
+// The same for nibbles. h[i] and h[2 + i] hold the lower and the upper nibbles of the even (i = 0) or odd bytes.
 __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[4]) {
   const __half2 bias = __float2half2_rn(-1032.0f);      // of 1024 + 8 + code
   const __half2 sixteenth = __float2half2_rn(0.0625f);  // an upper nibble counts sixteen times
@@ -151,8 +148,7 @@ __device__ __forceinline__ void nibbles_to_halves(uint32_t bytes, uint32_t (&h)[
   }
 }
 
-// Adds to acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2,
-// 3 of another (channel_of).
+// Adds to acc[group * 2 + i][c]: c = 0, 1 are heads t and t + 4 of one channel, c = 2, 3 of another (channel_of).
 template <bool kFew, typename Tr>
 __device__ __forceinline__ void weigh_tile(typename Tr::ValueRows& rows, const unsigned char* table,
                                            const LaneByte& lane, uint32_t weight0, uint32_t weight1,

@@ -21,8 +21,7 @@ struct WarpState {
   float limit[kHeadPairs];  // the maximum and the slack: a score above it raises the maximum
   float base[kHeadPairs];   // the maximum, or 0 while that is minus infinity
   float sum[kHeadPairs];
-  float unit =
-      0.0f;  // a power of two that no magnitude of a scale of V exceeds so far; accumulators count in it
+  float unit = 0.0f;          // accumulators count in it: a power of two, no |scale| of V exceeded it so far
   float inverse_unit = 0.0f;  // 0 while all scales are 0
 
   __device__ WarpState() {

@@ -148,8 +148,8 @@ __device__ __forceinline__ void score_window(const DecodeParams& p, const Window
   }
 }
 
-// A head and two channels have a thread. Every thread of the block must call, and __syncthreads
-// before `part` is used.
+// A head and two channels have a thread. Every thread of the block must call, and __syncthreads before `part` is
+// used.
 template <int kHeadDim>
 __device__ __forceinline__ void weigh_window(const DecodeParams& p, const Split& s, const WindowRows& rows,
                                              EarlyWindow<kHeadDim>& early, const WindowScores& from,

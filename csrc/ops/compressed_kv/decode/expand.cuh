@@ -9,8 +9,7 @@
 
 namespace htree::compressed_kv {
 
-// What a byte of the bitmap needs. Both words keep selectors in their lower halves, which is all
-// that a permutation reads.
+// What a byte of the bitmap needs. Both words keep selectors in their lower halves, all that a permutation reads.
 struct alignas(8) Selectors {
   uint32_t low;   // for channels 0 to 3; bit 31 is set for byte 255 alone
   uint32_t high;  // for channels 4 to 7; with 16 bits the upper six are thresholds of words 2, 3 and 4

@@ -45,8 +45,7 @@ struct QueryScratch {
 template <int kHeadDim, int kProducts, bool kInteger>
 struct QueryFragments {
   static constexpr int kGroups = kHeadDim / 32;
-  // Integers: [product][group][half of the channels]. 16 bits: [product][group][pair of
-  // channels], four of them.
+  // Integers: [product][group][half of the channels]. 16 bits: [product][group][pair of channels], four of them.
   static constexpr int kRegisters = kInteger ? 2 : 4;
   uint32_t b[kProducts][kGroups][kRegisters];
   float factor[kProducts];  // for the scores of heads t and t + 4, in units of log2

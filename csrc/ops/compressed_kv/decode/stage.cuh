@@ -203,8 +203,7 @@ __device__ __forceinline__ void fill_chunks(const DecodeParams& p, const StageLa
   }
 }
 
-// The entry of this lane in part `index` of the table. `table` is the shared address of
-// this lane's first entry.
+// The entry of this lane in part `index` of the table. `table` is the shared address of this lane's first entry.
 __device__ __forceinline__ ChunkCopy load_chunk(uint32_t table, int index) {
   ChunkCopy chunk;
   uint32_t low;
