@@ -221,7 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     after.add_argument(
         "--copy-steps",
-        default=200,
+        default=300,
         type=int,
         metavar="N",
         help="steps in which a model of one layer learns to copy, to see what each selection finds; 0 leaves it out "
