@@ -85,11 +85,12 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type, int k_bits, int v_b
             s.head_chunks <= kMostTileGrid;
   // A split size that the caller gave is rounded up to a multiple of 16, which tiles need.
   const bool given = p.split_size > 0;
-  const SplitChoice choice = s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors, kTileStep,
-                                                         tile_costs(k_bits, v_bits), clusters)
-                                     : choose_split_size(p.capacity, s.num_groups, 4 * num_processors,
-                                                         kGeneralStep, kGeneralCosts, {});
-  s.split_size = given ? ceil_div(p.split_size, kTileRows) * kTileRows : choice.size;
+  const SplitChoice choice = given     ? SplitChoice{ceil_div(p.split_size, kTileRows) * kTileRows, false}
+                             : s.tiles ? choose_split_size(p.capacity, s.num_groups, num_processors,
+                                                           kTileStep, tile_costs(k_bits, v_bits), clusters)
+                                       : choose_split_size(p.capacity, s.num_groups, 4 * num_processors,
+                                                           kGeneralStep, kGeneralCosts, {});
+  s.split_size = choice.size;
   s.num_splits = ceil_div(p.capacity, s.split_size);
   // The tensor-core kernel attends to the window as well, which is dealt to its splits.
   s.window_share = s.num_splits > 0 ? ceil_div(p.window, s.num_splits) : 0;
