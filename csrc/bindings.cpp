@@ -245,10 +245,11 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
   return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
 }
 
-// Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay.
-std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim,
-                                      const htree::ClusterCounts& clusters, int64_t top_k, bool spans,
-                                      int multiprocessors, int wanted_cluster) {
+// Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay. Then the number of last
+// rows that have a launch of their own, and the blocks of their clusters.
+std::array<int64_t, 5> tree_decode_config(int64_t rows, int64_t group, int64_t dim,
+                                          const htree::ClusterCounts& clusters, int64_t top_k, bool spans,
+                                          int multiprocessors, int wanted_cluster) {
   const htree::tree_cache::DecodeProblem problem = {.rows = rows,
                                                     .group = group,
                                                     .top_k = top_k,
@@ -257,8 +258,8 @@ std::array<int, 3> tree_decode_config(int64_t rows, int64_t group, int64_t dim,
                                                     .spans = spans,
                                                     .two_byte_type = true,
                                                     .aligned = true};
-  const auto plan = htree::tree_cache::plan_decode(problem, multiprocessors, clusters, wanted_cluster);
-  return {plan.cluster, plan.stages, plan.places.bytes};
+  const auto plans = htree::tree_cache::plan_decode(problem, multiprocessors, clusters, wanted_cluster);
+  return {plans.plan.cluster, plans.plan.stages, plans.plan.places.bytes, plans.num_last, plans.last.cluster};
 }
 
 // Of a dense top with `tiles` tiles: the query rows of a thread block that sums weights, and the blocks that share the

@@ -524,7 +524,7 @@ TREE_CACHE: Table = [
         "tree_cache_decode_{T}_d{D}_{S}",
         "ops/tree_cache/decode/decode.cuh",
         [
-            "cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlan&, cudaStream_t)"
+            "cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlans&, cudaStream_t)"
         ],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
@@ -533,7 +533,7 @@ TREE_CACHE: Table = [
         "ops/tree_cache/decode/decode.cuh",
         [
             "cudaError_t launch_decode_packed<{T}, {D}, {S}>("
-            "const AttendParams<{T}>&, const LeafPools&, const DecodePlan&, cudaStream_t)"
+            "const AttendParams<{T}>&, const LeafPools&, const DecodePlans&, cudaStream_t)"
         ],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
@@ -541,7 +541,7 @@ TREE_CACHE: Table = [
         "tree_cache_top_spans_{T}",
         "ops/tree_cache/decode/top_spans.cuh",
         [
-            f"cudaError_t launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, const DecodePlan&, cudaStream_t)"
+            f"cudaError_t launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, int, cudaStream_t)"
             for dim in (64, 128)
         ],
         {"T": HALF_TYPES},

@@ -15,5 +15,6 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
 namespace htree::device {
 
 constexpr int kHopperSharedBytes = 227 * 1024;  // the most dynamic shared memory of a block on Hopper
+constexpr int kPortableCluster = 8;             // blocks of a cluster; a kernel must ask for more
 
 }  // namespace htree::device

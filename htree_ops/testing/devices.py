@@ -1,4 +1,4 @@
-"""Which devices the tests and benchmarks can use, and the NaN-filled memory they run on."""
+"""Which devices the tests and benchmarks can use, what devices are like, and the NaN-filled memory they run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 
 from htree_ops._load import build_info
 
-__all__ = ["cuda_missing", "poisoned_memory", "require_cuda"]
+__all__ = ["EVEN_CLUSTERS", "H100_CLUSTERS", "cuda_missing", "poisoned_memory", "require_cuda"]
+
+#: Clusters of 0 to 16 blocks that run at once, where a block has a multiprocessor to itself: on a card whose parts have
+#: 16 or 18 multiprocessors, and on H100s.
+EVEN_CLUSTERS = [0, 0, *(6 * (16 // blocks) + 2 * (18 // blocks) for blocks in range(2, 17))]
+H100_CLUSTERS = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
 
 
 def require_cuda() -> bool:

@@ -413,6 +413,25 @@ DECODE_CASES = [
     _decoded("three choices, span 2, 128", F16, lengths=(5000, 257), selection_span=2, **_LARGE_HEADS),
     _decoded("pages of 48, span 2", lengths=(3000, 700), selection_span=2, page_size=48),
     _decoded("pages of 48, span 8", lengths=(6000, 700), selection_span=8, page_size=48, queries=(2, 2)),
+    # More rows than a GPU takes at once, so that the last of them have a launch of their own.
+    _decoded("many rows", queries=(90, 50)),
+    _decoded(
+        "many rows, stride, span 2, 128",
+        F16,
+        queries=(91, 52),
+        selection_stride=4,
+        selection_span=2,
+        **_LARGE_HEADS,
+    ),
+    _decoded(
+        "many rows, k = 500",
+        lengths=(10000, 8100),
+        queries=(9, 8),
+        max_top_nodes=8000,
+        top_k=500,
+        heads=16,
+        kv_heads=2,
+    ),
     # Every kernel that is compiled.
     *(
         _decoded(f"{size}, G = {group}", dtype, heads=group, key_dim=size, value_dim=size)
@@ -452,6 +471,7 @@ BENCHMARK_CASES = {
         _served("B=1 T=1048576 span=2", 1, 1 << 20, selection_span=2),
         _served("B=1 T=131072 kv=8", 1, 1 << 17, kv_heads=8),
         _served("B=2 T=131072", 2, 1 << 17),
+        _served("B=2 T=131072 kv=8", 2, 1 << 17, kv_heads=8),
         _served("B=1 T=8192", 1, 1 << 13),
         _served("B=1 T=8192 in 1048576", 1, 1 << 13, capacity=1 << 20),
     ],

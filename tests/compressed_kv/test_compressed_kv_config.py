@@ -8,6 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from htree_ops.testing.devices import EVEN_CLUSTERS, H100_CLUSTERS
+
 try:
     from htree_ops import _host as host
 except ImportError:  # built for one Python version; the package works without it
@@ -19,11 +21,8 @@ pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for thi
 BLOCK, TOKEN, MERGE, MERGED_SPLIT = 9300, {4: 6, 16: 10}, 2200, 160
 #: Tokens that a split is a multiple of, and the most blocks of a cluster.
 STEP, CLUSTER = 128, 8
-#: Clusters of 0 to 16 blocks that run at once: on code without clusters, on a card whose parts have 16 or 18
-#: multiprocessors, and on H100s.
+#: Clusters of 0 to 16 blocks that run at once, on code without clusters.
 NONE = [0] * 17
-EVEN = [0, 0, *(6 * (16 // blocks) + 2 * (18 // blocks) for blocks in range(2, 17))]
-H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
 
 
 def cost(
@@ -41,7 +40,7 @@ def cost(
     capacity=st.integers(1, 200_000),
     groups=st.integers(1, 2000),
     processors=st.sampled_from([3, 16, 108, 132]),
-    clusters=st.sampled_from([NONE, EVEN, H100]),
+    clusters=st.sampled_from([NONE, EVEN_CLUSTERS, H100_CLUSTERS]),
     bits=st.sampled_from([4, 16]),
 )
 def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
@@ -63,14 +62,14 @@ def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
 @pytest.mark.parametrize(
     ("capacity", "groups", "clusters", "split", "cluster"),
     [
-        (32736, 64, H100, 16384, True),  # 8 sequences of 8 kv heads: two blocks each
-        (4064, 8, H100, 512, True),
-        (4064, 16, EVEN, 512, True),
-        (4064, 16, H100, 768, True),  # not eight blocks: 15 of those clusters run at once
-        (32736, 16, H100, 4096, False),  # all multiprocessors, without clusters
-        (32736, 8, H100, 2048, False),
+        (32736, 64, H100_CLUSTERS, 16384, True),  # 8 sequences of 8 kv heads: two blocks each
+        (4064, 8, H100_CLUSTERS, 512, True),
+        (4064, 16, EVEN_CLUSTERS, 512, True),
+        (4064, 16, H100_CLUSTERS, 768, True),  # not eight blocks: 15 of those clusters run at once
+        (32736, 16, H100_CLUSTERS, 4096, False),  # all multiprocessors, without clusters
+        (32736, 8, H100_CLUSTERS, 2048, False),
         (4064, 8, NONE, 384, False),
-        (1, 1, H100, 128, False),
+        (1, 1, H100_CLUSTERS, 128, False),
     ],
 )
 def test_the_known_sizes(capacity: int, groups: int, clusters: list[int], split: int, cluster: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.testing.cases import case_id
+from htree_ops.testing.devices import EVEN_CLUSTERS, H100_CLUSTERS
 from htree_ops.testing.tree_attention_checks import assert_epsilon_optimal, assert_lists
 from htree_ops.testing.tree_cache_cases import DECODE_CASES, TreeCacheCase
 
@@ -24,9 +25,6 @@ SHARED_BYTES = 227 * 1024
 TOLERANCE = {torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
 #: Scores err by 2^-16 of sum |q| |k|, which is up to some 20 here, and so do importances, relatively.
 LIST_DELTA = 1e-3
-#: Clusters of 0 to 16 blocks that run at once: on a card whose parts have 16 or 18 multiprocessors, and on H100s.
-EVEN = [0, 0, *(6 * (16 // blocks) + 2 * (18 // blocks) for blocks in range(2, 17))]
-H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
 
 
 @pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
@@ -35,8 +33,8 @@ H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
     [
         (4, {}, 16),
         (8, {}, 16),
-        (8, {"clusters": H100}, 8),  # of 16 blocks seven clusters run at once
-        (16, {"clusters": H100, "top_k": 256}, 4),
+        (8, {"clusters": H100_CLUSTERS}, 8),  # of 16 blocks seven clusters run at once
+        (16, {"clusters": H100_CLUSTERS, "top_k": 256}, 4),
         (16, {"top_k": 256}, 8),
         (16, {}, 8),
         (32, {}, 8),
@@ -46,7 +44,7 @@ H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
         (256, {"top_k": 64}, 2),  # the rings of twelve warps leave no room for all 16 shares in one block
         (256, {"top_k": 64, "dim": 64}, 1),
         (1 << 20, {"top_k": 512}, 8),
-        (4, {"clusters": [*EVEN[:16], 0]}, 8),
+        (4, {"clusters": [*EVEN_CLUSTERS[:16], 0]}, 8),
         (256, {"wanted_cluster": 16}, 16),
         (256, {"spans": True}, 8),
         (256, {"group": 16}, 8),
@@ -61,11 +59,39 @@ H100 = [0, 0, 66, 39, 30, 22, 17, 15, 15, 9, *[7] * 7]
     ids=str,
 )
 def test_blocks_of_a_row(rows: int, options: dict[str, Any], cluster: int) -> None:
-    sizes = {"group": 8, "dim": 128, "clusters": EVEN} | options
-    found, stages, shared_bytes = _host.tree_decode_config(rows, **sizes)
+    sizes = {"group": 8, "dim": 128, "clusters": EVEN_CLUSTERS} | options
+    found, stages, shared_bytes, *_ = _host.tree_decode_config(rows, **sizes)
     assert found == cluster
     assert stages == 0 or 2 <= stages <= 4
     assert shared_bytes <= SHARED_BYTES - 8 * 1024
+
+
+@pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
+@pytest.mark.parametrize(
+    ("rows", "options", "last", "cluster"),
+    [
+        (16, {}, 1, 16),  # after the fifteen clusters of eight that run at once
+        (22, {}, 7, 16),
+        (23, {}, 0, 0),  # more clusters of 16 than run at once
+        (30, {}, 0, 0),  # as many as run twice
+        (32, {}, 2, 16),
+        (256, {}, 1, 16),
+        (32, {"clusters": EVEN_CLUSTERS}, 0, 0),
+        (15, {}, 0, 0),
+        (32, {"top_k": 256}, 2, 16),
+        (45, {"top_k": 256}, 15, 8),
+        (132, {"top_k": 8, "dim": 64}, 0, 0),
+        (140, {"top_k": 8, "dim": 64}, 8, 8),
+        (140, {"top_k": 8, "dim": 64, "clusters": [0] * 17}, 0, 0),
+        (32, {"wanted_cluster": 8}, 0, 0),
+        (32, {"top_k": 1024}, 0, 0),  # all have 16
+        (32, {"spans": True}, 2, 16),
+    ],
+    ids=str,
+)
+def test_last_rows_of_their_own(rows: int, options: dict[str, Any], last: int, cluster: int) -> None:
+    sizes = {"group": 8, "dim": 128, "clusters": H100_CLUSTERS} | options
+    assert tuple(_host.tree_decode_config(rows, **sizes)[3:]) == (last, cluster)
 
 
 def run(
@@ -185,8 +211,12 @@ def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_is_one_launch_on_hopper() -> None:
-    case = DECODE_CASES[0]
+@pytest.mark.parametrize(
+    ("name", "launches"), [("three layers", 1), ("many rows", 2), ("many rows, k = 500", 2)]
+)
+def test_a_step_is_one_launch_on_hopper(name: str, launches: int) -> None:
+    """And a second one for the last rows, where larger clusters take them at once."""
+    (case,) = (case for case in DECODE_CASES if case.name == name)
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
     inputs = case.make_inputs("cuda")
     ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
@@ -196,5 +226,5 @@ def test_a_step_is_one_launch_on_hopper() -> None:
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if "kernel" in event.name]
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert (len(names) == 1) == hopper
+    assert (len(names) == launches) == hopper
     assert any("cache_decode_kernel" in name for name in names) == hopper

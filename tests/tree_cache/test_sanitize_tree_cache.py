@@ -23,14 +23,15 @@ from htree_ops.testing.tree_cache_cases import (
 pytestmark = pytest.mark.gpu
 
 #: Calls that the decode kernel takes on Hopper: texts that end inside a slot, both numbers of head tiles, both sizes,
-#: span means that score before the walk and within it, and rows that use the lists of a leader.
+#: span means that score before the walk and within it, rows that use the lists of a leader, and last rows that have a
+#: launch of their own.
 DECODED = [
     case
     for case in DECODE_CASES
     if case.name
     in (
         *("ragged", "half, 128, G = 16", "three layers, span 4", "stride", "span 8, stride"),
-        *("next", "next, stride, span 2"),
+        *("next", "next, stride, span 2", "many rows"),
     )
 ]
 

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "device/sizes.h"
+
 namespace htree {
 
 // An attribute of the current device.
@@ -42,12 +44,10 @@ cudaError_t allow_shared_bytes(Kernel* kernel, int64_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-constexpr int kPortableCluster = 8;  // a kernel must ask for more
-
 // Allows the kernel clusters of `cluster` blocks on the current device.
 template <typename Kernel>
 cudaError_t allow_cluster(Kernel* kernel, int cluster) {
-  return cluster <= kPortableCluster
+  return cluster <= device::kPortableCluster
              ? cudaSuccess
              : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }

@@ -107,8 +107,9 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type, int k_bits, int v_b
 // The temporary memory of a call, and what its kernels read. Tiles are copied in chunks of 16 bytes that may
 // start before their first row, but not before the tensor.
 struct Operands {
-  at::Tensor acc;    // sums of the parts
-  at::Tensor stats;  // maxima and sums of weights of the parts
+  // Of the parts: their sums; their maxima and sums of weights. Undefined where the kernel stores no parts.
+  at::Tensor acc;
+  at::Tensor stats;
   at::Tensor k_win;
   at::Tensor v_win;
   Compressed k;
@@ -119,11 +120,20 @@ struct Operands {
         v_win(aligned_contiguous(t.v_win)),
         k(aligned(t.k)),
         v(aligned(t.v)) {
-    const auto floats = t.q.options().dtype(at::kFloat);
-    const int64_t num_queries = p.batch * p.num_heads;
-    const int64_t stored_parts = s.ending == Ending::kParts ? s.num_parts : 0;
-    acc = at::empty({num_queries, stored_parts, p.value_dim}, floats);
-    stats = at::empty({2, num_queries, stored_parts}, floats);
+    if (s.ending == Ending::kParts) {
+      const auto floats = t.q.options().dtype(at::kFloat);
+      const int64_t num_queries = p.batch * p.num_heads;
+      acc = at::empty({num_queries, s.num_parts, p.value_dim}, floats);
+      stats = at::empty({2, num_queries, s.num_parts}, floats);
+    }
+  }
+
+  PartsView parts() const {
+    if (!acc.defined()) {
+      return {};
+    }
+    float* const max = stats.mutable_data_ptr<float>();
+    return {.acc = acc.mutable_data_ptr<float>(), .max = max, .sum = max + stats.numel() / 2};
   }
 
   static Compressed aligned(const Compressed& x) {
@@ -136,14 +146,13 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
                        const at::Tensor& out, const at::Tensor& lse) {
   constexpr double kLog2E = 1.4426950408889634;
   const QueryType type = query_type_of(t.q);
-  float* const stats = o.stats.mutable_data_ptr<float>();
   return {.q = {t.q.const_data_ptr(), type},
           .k = view_of(o.k),
           .v = view_of(o.v),
           .num_rows = o.k.bitmap.numel() / o.k.format.words(),
           .num_queries = p.batch * p.num_heads,
           .tables = {.comp_len = lengths_of(t.comp_len), .block_table = lengths_of(t.block_table)},
-          .parts = {.acc = o.acc.mutable_data_ptr<float>(), .max = stats, .sum = stats + o.stats.numel() / 2},
+          .parts = o.parts(),
           .capacity = p.capacity,
           .split_size = s.split_size,
           .heads = {.query = static_cast<int>(p.num_heads),

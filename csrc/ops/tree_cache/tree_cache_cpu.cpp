@@ -239,16 +239,16 @@ void append_packed_cpu(const Pools& pools, const Tails& tails, const PageLayout&
 
 void copy_cpu(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
   const auto* from = pages.const_data_ptr<int32_t>();
-  const int64_t num = pages.size(1);
+  const int64_t num = pages.size(1), num_pages = k_pool.size(0);
   for (int64_t i = 0; i < num; ++i) {
     const int32_t to = from[num + i];
-    if (from[i] < 0) continue;
-    TORCH_CHECK_INDEX(from[i] < k_pool.size(0) && to >= 0 && to < k_pool.size(0), "tree_cache_copy_",
-                      ": pages must lie between 0 and num_pages - 1 = ", k_pool.size(0) - 1, ", got ",
-                      from[i], " and ", to);
+    if (from[i] == -1) continue;
+    TORCH_CHECK_INDEX(from[i] >= 0 && from[i] < num_pages && to >= 0 && to < num_pages, "tree_cache_copy_",
+                      ": pages must lie between 0 and num_pages - 1 = ", num_pages - 1, ", got ", from[i],
+                      " and ", to);
   }
   for (int64_t i = 0; i < num; ++i) {
-    if (from[i] < 0 || from[i] == from[num + i]) continue;
+    if (from[i] == -1 || from[i] == from[num + i]) continue;
     for (const Tensor& pool : {k_pool, v_pool}) {
       const size_t bytes = pool.nbytes() / static_cast<size_t>(pool.size(0));
       auto* data = static_cast<char*>(pool.mutable_data_ptr());

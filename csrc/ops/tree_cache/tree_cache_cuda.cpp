@@ -136,7 +136,7 @@ LeafPools leaf_pools(const char* op, const PackedLeaves& leaves, int64_t key_dim
 // Whether and how the decode kernel takes `rows` rows of the call. `leaves` are the tokens where they are packed, else
 // null.
 template <typename T>
-DecodePlan decode_plan(const AttendParams<T>& params, const LeafPools* leaves, int64_t rows) {
+DecodePlans decode_plans(const AttendParams<T>& params, const LeafPools* leaves, int64_t rows) {
   const DecodeChoice choice = decode_choice();
   if (!choice.allowed || !has_hopper_kernels()) return {};
   DecodeProblem problem;
@@ -165,22 +165,22 @@ DecodePlan decode_plan(const AttendParams<T>& params, const LeafPools* leaves, i
 
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode_chunk(const AttendParams<T>& params, const LeafPools* leaves,
-                                const DecodePlan& plan, cudaStream_t stream) {
-  return leaves == nullptr ? launch_decode<T, kDim, kSpans>(params, plan, stream)
-                           : launch_decode_packed<T, kDim, kSpans>(params, *leaves, plan, stream);
+                                const DecodePlans& plans, cudaStream_t stream) {
+  return leaves == nullptr ? launch_decode<T, kDim, kSpans>(params, plans, stream)
+                           : launch_decode_packed<T, kDim, kSpans>(params, *leaves, plans, stream);
 }
 
 template <typename T>
-cudaError_t launch_chunk(const AttendParams<T>& params, const LeafPools* leaves, const DecodePlan& plan,
+cudaError_t launch_chunk(const AttendParams<T>& params, const LeafPools* leaves, const DecodePlans& plans,
                          cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    if (plan.cluster > 0 && params.layout.span == 0) {
-      return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, leaves, plan, stream)
-                                  : launch_decode_chunk<T, 128, false>(params, leaves, plan, stream);
+    if (plans.taken() && params.layout.span == 0) {
+      return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, leaves, plans, stream)
+                                  : launch_decode_chunk<T, 128, false>(params, leaves, plans, stream);
     }
-    if (plan.cluster > 0) {
-      return params.key_dim == 64 ? launch_decode_chunk<T, 64, true>(params, leaves, plan, stream)
-                                  : launch_decode_chunk<T, 128, true>(params, leaves, plan, stream);
+    if (plans.taken()) {
+      return params.key_dim == 64 ? launch_decode_chunk<T, 64, true>(params, leaves, plans, stream)
+                                  : launch_decode_chunk<T, 128, true>(params, leaves, plans, stream);
     }
   }
   return leaves == nullptr ? launch_attend(params, stream) : launch_attend_packed(params, *leaves, stream);
@@ -191,8 +191,8 @@ template <typename T>
 void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  const DecodePlan plan = decode_plan(params, leaves, total);
-  const bool general = plan.cluster == 0;
+  const DecodePlans plans = decode_plans(params, leaves, total);
+  const bool general = !plans.taken();
   RowScratch scratch = row_scratch(params);
   if (!general) {
     const int64_t span_scores =
@@ -224,7 +224,7 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor
   C10_CUDA_CHECK(launch_rows(params, stream));
   for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
     chunk.num = std::min(rows, total - chunk.first);
-    C10_CUDA_CHECK(launch_chunk(params, leaves, plan, stream));
+    C10_CUDA_CHECK(launch_chunk(params, leaves, plans, stream));
     chunk.previous = chunk.first;
     std::swap(chunk.lists, chunk.previous_lists);
   }

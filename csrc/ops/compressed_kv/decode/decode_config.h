@@ -42,7 +42,7 @@ inline int warps_for(int64_t tiles, int most_warps) {
   return static_cast<int>(std::min<int64_t>(std::max(ceil_div(tiles, rounds), kFewest), most_warps));
 }
 
-constexpr int kMostClusterSplits = 8;  // blocks of a portable cluster
+constexpr int kMostClusterSplits = device::kPortableCluster;
 
 inline bool runs_as_cluster(int64_t splits, const ClusterCounts& clusters) {
   return splits > 1 && splits <= kMostClusterSplits && clusters[splits] > 0;

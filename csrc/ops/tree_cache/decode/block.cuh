@@ -60,14 +60,20 @@ struct DecodeShared {
   uint32_t counts[2][kDecodeMostWarps];  // candidates of a warp that are larger than the threshold, and equal
 };
 
+// A launch for other rows of the call, which runs beside this one. The second begins once all blocks of the first have
+// begun, and ends after it, so that what comes next in the stream waits for both.
+enum class OtherRows : uint8_t { kNone, kFollow, kPrecede };
+
 template <typename T>
 struct DecodeParams {
   AttendParams<T> attend;
   DecodePlan plan;
+  int64_t first = 0;              // of the launch, among the rows times K/V heads of the chunk
   device::FastDivisor key_rows;   // of a page and head
   device::FastDivisor page_size;  // tokens
   // With a stride, leaders come first, in a launch of their own: other rows read their lists.
   bool leaders = true;
+  OtherRows others = OtherRows::kNone;
   LeafPools leaves;  // only with packed tokens
 };
 

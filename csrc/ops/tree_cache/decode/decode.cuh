@@ -2,6 +2,7 @@
 // has to choose, the blocks exchange sums and importances through their shared memory.
 #pragma once
 
+#include "device/hopper/kernel_overlap.cuh"
 #include "device/hopper/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/decode/scores.cuh"
@@ -200,22 +201,20 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   }
 }
 
-// Cluster (query, kv head).
 template <class Tr>
-__global__ void __launch_bounds__(Tr::kThreads, 1)
-    cache_decode_kernel(const __grid_constant__ DecodeParams<typename Tr::T> params) {
-#if HTREE_SM90A
+__device__ __forceinline__ void decode_row(const DecodeParams<typename Tr::T>& params) {
   static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ DecodeShared shared;
-  DecodeBlock<Tr> block = {.params = params,
-                           .shared = shared,
-                           .dynamic = dynamic,
-                           .walk = find_row<Tr>(params.attend, blockIdx.x / params.plan.cluster),
-                           .leads = true,
-                           .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
-                           .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
-                           .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
+  DecodeBlock<Tr> block = {
+      .params = params,
+      .shared = shared,
+      .dynamic = dynamic,
+      .walk = find_row<Tr>(params.attend, params.first + blockIdx.x / params.plan.cluster),
+      .leads = true,
+      .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
+      .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
+      .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
   if (!counts(block.walk.query)) {
     if (params.leaders) {
       store_nothing(block);
@@ -250,29 +249,61 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
   __syncwarp();
   device::cluster_arrive_relaxed();  // no block ends while another reads its states
   device::cluster_wait();
+}
+
+// Cluster (query, kv head).
+template <class Tr>
+__global__ void __launch_bounds__(Tr::kThreads, 1)
+    cache_decode_kernel(const __grid_constant__ DecodeParams<typename Tr::T> params) {
+#if HTREE_SM90A
+  if (params.others == OtherRows::kFollow && threadIdx.x == 0) {
+    device::let_next_kernel_begin();
+  }
+  decode_row<Tr>(params);
+  if (params.others == OtherRows::kPrecede) {
+    device::wait_for_previous_kernels();
+  }
 #endif
 }
 
 template <class Tr>
-cudaError_t launch_decode_kernel(const DecodeParams<typename Tr::T>& params, cudaStream_t stream) {
-  const auto& attend = params.attend;
-  const int64_t rows = attend.chunk.num * attend.layout.num_kv_heads;
+cudaError_t launch_decode_rows(const DecodeParams<typename Tr::T>& params, int64_t rows,
+                               cudaStream_t stream) {
   return launch_kernel(cache_decode_kernel<Tr>,
                        {.grid = static_cast<unsigned>(rows * params.plan.cluster),
                         .threads = Tr::kThreads,
                         .shared_bytes = params.plan.places.bytes,
-                        .cluster = params.plan.cluster},
+                        .cluster = params.plan.cluster,
+                        .overlaps = params.others == OtherRows::kPrecede},
                        stream, params);
+}
+
+// All rows, or those before the last ones and these.
+template <class Tr>
+cudaError_t launch_decode_kernel(DecodeParams<typename Tr::T>& params, const DecodePlans& plans,
+                                 cudaStream_t stream) {
+  const int64_t rows = params.attend.chunk.num * params.attend.layout.num_kv_heads;
+  const int64_t last = plans.num_last < rows ? plans.num_last : 0;
+  params.plan = plans.plan;
+  params.first = 0;
+  params.others = last > 0 ? OtherRows::kFollow : OtherRows::kNone;
+  const cudaError_t error = launch_decode_rows<Tr>(params, rows - last, stream);
+  if (error != cudaSuccess || last == 0) {
+    return error;
+  }
+  params.plan = plans.last;
+  params.first = rows - last;
+  params.others = OtherRows::kPrecede;
+  return launch_decode_rows<Tr>(params, last, stream);
 }
 
 // `leaves` are the tokens where they have kLeafBits bits a channel, else null.
 template <typename T, int kDim, bool kSpans, int kLeafBits>
 cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools* leaves,
-                                 const DecodePlan& plan, cudaStream_t stream) {
+                                 const DecodePlans& plans, cudaStream_t stream) {
   // A page of packed tokens may have no other rows.
   const auto key_rows = static_cast<uint32_t>(std::max<int64_t>(attend.layout.key_rows(), 1));
   DecodeParams<T> params{.attend = attend,
-                         .plan = plan,
                          .key_rows = device::FastDivisor(key_rows),
                          .page_size = device::FastDivisor(attend.layout.page_size)};
   if constexpr (kLeafBits > 0) {
@@ -283,22 +314,22 @@ cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools*
     cudaError_t error = cudaSuccess;
     if constexpr (kSpans) {
       if (params.leaders) {
-        error = launch_top_spans<T, kDim>(attend, plan, stream);
+        error = launch_top_spans<T, kDim>(attend, plans.top_span_blocks, stream);
         if (error != cudaSuccess) {
           return error;
         }
       }
       constexpr int kWarps = decode_warps(8, true, 0);
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, kWarps, kLeafBits>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, true, kWarps, kLeafBits>>(params, plans, stream);
     } else if (attend.group > 8) {
       constexpr int kWarps = decode_warps(16, false, 0);
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, kWarps, kLeafBits>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, kWarps, kLeafBits>>(params, plans, stream);
     } else if (constexpr int kMost = decode_warps(8, false, 0);
                decode_warps(8, false, attend.options.top_k) == kMost) {
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kMost, kLeafBits>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kMost, kLeafBits>>(params, plans, stream);
     } else {
       constexpr int kFewer = decode_warps(8, false, kDecodeMaxTopK);
-      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kFewer, kLeafBits>>(params, stream);
+      error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kFewer, kLeafBits>>(params, plans, stream);
     }
     if (error != cudaSuccess) {
       return error;
@@ -308,15 +339,15 @@ cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools*
 }
 
 template <typename T, int kDim, bool kSpans>
-cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlan& plan, cudaStream_t stream) {
-  return launch_decode_layers<T, kDim, kSpans, 0>(attend, nullptr, plan, stream);
+cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlans& plans, cudaStream_t stream) {
+  return launch_decode_layers<T, kDim, kSpans, 0>(attend, nullptr, plans, stream);
 }
 
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode_packed(const AttendParams<T>& attend, const LeafPools& leaves,
-                                 const DecodePlan& plan, cudaStream_t stream) {
-  return leaves.bits == 8 ? launch_decode_layers<T, kDim, kSpans, 8>(attend, &leaves, plan, stream)
-                          : launch_decode_layers<T, kDim, kSpans, 4>(attend, &leaves, plan, stream);
+                                 const DecodePlans& plans, cudaStream_t stream) {
+  return leaves.bits == 8 ? launch_decode_layers<T, kDim, kSpans, 8>(attend, &leaves, plans, stream)
+                          : launch_decode_layers<T, kDim, kSpans, 4>(attend, &leaves, plans, stream);
 }
 
 }  // namespace htree::tree_cache

@@ -49,13 +49,24 @@ struct DecodePlaces {
   int bytes = 0;
 };
 
+// How a launch divides a row and K/V head.
 struct DecodePlan {
-  int cluster =
-      0;           // blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call
+  // Blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call.
+  int cluster = 0;
   int shares = 0;  // of a block
   int stages = 0;  // tiles that a warp has room for
-  int top_span_blocks = 0;  // blocks of a row and K/V head that score span means before the walk
   DecodePlaces places;
+};
+
+// How a call divides its rows times K/V heads. The last of them may be so few that larger clusters take them at once,
+// in a launch of their own.
+struct DecodePlans {
+  DecodePlan plan;
+  int64_t num_last = 0;
+  DecodePlan last;
+  int top_span_blocks = 0;  // blocks of a row and K/V head that score span means before the walk
+
+  bool taken() const { return plan.cluster > 0; }
 };
 
 // Query heads as the tiles of the tensor cores take them.
@@ -120,9 +131,26 @@ constexpr int kTopSpanBlocks = 4;
 // Static shared memory of the kernel is part of what a block may have.
 constexpr int kDecodeStaticBytes = 8 * 1024;
 
+// The smallest cluster from `cluster` to `most_cluster` blocks that has the shared memory, and its stages.
+inline DecodePlan fitting_plan(const DecodeProblem& problem, int cluster, int most_cluster) {
+  constexpr int kMostStages = 4, kLeastStages = 2;
+  for (; cluster <= most_cluster; cluster *= 2) {
+    for (int stages = kMostStages; stages >= kLeastStages; --stages) {
+      const DecodePlan plan{.cluster = cluster,
+                            .shares = kShares / cluster,
+                            .stages = stages,
+                            .places = decode_places(problem, cluster, stages)};
+      if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {
+        return plan;
+      }
+    }
+  }
+  return {};
+}
+
 // `wanted_cluster` 0 lets the sizes decide; a test may ask for a number.
-inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, const ClusterCounts& clusters,
-                              int wanted_cluster = 0) {
+inline DecodePlans plan_decode(const DecodeProblem& problem, int processors, const ClusterCounts& clusters,
+                               int wanted_cluster = 0) {
   const bool taken = problem.two_byte_type && problem.aligned && problem.rate == kDecodeRate &&
                      problem.top_k <= kDecodeMaxTopK && problem.group <= (problem.spans ? 8 : 16) &&
                      problem.key_dim == problem.value_dim &&
@@ -135,30 +163,39 @@ inline DecodePlan plan_decode(const DecodeProblem& problem, int processors, cons
   while (most_cluster > 1 && clusters[most_cluster] == 0) {
     most_cluster /= 2;
   }
-  // A block should have some 64 slots to amortise its exchanges. Fewer are right only where the clusters of all rows
-  // still run at once.
+  DecodePlans plans;
+  plans.top_span_blocks = static_cast<int>(ceil_div(int64_t{processors} * kTopSpanBlocks, problem.rows));
+  if (wanted_cluster > 0) {
+    plans.plan = fitting_plan(problem, std::min(wanted_cluster, most_cluster), most_cluster);
+    return plans;
+  }
+  // A block should have some 64 slots to amortise its exchanges.
   int cluster = 1;
-  while (cluster < most_cluster && (cluster * 64 < problem.top_k || problem.rows <= clusters[2 * cluster])) {
+  while (cluster < most_cluster && cluster * 64 < problem.top_k) {
     cluster *= 2;
   }
-  if (wanted_cluster > 0) {
-    cluster = std::min(wanted_cluster, most_cluster);
+  plans.plan = fitting_plan(problem, cluster, most_cluster);
+  if (!plans.taken()) {
+    return {};
   }
-  constexpr int kMostStages = 4, kLeastStages = 2;
-  for (; cluster <= most_cluster; cluster *= 2) {
-    for (int stages = kMostStages; stages >= kLeastStages; --stages) {
-      const DecodePlan plan{
-          .cluster = cluster,
-          .shares = kShares / cluster,
-          .stages = stages,
-          .top_span_blocks = static_cast<int>(ceil_div(int64_t{processors} * kTopSpanBlocks, problem.rows)),
-          .places = decode_places(problem, cluster, stages)};
-      if (plan.places.bytes + kDecodeStaticBytes <= device::kHopperSharedBytes) {
-        return plan;
-      }
+  // Fewer are right for the rows that are left after the GPU was filled as often as it can be, where their clusters
+  // still run at once.
+  cluster = plans.plan.cluster;
+  const int64_t at_once = cluster > 1 ? clusters[cluster] : processors;
+  const int64_t left = (problem.rows - 1) % at_once + 1;
+  while (cluster < most_cluster && left <= clusters[2 * cluster]) {
+    cluster *= 2;
+  }
+  if (cluster > plans.plan.cluster) {
+    const DecodePlan last = fitting_plan(problem, cluster, most_cluster);
+    if (left == problem.rows) {
+      plans.plan = last;
+    } else {
+      plans.num_last = left;
+      plans.last = last;
     }
   }
-  return {};
+  return plans;
 }
 
 }  // namespace htree::tree_cache

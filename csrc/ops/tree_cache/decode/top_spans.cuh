@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(Tr::kThreads, kTopSpanBlocks)
 }
 
 template <typename T, int kDim>
-cudaError_t launch_top_spans(const AttendParams<T>& attend, const DecodePlan& plan, cudaStream_t stream) {
+cudaError_t launch_top_spans(const AttendParams<T>& attend, int blocks, cudaStream_t stream) {
   using Tr = DecodeTraits<T, kDim, 1, true, kTopSpanWarps>;
   const int64_t rows = attend.chunk.num * attend.layout.num_kv_heads;
   return launch_kernel(top_spans_kernel<Tr>,
-                       {.grid = static_cast<unsigned>(rows * plan.top_span_blocks), .threads = Tr::kThreads},
-                       stream, attend, plan.top_span_blocks);
+                       {.grid = static_cast<unsigned>(rows * blocks), .threads = Tr::kThreads}, stream,
+                       attend, blocks);
 }
 
 }  // namespace htree::tree_cache

@@ -38,6 +38,6 @@ cudaError_t launch_attend_packed(const AttendParams<T>& params, const LeafPools&
 // launch_decode for packed tokens. Their scales are aligned to 16 bytes as well.
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode_packed(const AttendParams<T>& params, const LeafPools& leaves,
-                                 const DecodePlan& plan, cudaStream_t stream);
+                                 const DecodePlans& plans, cudaStream_t stream);
 
 }  // namespace htree::tree_cache

@@ -1,0 +1,10 @@
+#if defined(__x86_64__)
+// Written by setup.py from csrc/instances.py.
+#define HTREE_AVX512
+#include "host/cpu/simd.h"
+#include "ops/compressed_kv/rows_impl.h"
+
+namespace htree::compressed_kv {
+constexpr RowKernels kRowKernelsAvx512 = HTREE_ISA::row_kernels();
+}  // namespace htree::compressed_kv
+#endif

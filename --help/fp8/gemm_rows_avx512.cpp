@@ -1,0 +1,10 @@
+#if defined(__x86_64__)
+// Written by setup.py from csrc/instances.py.
+#define HTREE_AVX512
+#include "host/cpu/simd.h"
+#include "ops/fp8/gemm/cpu/gemm_rows_impl.h"
+
+namespace htree::fp8 {
+constexpr GemmKernels kGemmKernelsAvx512 = HTREE_ISA::gemm_kernels();
+}  // namespace htree::fp8
+#endif

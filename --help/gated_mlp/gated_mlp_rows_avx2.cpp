@@ -1,0 +1,10 @@
+#if defined(__x86_64__)
+// Written by setup.py from csrc/instances.py.
+#define HTREE_AVX2
+#include "host/cpu/simd.h"
+#include "ops/gated_mlp/cpu/gated_mlp_rows_impl.h"
+
+namespace htree::gated_mlp {
+constexpr RowKernels kRowKernelsAvx2 = HTREE_ISA::row_kernels();
+}  // namespace htree::gated_mlp
+#endif

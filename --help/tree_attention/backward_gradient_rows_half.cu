@@ -1,0 +1,11 @@
+// Written by setup.py from csrc/instances.py.
+#include "ops/tree_attention/cuda/backward/gradient_rows.cuh"
+
+namespace htree::tree_attention {
+template cudaError_t launch_gradient_rows<__half, 32>(const RowParams&, cudaStream_t);
+template cudaError_t launch_key_bounds<__half, 32>(const PackParams&, const LayerBounds&, cudaStream_t);
+template cudaError_t launch_gradient_rows<__half, 64>(const RowParams&, cudaStream_t);
+template cudaError_t launch_key_bounds<__half, 64>(const PackParams&, const LayerBounds&, cudaStream_t);
+template cudaError_t launch_gradient_rows<__half, 128>(const RowParams&, cudaStream_t);
+template cudaError_t launch_key_bounds<__half, 128>(const PackParams&, const LayerBounds&, cudaStream_t);
+}  // namespace htree::tree_attention

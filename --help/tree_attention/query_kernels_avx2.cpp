@@ -1,0 +1,10 @@
+#if defined(__x86_64__)
+// Written by setup.py from csrc/instances.py.
+#define HTREE_AVX2
+#include "host/cpu/simd.h"
+#include "ops/tree_attention/cpu/query_kernels_impl.h"
+
+namespace htree::tree_attention {
+constexpr QueryKernels<float> kQueryKernelsAvx2 = HTREE_ISA::query::query_kernels<float>();
+}  // namespace htree::tree_attention
+#endif
