@@ -25,6 +25,21 @@ REASON = re.compile(r"[Ll]onger than 700 lines because")
 MAX_TOP_TESTS = 15
 SOURCE = {".py", ".cpp", ".cu", ".cuh", ".h"}
 FOLDERS = "csrc|htree_ops|tests|benchmarks|examples|docs"
+# Beside hidden files; a source distribution adds the last two.
+TOP = {
+    *FOLDERS.split("|"),
+    *(
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "Makefile",
+        "README.md",
+        "pyproject.toml",
+        "setup.py",
+    ),
+    *("PKG-INFO", "setup.cfg"),
+}
 ROW_FACTS = ("gpu", "torch", "commit", "baseline")
 # Reversed, so that this file does not contain them.
 WORDS = [word[::-1] for word in ("ODOT", "EMXIF", "KCAH")]
@@ -210,6 +225,11 @@ def rooms_are_complete(tree: Tree) -> list[str]:
     return [f"{name} is missing" for name in missing if name not in tree.files]
 
 
+def nothing_strays_at_the_top(tree: Tree) -> list[str]:
+    found = {name.split("/")[0] for name in tree.files}
+    return [f"{name} stands at the top" for name in sorted(found - TOP) if not name.startswith(".")]
+
+
 def the_top_holds_few_tests(tree: Tree) -> list[str]:
     """Few files at the top, and no name twice, because pytest imports test files by their names alone."""
     inside = [name for name in tree.files if name.startswith("tests/")]
@@ -259,6 +279,7 @@ RULES: list[Callable[[Tree], list[str]]] = [
     kernels_know_no_torch,
     documents_name_existing_files,
     rooms_are_complete,
+    nothing_strays_at_the_top,
     the_top_holds_few_tests,
     results_say_where_they_come_from,
     ci_runs_the_test_command,
@@ -392,6 +413,7 @@ def test_a_tree_that_keeps_the_rules(tmp_path):
             "tests/staged/test_staged.py is missing",
         ),
         (rooms_are_complete, dict.fromkeys(name for name in GOOD if "csrc/ops" in name), "no room"),
+        (nothing_strays_at_the_top, {"--help/room/sum.cu": ""}, "--help stands at the top"),
         (
             the_top_holds_few_tests,
             {f"tests/test_{i}.py": "" for i in range(16)},

@@ -24,7 +24,8 @@ struct LaunchShape {
   int64_t shared_bytes = 0;  // dynamic shared memory of a block
   int cluster = 1;           // blocks of a cluster along x; more than 1 needs sm_90
   // The blocks may begin before the previous kernel of the stream has ended (sm_90), so every thread must
-  // call device::wait_for_previous_kernels() before it touches global memory. For at most one block per
+  // call device::wait_for_previous_kernels() before it touches global memory, or, where it has nothing in common
+  // with that kernel and that one does not overlap, before it ends. For at most one block per
   // multiprocessor: where blocks share one, those that begin early would crowd on a few of them.
   bool overlaps = false;
   int thread_rows = 1;  // threads of a block along y

@@ -128,11 +128,12 @@ cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream);
 // Takes the chunk's rows through all layers, and copies its leaders' lists to the ring.
 template <typename T>
 cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
-// The same on Hopper in one launch, with a stride in two, and twice as many where the last rows are apart. K = V =
-// kDim; `plans` take the call. Rows need no description. kSpans says whether the pages have span means.
+// The same on Hopper in one launch, with a stride in two, twice as many where the last rows are apart; with span means
+// launch_top_spans comes first. K = V = kDim; `plans` take the call. Rows need no description. kSpans says whether the
+// pages have span means.
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& params, const DecodePlans& plans, cudaStream_t stream);
-// What comes before it with span means: their scores in the layer where a leader first chooses, in chunk.span_scores.
+// Scores of span means in the layer where a leader first chooses, in chunk.span_scores.
 // `blocks` share a row and K/V head.
 template <typename T, int kDim>
 cudaError_t launch_top_spans(const AttendParams<T>& params, int blocks, cudaStream_t stream);

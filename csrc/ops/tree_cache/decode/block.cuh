@@ -60,8 +60,10 @@ struct DecodeShared {
   uint32_t counts[2][kDecodeMostWarps];  // candidates of a warp that are larger than the threshold, and equal
 };
 
-// A launch for other rows of the call, which runs beside this one. The second begins once all blocks of the first have
-// begun, and ends after it, so that what comes next in the stream waits for both.
+// A launch for other rows of the chunk, which runs beside this one. The second begins once all blocks of the first have
+// begun, and reads global memory without a wait: the first does not overlap what came before it, so that has completed,
+// and neither reads or writes what the other writes. The second ends after the first, so that what comes next in the
+// stream waits for both.
 enum class OtherRows : uint8_t { kNone, kFollow, kPrecede };
 
 template <typename T>

@@ -283,7 +283,7 @@ template <class Tr>
 cudaError_t launch_decode_kernel(DecodeParams<typename Tr::T>& params, const DecodePlans& plans,
                                  cudaStream_t stream) {
   const int64_t rows = params.attend.chunk.num * params.attend.layout.num_kv_heads;
-  const int64_t last = plans.num_last < rows ? plans.num_last : 0;
+  const int64_t last = plans.num_last;
   params.plan = plans.plan;
   params.first = 0;
   params.others = last > 0 ? OtherRows::kFollow : OtherRows::kNone;

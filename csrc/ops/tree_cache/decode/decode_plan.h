@@ -22,7 +22,7 @@ constexpr int kShares = 16;
 
 // What the decode kernel must know of a call.
 struct DecodeProblem {
-  int64_t rows = 0;  // query rows of a launch times K/V heads
+  int64_t rows = 0;  // of a chunk of the call, times K/V heads
   int64_t group = 1;
   int64_t rate = 16;
   int64_t top_k = 0;
@@ -58,7 +58,7 @@ struct DecodePlan {
   DecodePlaces places;
 };
 
-// How a call divides its rows times K/V heads. The last of them may be so few that larger clusters take them at once,
+// How a chunk divides its rows times K/V heads. The last of them may be so few that larger clusters take them at once,
 // in a launch of their own.
 struct DecodePlans {
   DecodePlan plan;
@@ -182,6 +182,9 @@ inline DecodePlans plan_decode(const DecodeProblem& problem, int processors, con
   // still run at once.
   cluster = plans.plan.cluster;
   const int64_t at_once = cluster > 1 ? clusters[cluster] : processors;
+  if (at_once == 0) {
+    return plans;  // what the device did not answer
+  }
   const int64_t left = (problem.rows - 1) % at_once + 1;
   while (cluster < most_cluster && left <= clusters[2 * cluster]) {
     cluster *= 2;

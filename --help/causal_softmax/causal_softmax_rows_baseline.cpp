@@ -1,8 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#define HTREE_BASELINE
-#include "host/cpu/simd.h"
-#include "ops/causal_softmax/causal_softmax_rows_impl.h"
-
-namespace htree::causal_softmax {
-constexpr RowKernels kRowKernelsBaseline = HTREE_ISA::row_kernels();
-}  // namespace htree::causal_softmax

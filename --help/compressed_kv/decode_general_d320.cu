@@ -1,7 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/compressed_kv/decode/general.cuh"
-
-namespace htree::compressed_kv {
-template cudaError_t launch_general<320>(const GeneralParams&, int64_t, cudaStream_t);
-template cudaError_t launch_merge<320>(const DecodeParams&, int64_t, cudaStream_t);
-}  // namespace htree::compressed_kv

@@ -1,7 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/fp8/gemm/cuda/gemm_launch.cuh"
-
-namespace htree::fp8 {
-template cudaError_t launch_gemm_tile(const GemmParams<__half>&, const GemmConfig&, cudaStream_t);
-template cudaError_t launch_gemm_stream(const GemmParams<__half>&, const GemmConfig&, cudaStream_t);
-}  // namespace htree::fp8

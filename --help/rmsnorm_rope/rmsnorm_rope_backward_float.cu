@@ -1,6 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh"
-
-namespace htree::rmsnorm_rope {
-template cudaError_t launch_backward<float>(const KernelConfig&, const BackwardParams<float>&, int, cudaStream_t);
-}  // namespace htree::rmsnorm_rope

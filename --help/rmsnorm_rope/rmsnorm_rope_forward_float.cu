@@ -1,6 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh"
-
-namespace htree::rmsnorm_rope {
-template cudaError_t launch_forward<float>(const KernelConfig&, const ForwardParams<float>&, int, bool, cudaStream_t);
-}  // namespace htree::rmsnorm_rope

@@ -1,6 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/tree_attention/cuda/backward/shared_gather/query_gradient.cuh"
-
-namespace htree::tree_attention {
-template cudaError_t launch_shared_gather_gradient<__nv_bfloat16, 32>(const SharedGatherGradientParams&, cudaStream_t);
-}  // namespace htree::tree_attention

@@ -1,6 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/tree_attention/cuda/forward/dense_top/attend.cuh"
-
-namespace htree::tree_attention {
-template cudaError_t launch_dense_attend<__half, 128>(const DenseAttendParams&, cudaStream_t);
-}  // namespace htree::tree_attention

@@ -1,6 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/tree_attention/cuda/forward/shared_gather/attend.cuh"
-
-namespace htree::tree_attention {
-template cudaError_t launch_shared_gather_attend<__nv_bfloat16, 128>(const AttendParams&, cudaStream_t);
-}  // namespace htree::tree_attention

@@ -1,8 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#define HTREE_BASELINE
-#include "host/cpu/simd.h"
-#include "ops/tree_attention/cpu/query_kernels_impl.h"
-
-namespace htree::tree_attention {
-constexpr QueryKernels<float> kQueryKernelsBaseline = HTREE_ISA::query::query_kernels<float>();
-}  // namespace htree::tree_attention

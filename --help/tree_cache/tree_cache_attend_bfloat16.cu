@@ -1,8 +1,0 @@
-// Written by setup.py from csrc/instances.py.
-#include "ops/tree_cache/attend.cuh"
-
-namespace htree::tree_cache {
-template cudaError_t launch_rows(const AttendParams<__nv_bfloat16>&, cudaStream_t);
-template cudaError_t launch_attend(const AttendParams<__nv_bfloat16>&, cudaStream_t);
-template cudaError_t launch_attend_packed(const AttendParams<__nv_bfloat16>&, const LeafPools&, cudaStream_t);
-}  // namespace htree::tree_cache
