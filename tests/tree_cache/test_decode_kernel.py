@@ -229,7 +229,7 @@ def test_last_rows_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["many rows", "many rows, stride, span 2, 128"])
 def test_last_rows_in_a_graph(name: str) -> None:
-    """What comes next in the stream waits for both launches, in a graph as well."""
+    """What comes next in the stream waits for both launches, in a graph as well. Rows without lists are NaN."""
     case = named(name)
     inputs = case.make_inputs("cuda")
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
@@ -244,7 +244,7 @@ def test_last_rows_in_a_graph(name: str) -> None:
         for result in results:
             result.zero_()
         graph.replay()
-        assert all(torch.equal(result, expected) for result in results)
+        assert all(torch.equal(result.nan_to_num(), expected.nan_to_num()) for result in results)
 
 
 def named(name: str) -> TreeCacheCase:
