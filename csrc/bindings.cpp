@@ -483,9 +483,8 @@ PYBIND11_MODULE(_host, module) {
              py::arg("clusters"), py::arg("top_k") = 512, py::arg("spans") = false,
              py::arg("multiprocessors") = 132, py::arg("wanted_cluster") = 0,
              "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes, "
-             "number of "
-             "last rows with a launch of their own, blocks of their clusters); clusters[n] of n blocks run "
-             "at once.");
+             "number of last rows with a launch of their own, blocks of their clusters); clusters[n] of n "
+             "blocks run at once.");
   module.def(
       "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
       py::arg("num_sms") = 132,

@@ -28,18 +28,14 @@ FOLDERS = "csrc|htree_ops|tests|benchmarks|examples|docs"
 # Beside hidden files; a source distribution adds the last two.
 TOP = {
     *FOLDERS.split("|"),
-    *(
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "MANIFEST.in",
-        "Makefile",
-        "README.md",
-        "pyproject.toml",
-        "setup.py",
-    ),
-    *("PKG-INFO", "setup.cfg"),
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
 }
+TOP |= {"pyproject.toml", "setup.py", "PKG-INFO", "setup.cfg"}
 ROW_FACTS = ("gpu", "torch", "commit", "baseline")
 # Reversed, so that this file does not contain them.
 WORDS = [word[::-1] for word in ("ODOT", "EMXIF", "KCAH")]

@@ -544,6 +544,23 @@ def test_append_refuses_and_writes_nothing(change: dict, error: type, message: s
         assert torch.equal(named[name].nan_to_num(), pool.nan_to_num())
 
 
+@pytest.mark.parametrize("pages", [(-2, 0), (7, 0), (0, -1), (0, 7)], ids=str)
+def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -> None:
+    """A device leaves such a copy out; the host says so and copies nothing, not even what comes before."""
+    k_pool, v_pool = (torch.randn(7, 2, 12, 8, device=device) for _ in range(2))
+    before = k_pool.clone()
+    call = torch.tensor([[1, -1, pages[0]], [2, 3, pages[1]]], dtype=torch.int32, device=device)
+    if device == "cpu":
+        with pytest.raises(
+            IndexError, match=f"between 0 and num_pages - 1 = 6, got {pages[0]} and {pages[1]}"
+        ):
+            ops.tree_cache_copy_(k_pool, v_pool, call)
+    else:
+        ops.tree_cache_copy_(k_pool, v_pool, call)
+        before[2] = before[1]
+    assert torch.equal(k_pool, before)
+
+
 def test_a_page_with_other_tokens_is_not_written() -> None:
     """The pages that an append writes belong to one sequence; full pages, and rows behind a text, may be anything."""
     arguments, options = op_calls("cpu")["tree_cache_append_"]
@@ -596,20 +613,3 @@ def test_bad_tables_leave_memory_alone_on_a_gpu() -> None:
 
 def test_names_are_exported() -> None:
     assert {"TreeKVCache", "tree_cache_append_", "tree_cache_attention"} <= set(htree_ops.__all__)
-
-
-@pytest.mark.parametrize("pages", [(-2, 0), (7, 0), (0, -1), (0, 7)], ids=str)
-def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -> None:
-    """A device leaves such a copy out; the host says so and copies nothing, not even what comes before."""
-    k_pool, v_pool = (torch.randn(7, 2, 12, 8, device=device) for _ in range(2))
-    before = k_pool.clone()
-    call = torch.tensor([[1, -1, pages[0]], [2, 3, pages[1]]], dtype=torch.int32, device=device)
-    if device == "cpu":
-        with pytest.raises(
-            IndexError, match=f"between 0 and num_pages - 1 = 6, got {pages[0]} and {pages[1]}"
-        ):
-            ops.tree_cache_copy_(k_pool, v_pool, call)
-    else:
-        ops.tree_cache_copy_(k_pool, v_pool, call)
-        before[2] = before[1]
-    assert torch.equal(k_pool, before)

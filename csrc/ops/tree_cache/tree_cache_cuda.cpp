@@ -191,7 +191,8 @@ template <typename T>
 void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  const bool general = !decode_plans(params, leaves, total).taken();
+  DecodePlans plans = decode_plans(params, leaves, total);
+  const bool general = !plans.taken();
   RowScratch scratch = row_scratch(params);
   if (!general) {
     const int64_t span_scores =
@@ -223,8 +224,10 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor
   C10_CUDA_CHECK(launch_rows(params, stream));
   for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
     chunk.num = std::min(rows, total - chunk.first);
-    C10_CUDA_CHECK(launch_chunk(params, leaves,
-                                general ? DecodePlans{} : decode_plans(params, leaves, chunk.num), stream));
+    if (!general && chunk.num < total) {
+      plans = decode_plans(params, leaves, chunk.num);
+    }
+    C10_CUDA_CHECK(launch_chunk(params, leaves, plans, stream));
     chunk.previous = chunk.first;
     std::swap(chunk.lists, chunk.previous_lists);
   }
