@@ -225,7 +225,12 @@ WIDE = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
         (
             {"v_codes": torch.zeros(7, 2, 8, 128, dtype=torch.uint8)},
             ValueError,
-            "v_codes must have the bits of k_codes",
+            r"V \* bits / 8 = 64 bytes for V = 128 of v_pool and the 4 bits of k_codes, got \[7, 2, 8, 128\]",
+        ),
+        (
+            dict.fromkeys(("k_codes", "v_codes"), torch.zeros(7, 2, 8, 64, dtype=torch.uint8)),
+            ValueError,
+            r"V \* bits / 8 = 128 bytes for V = 128 of v_pool and the 8 bits of k_codes, got \[7, 2, 8, 64\]",
         ),
         ({"k_pool": torch.zeros(7, 2, 11, 64)}, ValueError, "rows of a page"),
     ],
@@ -257,6 +262,11 @@ def test_attention_refuses(change: dict[str, Any], error: type, message: str) ->
         ({"v_tail": torch.zeros(2, 2, 4, 128)}, ValueError, "tokens of k_tail"),
         ({"k_tail": torch.zeros(3, 2, 8, 64)}, ValueError, "B of block_table"),
         ({"k": torch.zeros(5, 2, 32)}, ValueError, "K of k_pool"),
+        (
+            {"v_codes": torch.zeros(7, 2, 8, 128, dtype=torch.uint8)},
+            ValueError,
+            "v_codes must have V .* = 64 bytes for V = 128",
+        ),
         ({"lengths": torch.tensor([22, 1], dtype=torch.int32)}, ValueError, "at most max_pages"),
         (
             {"block_table": torch.full((2, 3), 99, dtype=torch.int32)},

@@ -152,10 +152,12 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
                  {"k_scales", pools.leaves->k_scales}, options.page_size);
     check_leaves(op, "v_pool", pools.values, {"v_codes", pools.leaves->v_codes},
                  {"v_scales", pools.leaves->v_scales}, options.page_size);
-    TORCH_CHECK_VALUE(
-        leaf_bits(pools.keys, pools.leaves->k_codes) == leaf_bits(pools.values, pools.leaves->v_codes), op,
-        ": v_codes must have the bits of k_codes, got ", pools.leaves->v_codes.sym_sizes(), " and ",
-        pools.leaves->k_codes.sym_sizes());
+    const int64_t bits = leaf_bits(pools.keys, pools.leaves->k_codes);
+    const SymInt value_dim = pools.values.sym_size(3);
+    TORCH_CHECK_VALUE(leaf_bits(pools.values, pools.leaves->v_codes) == bits, op,
+                      ": v_codes must have V * bits / 8 = ", value_dim * bits / 8,
+                      " bytes for V = ", value_dim, " of v_pool and the ", bits, " bits of k_codes, got ",
+                      pools.leaves->v_codes.sym_sizes());
   }
 }
 
