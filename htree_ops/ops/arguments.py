@@ -35,6 +35,7 @@ __all__ = [
     "dtype_name",
     "named",
     "named_as",
+    "option_device",
     "tuning_config",
 ]
 
@@ -330,6 +331,27 @@ def check_option_dtype(op: str, dtype: object, supported: Sequence[torch.dtype])
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             supported_dtypes=supported,
         )
+
+
+def option_device(op: str, device: object) -> torch.device:
+    """The device that an option ``device`` names, with its index; None is torch's default.
+
+    Raises:
+        TypeError: something that names no device. DeviceError: a str or an index that torch does not know as one.
+    """
+    if device is None:
+        return torch.empty(0).device
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"{op}: device must be a torch.device, a str or an int, got {type(device).__name__}")
+    try:
+        named = torch.device(device)
+    except RuntimeError:
+        refuse(
+            DeviceError,
+            f'{op}: device must be a device of torch, such as "cpu" or "cuda:0", got {device!r}',
+            actual_device=str(device),
+        )
+    return torch.empty(0, device=named).device
 
 
 def check_int(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:

@@ -405,6 +405,15 @@ def test_wrong_calls() -> None:
             module(q, k, v, lengths=lengths)
     with pytest.raises(TypeError, match="lengths must be a list of ints"):
         module(q, k, v, lengths=[1.5, 2.0])
+    counts = torch.tensor([5, 1])
+    with pytest.raises(DeviceError, match=r"MustafarAttention: lengths must be on a device .* got meta"):
+        module(q, k, v, lengths=counts.to("meta"))
+    with pytest.raises(TypeError, match="MustafarAttention: lengths must be a dense tensor"):
+        module(q, k, v, lengths=counts.to_sparse())
+    with pytest.raises(
+        DeviceError, match=r"CompressedKVCache: device must be a device of torch, .* got 'ab'"
+    ):
+        module.make_cache(2, 10, device="ab")
     assert "keep=(32, 32), bits=(8, 8), hadamard_group=0" in repr(module)
     lists = layer("cpu", sparsity=[0.5, 0.25], bits=[4, 8])
     assert (lists.keep, lists.bits) == ((32, 48), (4, 8))

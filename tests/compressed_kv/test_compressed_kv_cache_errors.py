@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,6 +168,52 @@ def test_a_single_token_is_checked(device: str) -> None:
     assert small.win_len.tolist() == [6] * BATCH
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_sparse_tokens_do_not_settle_the_cache(name: str) -> None:
+    cache = make("cpu")
+    cache.append(*tokens("cpu", 21))  # the window is full
+    new = dict(zip("kv", tokens("cpu", 1, seed=3), strict=True))
+    new[name] = new[name].to_sparse()
+    before = copy.deepcopy(cache)
+    q = normal((BATCH, 8, 1, WIDTH), torch.float16, "cpu", seed=15)
+    for method, call in (
+        ("append", cache.append),
+        ("decode", lambda k, v: cache.decode(q, k, v)),
+        ("prefill", cache.prefill),
+        ("write_token", cache.write_token),
+    ):
+        message = rf"CompressedKVCache\.{method}: {name} must be a dense tensor, got layout torch\.sparse_coo"
+        with pytest.raises(TypeError, match=message):
+            call(new["k"], new["v"])
+    assert_same_content(cache, before)
+    assert cache.compressed_lengths == before.compressed_lengths
+
+
+def test_numbers_that_cannot_be_read() -> None:
+    cache = make("cpu")
+    k, v = tokens("cpu", 21)
+    cache.append(k, v)
+    before = copy.deepcopy(cache)
+    q = normal((BATCH, 8, 21, WIDTH), torch.float16, "cpu", seed=15)
+    calls: dict[str, tuple[str, Callable[[Any], Any]]] = {
+        "append": ("lengths", lambda n: cache.append(k, v, n)),
+        "decode": ("lengths", lambda n: cache.decode(q, k, v, n)),
+        "prefill": ("lengths", lambda n: cache.prefill(k, v, n)),
+        "attend": ("lengths", lambda n: cache.attend(q[:, :, :1], lengths=n)),
+        "truncate": ("lengths", cache.truncate),
+        "reorder": ("index", cache.reorder),
+        "select": ("index", cache.select),
+    }
+    numbers = torch.tensor([1, 0, 1])
+    for method, (name, call) in calls.items():
+        with pytest.raises(TypeError, match=f"{method}: {name} must be a dense tensor, got layout"):
+            call(numbers.to_sparse())
+        with pytest.raises(DeviceError, match=f"{method}: {name} must be on a device that holds .* got meta"):
+            call(numbers.to("meta"))
+    assert_same_content(cache, before)
+    assert cache.compressed_lengths == before.compressed_lengths
+
+
 def test_attention_refuses_a_backward(device: str) -> None:
     cache = make(device)
     cache.append(*tokens(device, 30))
@@ -245,6 +292,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "group": ({"hadamard_group": 3}, ValueError, r"hadamard_group must divide H_kv = 4, got 3"),
     "split": ({"split_size": -1}, ValueError, r"split_size"),
     "dtype": ({"dtype": torch.float64}, UnsupportedDtypeError, r"dtype must be"),
+    "device": ({"device": "ab"}, DeviceError, r'device must be a device of torch, such as "cpu" .*, got \'ab\''),
+    "number of a device": ({"device": 2.5}, TypeError, r"device must be a torch\.device, a str or an int, got float"),
     "dtype of 16": ({"bits": (8, 16), "dtype": torch.float32}, UnsupportedDtypeError, r"float16 or torch\.bfloat16"),
 }  # fmt: skip
 
@@ -253,7 +302,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_wrong_options(name: str) -> None:
     changes, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
-        make("cpu", **changes)
+        make(**{"device": "cpu"} | changes)
 
 
 def test_wrong_tokens_and_indices() -> None:
@@ -287,6 +336,9 @@ def test_wrong_tokens_and_indices() -> None:
         (lambda: cache.attend(k[:2, :, 0]), ShapeMismatchError, r"q must be \[3, H, 64\] or .*, got \(2, 4, 64\)"),
         (lambda: cache.attend(k[:, :3, 0]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4, got 3"),
         (lambda: cache.attend(k[:, :, 0].to("meta")), DeviceError, r"q must be on the device of the cache"),
+        (lambda: cache.to("ab"), DeviceError, r"CompressedKVCache\.to: device must be a device of .*, got 'ab'"),
+        (lambda: cache.to(device=3.5), TypeError, r"\.to: device must be a torch\.device, a str or .*, got float"),
+        (lambda: cache.to(3.5), TypeError, r"\.to: takes a device and a dtype, got float"),
         (lambda: cache.attend(k[:, :, 0], "a"), TypeError, r"scale must be a number, got str"),
         (lambda: cache.attend(k[:, :, 0], 1e300), ValueError, r"scale must be finite"),
     ):  # fmt: skip

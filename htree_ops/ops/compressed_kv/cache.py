@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import FLOATING, check_int, check_tensors
+from htree_ops.ops.arguments import FLOATING, check_int, check_tensors, option_device
 from htree_ops.ops.compressed_kv.checks import (
     check_new_tokens,
     check_place,
@@ -114,8 +114,8 @@ class CompressedKVCache:
 
     Raises:
         ShapeMismatchError: another head_dim.
-        UnsupportedDtypeError: another dtype, or float32 with 16 bits.
-        TypeError, ValueError: a number of the wrong kind or out of range.
+        UnsupportedDtypeError: another dtype, or float32 with 16 bits. DeviceError: a device that torch does not know.
+        TypeError, ValueError: a number or a device of the wrong kind, a number out of range.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class CompressedKVCache:
         self.hadamard_group, self.split_size = hadamard_group, split_size
         self.page_size, self.num_pages = page_size, num_pages
         self.dtype = dtype
-        self.device = torch.empty(0, device=device).device
+        self.device = option_device(OP, device)
         rows = self._compressed_tokens(capacity)
         place = (self.formats, batch, num_kv_heads, rows, self.device)
         self.storage: ContiguousRows | PagedRows
@@ -611,7 +611,8 @@ class CompressedKVCache:
         go to the window as always, and compressed tokens end at a multiple of the chunk from the next chunk on.
 
         Raises:
-            TypeError: lengths are not ints. ValueError: another number of them, or one outside -1 ... the length.
+            TypeError: lengths are not ints. DeviceError: they are on the device meta.
+            ValueError: another number of them, or one outside -1 ... the length.
         """
         op = f"{OP}.truncate"
         numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
@@ -649,6 +650,7 @@ class CompressedKVCache:
 
         Raises:
             TypeError: an argument of another kind. UnsupportedDtypeError: a dtype that the cache cannot have.
+            DeviceError: a device that torch does not know.
         """
         for x in to:
             if isinstance(x, torch.dtype):
@@ -657,7 +659,7 @@ class CompressedKVCache:
                 device = x
             else:
                 raise TypeError(f"{OP}.to: takes a device and a dtype, got {type(x).__name__}")
-        place = self.device if device is None else torch.empty(0, device=device).device
+        place = self.device if device is None else option_device(f"{OP}.to", device)
         dtype = self.dtype if dtype is None else dtype
         if (place, dtype) == (self.device, self.dtype):
             return self
@@ -798,8 +800,8 @@ class CompressedKVCache:
         The lengths are known on the host, so an index on a device is waited for.
 
         Raises:
-            TypeError: index holds no ints. ValueError: index does not have B entries. IndexError: an entry outside [0,
-                B).
+            TypeError: index holds no ints. DeviceError: it is on the device meta. ValueError: index does not have B
+                entries. IndexError: an entry outside [0, B).
         """
         numbers = self._indices("reorder", index)
         if len(numbers) != self.batch:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
-from htree_ops.ops.arguments import check_dtype, check_int, check_number, check_tensor, check_tensors
+from htree_ops.ops.arguments import (
+    check_data,
+    check_dtype,
+    check_int,
+    check_number,
+    check_tensor,
+    check_tensors,
+)
 
 __all__ = [
     "check_new_tokens",
@@ -65,6 +72,7 @@ def check_new_tokens(
     if (
         isinstance(k, Tensor)
         and isinstance(v, Tensor)
+        and k.layout == v.layout == torch.strided
         and k.dim() == 4
         and k.shape == (batch, heads, k.shape[2], width)
         and v.shape == (batch, heads, k.shape[2], value_width)
@@ -116,8 +124,10 @@ def integers(op: str, name: str, values: Iterable[int]) -> list[int]:
     """A tensor or sequence of ints as a list; a tensor on a device is waited for.
 
     Raises:
-        TypeError: something else, floats and bools included.
+        TypeError: something else, floats and bools included. DeviceError: a tensor on the device meta.
     """
+    if isinstance(values, Tensor):
+        check_data(op, name, values)
     try:
         entries = values.tolist() if isinstance(values, Tensor) else list(values)
         if any(isinstance(n, bool) for n in entries):
@@ -131,7 +141,8 @@ def prompt_lengths(op: str, lengths: Iterable[int] | None, batch: int, size: int
     """Tokens of each of ``batch`` prompts in rows of ``size``; None is ``size`` for all.
 
     Raises:
-        TypeError: lengths are not ints. ValueError: another number of them, or one outside 0 ... size.
+        TypeError: lengths are not ints. DeviceError: they are on the device meta.
+        ValueError: another number of them, or one outside 0 ... size.
     """
     if lengths is None:
         return [size] * batch
