@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cache_schedules import Run, Sequence, Shape, bitwise, schedules
 
 from htree_ops import HTreeAttention, TreeKVCache, quantize_model_, tree_attention
 from htree_ops.errors import DeviceError, ShapeMismatchError
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS
+from htree_ops.ops.tree_cache.state import free_stack
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -338,6 +341,46 @@ def test_bytes_and_repr(device: str) -> None:
     assert "page_size=8" in repr(cache)
 
 
+@pytest.mark.parametrize("options", [{}, {"selection_stride": 4}, {"leaf_bits": 8}], ids=str)
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_a_cache_without_numbers(kind: str, options: dict[str, Any]) -> None:
+    """It says what a cache takes, and gives the shapes of results."""
+    sizes: dict[str, Any] = {
+        **OPTIONS,
+        "rope_base": None,
+        "page_size": 8,
+        **options,
+    }  # a table is made on CUDA alone
+    real = TreeKVCache(2, 2, 64, 40, device="cpu", **sizes)
+    device = "meta" if kind == "meta" else "cpu"
+    with FakeTensorMode() if kind == "fake" else nullcontext():
+        cache = TreeKVCache(2, 2, 64, 40, device=device, **sizes)
+        k = torch.zeros(2, 9, 2, 64, dtype=torch.bfloat16, device=device)
+        cache.append(k, k)
+        assert cache.attend(k).shape == k.shape
+        cache.reorder_([1, 1])
+    assert repr(cache) == repr(real).replace("'cpu'", f"'{device}'")
+    assert cache.num_bytes() == (0, 0, real.num_bytes().allocated)
+    if kind == "fake":
+        return  # what needs a number is refused by the mode
+    for name, call in (
+        ("check", cache.check),
+        ("layer", lambda: cache.layer(0, 0)),
+        ("state_dict", cache.state_dict),
+        ("load_state_dict", lambda: cache.load_state_dict(real.state_dict())),
+    ):
+        with pytest.raises(
+            DeviceError, match=rf"TreeKVCache\.{name}: cache must be on a device .*, got meta"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("num_pages", [1, 7])
+def test_all_pages_of_a_new_cache_are_free(num_pages: int, device: str) -> None:
+    cache = make(device, num_pages=num_pages)
+    assert cache._free.tolist() == free_stack(cache._users).tolist() == list(range(num_pages, -1, -1))
+
+
 # ---- what is refused on the CPU
 
 
@@ -394,6 +437,8 @@ def test_a_leader_that_was_never_attended_is_reported() -> None:
         ({"selection_span": 3}, ValueError, "selection_span must be None or a divisor"),
         ({"dtype": torch.int8}, TypeError, "dtype must be"),
         ({"batch": 1.5}, TypeError, "batch must be an int"),
+        ({"device": 2.5}, TypeError, r"device must be a torch\.device, a str or an int, got float"),
+        ({"device": "ab"}, DeviceError, "device must be a device of torch, .* got 'ab'"),
     ],
     ids=str,
 )
@@ -545,6 +590,37 @@ def test_states_are_checked() -> None:
     cache.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "leaders",
+    [
+        [16, 4, 8, 13],  # no leader
+        [16, 4, 8, -4],
+        [0, 4, 8, 28],  # behind the text, whose length is 18
+        [20, 4, 8, 12],
+        [16, 8, 4, 12],  # in places of others
+        [16, 16, 8, 12],
+        [-2, 4, 8, 12],
+    ],
+    ids=str,
+)
+def test_lists_of_other_leaders_are_refused(leaders: list[int]) -> None:
+    cache = make(selection_stride=4)
+    fill(cache, 18)
+    state = cache.state_dict()
+    assert state["list_pos"].tolist() == [[16, 4, 8, 12]] * 2
+    fill(cache, 5, seed=3)
+    before = cache.state_dict()
+    wrong = torch.tensor([[16, 4, 8, 12], leaders], dtype=torch.int32)
+    message = r"load_state_dict: list_pos must have -1 or a multiple t of selection_stride = 4 below the length 18 in "
+    with pytest.raises(ValueError, match=message + rf"entry t / 4 mod 4, got {re.escape(str(leaders))}"):
+        cache.load_state_dict(state | {"list_pos": wrong})
+    for name, x in cache.state_dict().items():
+        assert torch.equal(x.nan_to_num(), before[name].nan_to_num()), name
+    cache.load_state_dict(
+        state | {"list_pos": torch.tensor([[16, 4, 8, 12], [0, -1, 8, -1]], dtype=torch.int32)}
+    )
+
+
 # ---- the module
 
 
@@ -562,6 +638,12 @@ def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, st
         HTreeAttention(32, 4, 2, device=device)(x, cache=cache)
     with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
         layer(x, cache=3)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"TreeKVCache: device must be a torch\.device, a str or .*, got float"
+    ):
+        layer.make_cache(2, 30, device=2.5)  # type: ignore[arg-type]
+    on_meta = HTreeAttention(32, 4, 2, selection_stride=stride, device="meta", **OPTIONS)
+    assert on_meta(torch.empty(2, 5, 32, device="meta"), cache=on_meta.make_cache(2, 30)).shape == (2, 5, 32)
 
 
 class Wrapped(nn.Module):

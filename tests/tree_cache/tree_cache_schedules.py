@@ -212,6 +212,8 @@ class Run:
         reported = refusal(self.cache.check)
         assert (reported is not None and "leader" in reported) == self.missing
         self.cache.check()
+        self.cache.load_state_dict(self.cache.state_dict())  # what a schedule leaves is a state
+        self.check_layers()
 
     # ---- steps
 

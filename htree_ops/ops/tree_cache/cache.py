@@ -17,6 +17,7 @@ from htree_ops.ops.arguments import (
     check_int,
     check_option_dtype,
     check_tensors,
+    option_device,
     options_of,
 )
 from htree_ops.ops.tree_attention.attention import Frequencies, Importance, top_nodes
@@ -40,7 +41,7 @@ from htree_ops.ops.tree_cache.prompts import (
     is_recorded,
     read_lengths,
 )
-from htree_ops.ops.tree_cache.state import check_state, free_stack, options_as_tensors
+from htree_ops.ops.tree_cache.state import check_leaders, check_state, free_stack, options_as_tensors
 
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
 
@@ -102,7 +103,7 @@ class TreeKVCache:
         k_pool, v_pool, block_table: the pages; their addresses never change.
 
     Raises:
-        UnsupportedDtypeError: another dtype.
+        UnsupportedDtypeError: another dtype. DeviceError: a device that torch does not know.
         TypeError, ValueError: an option of the wrong kind or out of range.
     """
 
@@ -181,7 +182,7 @@ class TreeKVCache:
         check_int(OP, "capacity rounded up to whole pages", max_pages * page_size, 1)
         num_pages = batch * max_pages if num_pages is None else num_pages
         check_int(OP, "num_pages", num_pages, 1)
-        place = torch.empty(0, device=device).device
+        place = option_device(OP, device)
         check_option_dtype(OP, dtype, FLOATING_AND_DOUBLE if place.type == "cpu" else FLOATING)
         if leaf_bits is not None:
             check_leaf_bits(OP, leaf_bits, head_dim, value_dim, dtype)
@@ -217,7 +218,8 @@ class TreeKVCache:
         self.host_lengths = HostLengths(batch)
         self._held = integers(batch)
         self._users = integers(num_pages)
-        self._free = free_stack(self._users)
+        # free_stack() of no users, which has no numbers to read on the device meta
+        self._free = torch.arange(num_pages, -1, -1, dtype=torch.int32, device=self.device)
         self._errors = integers(batch)
         self._plan = integers(4, batch)
         self._constants: dict[str, tuple[tuple[int, int], Tensor]] = {}
@@ -457,7 +459,9 @@ class TreeKVCache:
 
         Raises:
             ValueError: an error was recorded; the message names the sequences.
+            DeviceError: the cache is on the device meta, which records none.
         """
+        check_data(f"{OP}.check", "cache", self._errors)
         found = self._errors.tolist()
         if not any(found):
             return
@@ -473,6 +477,7 @@ class TreeKVCache:
         """
         check_int(f"{OP}.layer", "sequence", sequence, 0, self.batch - 1)
         check_int(f"{OP}.layer", "layer", layer, 0, self.num_layers - 1)
+        check_data(f"{OP}.layer", "cache", self.lengths)
         rate, size = self.options.compression_rate, self.page_size
         tokens = rate**layer
         node = torch.arange(int(self.lengths[sequence]) // tokens, device=self.device)
@@ -486,21 +491,26 @@ class TreeKVCache:
         return self.k_pool[place, :, row], self.v_pool[place, :, row]
 
     def num_bytes(self) -> TreeCacheBytes:
-        """The memory that is in use and allocated. Waits for the device."""
+        """The memory that is in use and allocated. Waits for the device.
+
+        On the device meta and of fake tensors nothing can be counted but what is allocated; the rest is 0.
+        """
         tensors = [x for x in vars(self).values() if isinstance(x, Tensor)]
         page = self.k_pool[0].nbytes + self.v_pool[0].nbytes
         if self._leaves is not None:
             tensors.extend(self._leaves.tensors().values())
             page += self._leaves.page_bytes()
-        used = int((self._users > 0).sum())
+        counts = type(self.lengths) is Tensor and not self.lengths.is_meta
+        used = int((self._users > 0).sum()) if counts else 0
         return TreeCacheBytes(
-            tokens=int(self.lengths.sum()),
+            tokens=int(self.lengths.sum()) if counts else 0,
             used=used * page,
             allocated=sum(x.nbytes for x in tensors) + self.prompt_copies.num_bytes(),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything the cache holds, as copies; pages that nobody uses are left out."""
+        check_data(f"{OP}.state_dict", "cache", self.lengths)
         pages = torch.nonzero(self._users > 0).flatten()
         return {
             "pages": pages.int(),
@@ -525,14 +535,15 @@ class TreeKVCache:
 
         Raises:
             ValueError, TypeError, DeviceError: an entry is missing, has another shape, dtype or option, or no numbers;
-                or the pages contradict each other. The cache is left as it was.
+                or the pages contradict each other, or leaders their sequence. The cache is left as it was.
         """
+        op = f"{OP}.load_state_dict"
+        check_data(op, "cache", self.lengths)
         own = self.state_dict()
-        users, held = check_state(
-            f"{OP}.load_state_dict", state, own, self.page_size, self.capacity, self.num_pages
-        )
+        users, held = check_state(op, state, own, self.page_size, self.capacity, self.num_pages)
+        check_leaders(op, state, self.options.selection_stride)
         if self._leaves is not None:
-            self._leaves.check_state(f"{OP}.load_state_dict", state)
+            self._leaves.check_state(op, state)
         self._end_prompts(None)
         pages = state["pages"].to(self.device).long()
         self.k_pool[pages] = state["keys"].to(self.device)

@@ -12,7 +12,7 @@ from htree_ops.ops.arguments import check_data
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
-__all__ = ["check_state", "free_stack", "options_as_tensors"]
+__all__ = ["check_leaders", "check_state", "free_stack", "options_as_tensors"]
 
 IMPORTANCES = ("lse_causal", "exp_joint")
 #: Entries of a state with a row for each of its pages.
@@ -124,3 +124,19 @@ def check_state(
         )
     counts = [users[page] for page in range(num_pages)]
     return torch.tensor(counts, dtype=torch.int32), torch.tensor(held, dtype=torch.int32)
+
+
+def check_leaders(name: str, state: Mapping[str, Tensor], stride: int) -> None:
+    """Checks which leaders a state has lists of, against its lengths: those of others would be taken for theirs.
+
+    Raises:
+        ValueError: an entry that is neither -1 nor a leader of its sequence in the place of that leader (§7.3).
+    """
+    for leaders, length in zip(state["list_pos"].tolist(), state["lengths"].tolist(), strict=True):
+        for place, leader in enumerate(leaders):
+            own = 0 <= leader < length and leader % stride == 0 and leader // stride % len(leaders) == place
+            if leader != -1 and not own:
+                raise ValueError(
+                    f"{name}: list_pos must have -1 or a multiple t of selection_stride = {stride} below the length "
+                    f"{length} in entry t / {stride} mod {len(leaders)}, got {leaders}"
+                )
