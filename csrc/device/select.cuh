@@ -52,6 +52,7 @@ struct RadixScratch {
   uint32_t upper;        // number of the others
   uint32_t digit;
   uint32_t remaining;
+  uint32_t inside;
 };
 
 // Calls f with the keys of this thread. Some are loaded before the first is used, so that their latencies overlap.
@@ -103,8 +104,8 @@ __device__ __forceinline__ void find_key_range(const uint32_t* keys, Index num, 
   __syncthreads();
 }
 
-// The digit that holds the key which is `remaining`-th from above goes to scratch.digit, and which key of that digit
-// it is to scratch.remaining. Ends with a __syncthreads.
+// The digit that holds the key which is `remaining`-th from above goes to scratch.digit, which key of that digit
+// it is to scratch.remaining, and the number of the digit's keys to scratch.inside. Ends with a __syncthreads.
 template <int kThreads>
 __device__ __forceinline__ void find_digit(uint32_t remaining, RadixScratch& scratch) {
   constexpr int kOwn = 2;  // digits of a thread, of which the first threads have the largest
@@ -120,41 +121,67 @@ __device__ __forceinline__ void find_digit(uint32_t remaining, RadixScratch& scr
     const bool upper = above + own.y >= remaining;
     scratch.digit = upper ? upper_digit : upper_digit - 1;
     scratch.remaining = remaining - above - (upper ? 0 : own.y);
+    scratch.inside = upper ? own.y : own.x;
   }
   __syncthreads();
 }
 
-// Narrows an interval of keys, nine bits a pass, until it holds one key. It begins with the range of the keys, so that
-// floats, of which most have few different exponents, fall into many digits. Keys from 2^31 on are not the bits of a
-// float that is >= 0: they are counted apart. It counts in integers, so the order of arrival does not matter. Every
-// thread of a block of kThreads must call, after a __syncthreads that follows the writing of the keys; all get the
-// result.
+// Keys from `first` to `last`. There are `inside` of them, the `remaining`-th largest of which is sought.
+struct KeyInterval {
+  uint32_t first;
+  uint32_t last;
+  uint32_t remaining;
+  uint32_t inside;
+
+  __device__ __forceinline__ bool contains(uint32_t key) const { return key - first <= last - first; }
+};
+
+// Where the count-th largest of `num` keys is: keys below 2^31 have the range [least, most], and `upper` others are
+// not the bits of a float that is >= 0. A range, so that floats, of which most have few different exponents, fall into
+// many digits.
+__device__ __forceinline__ KeyInterval key_interval(uint32_t num, uint32_t count, uint32_t least,
+                                                    uint32_t most, uint32_t upper) {
+  return count <= upper ? KeyInterval{1u << 31, ~0u, count, upper}
+                        : KeyInterval{least, most, count - upper, num - upper};
+}
+
+// Narrows an interval, nine bits a pass, until it holds `most_inside` keys at most, or one key however often. It counts
+// in integers, so the order of arrival does not matter. Every thread of a block of kThreads must call, after a
+// __syncthreads that follows the writing of the keys; all get the result.
 template <int kThreads, typename Index>
-__device__ inline Threshold block_radix_select(const uint32_t* keys, Index num, uint32_t count,
-                                               RadixScratch& scratch) {
-  find_key_range<kThreads>(keys, num, scratch);
-  const bool among_upper = count <= scratch.upper;
-  uint32_t first = among_upper ? 1u << 31 : scratch.least;
-  uint32_t last = among_upper ? ~0u : scratch.most;
-  uint32_t remaining = among_upper ? count : count - scratch.upper;
-  while (first < last) {
-    const int shift = max(0, 32 - __clz(last - first) - 9);
+__device__ __forceinline__ KeyInterval block_narrow(const uint32_t* keys, Index num, KeyInterval interval,
+                                                    uint32_t most_inside, RadixScratch& scratch) {
+  while (interval.first < interval.last && interval.inside > most_inside) {
+    const int shift = max(0, 32 - __clz(interval.last - interval.first) - 9);
     for (int i = threadIdx.x; i < kRadixDigits; i += kThreads) {
       scratch.histogram[i] = 0;
     }
     __syncthreads();
     for_own_keys<kThreads>(keys, num, [&](uint32_t key) {
-      if (key - first <= last - first) {
-        atomicAdd(&scratch.histogram[(key - first) >> shift], 1u);
+      if (interval.contains(key)) {
+        atomicAdd(&scratch.histogram[(key - interval.first) >> shift], 1u);
       }
     });
     __syncthreads();
-    find_digit<kThreads>(remaining, scratch);
-    first += scratch.digit << shift;
-    last = min(last, first + (1u << shift) - 1);
-    remaining = scratch.remaining;
+    find_digit<kThreads>(interval.remaining, scratch);
+    interval.first += scratch.digit << shift;
+    interval.last = min(interval.last, interval.first + (1u << shift) - 1);
+    interval.remaining = scratch.remaining;
+    interval.inside = scratch.inside;
   }
-  return {first, remaining};
+  return interval;
+}
+
+// The threshold of the `count` largest. Every thread of a block of kThreads must call, after a __syncthreads that
+// follows the writing of the keys; all get the result.
+template <int kThreads, typename Index>
+__device__ inline Threshold block_radix_select(const uint32_t* keys, Index num, uint32_t count,
+                                               RadixScratch& scratch) {
+  find_key_range<kThreads>(keys, num, scratch);
+  const KeyInterval range =
+      key_interval(static_cast<uint32_t>(num), count, scratch.least, scratch.most, scratch.upper);
+  const KeyInterval interval = block_narrow<kThreads>(keys, num, range, 0, scratch);
+  return {interval.first, interval.remaining};
 }
 static_assert(kRadixDigits == 1 << 9);
 

@@ -59,5 +59,18 @@ __device__ __forceinline__ float load_from_block(const float* shared, uint32_t b
       : "memory");
   return value;
 }
+__device__ __forceinline__ float4 load_from_block(const float4* shared, uint32_t block_rank) {
+  float4 value;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+      "}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(shared_address(shared)), "r"(block_rank)
+      : "memory");
+  return value;
+}
 
 }  // namespace htree::device

@@ -49,15 +49,48 @@ struct LogSum {
   float sum;
 };
 
+// The smallest and the largest of some keys of importances (below 2^31), and the number of other keys.
+struct alignas(16) KeyRange {
+  uint32_t least;
+  uint32_t most;
+  uint32_t upper;
+  uint32_t unused;
+
+  __device__ __forceinline__ void add(uint32_t key) {
+    const bool lower = key >> 31 == 0;
+    least = min(least, key);
+    most = max(most, lower ? key : 0);
+    upper += lower ? 0 : 1;
+  }
+  __device__ __forceinline__ void add(const KeyRange& other) {
+    least = min(least, other.least);
+    most = max(most, other.most);
+    upper += other.upper;
+  }
+  // Those of all lanes.
+  __device__ __forceinline__ void reduce_warp() {
+    least = __reduce_min_sync(device::kFullMask, least);
+    most = __reduce_max_sync(device::kFullMask, most);
+    upper = __reduce_add_sync(device::kFullMask, upper);
+  }
+};
+__device__ __forceinline__ KeyRange no_keys() {
+  return {~0u, 0, 0, 0};
+}
+
 struct DecodeShared {
   device::Barrier sums_arrived;  // log sums of all shares of the cluster
-  device::Barrier keys_arrived;  // keys of the other blocks
+  device::Barrier keys_arrived;  // keys of the other blocks, and their ranges
   alignas(16) LogSum shares[kShares][16];
-  LogSum warps[kDecodeMostWarps][16];
-  float ready[kShares];  // a word from every block, because one without candidates has no keys to send
+  LogSum warps[2][kDecodeMostWarps][16];  // of two shares by turns; of values the first alone
   float normalizer[16];
+  KeyRange warp_ranges[kDecodeMostWarps];
+  KeyRange ranges[kShares];  // of the blocks of the cluster
   device::RadixScratch radix;
-  uint32_t counts[2][kDecodeMostWarps];  // candidates of a warp that are larger than the threshold, and equal
+  uint32_t num_undecided;
+  // While the values of a share are added: the maximum of each head, and where the sums of each warp are.
+  float maxima[16];
+  const float* parts[kDecodeMostWarps];
 };
 
 // A launch for other rows of the chunk, which runs beside this one. The second begins once all blocks of the first have
@@ -103,9 +136,6 @@ struct DecodeBlock {
   }
   __device__ __forceinline__ uint32_t* keys() const {
     return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.keys);
-  }
-  __device__ __forceinline__ float* warp_sums() const {
-    return reinterpret_cast<float*>(dynamic + params.plan.places.keys);
   }
   __device__ __forceinline__ int32_t* list(int which) const {
     return reinterpret_cast<int32_t*>(dynamic + params.plan.places.lists) + which * top_k();

@@ -30,58 +30,67 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   }
 }
 
-// Merges the states of all shares. The blocks of the cluster divide the outputs, and four lanes the shares of one.
+// What a block reads of all shares to merge them, in the room of its rings. A load of a warp from shared memory of others
+// costs as many messages as it meets blocks, so a warp reads neighbouring numbers of few shares.
+template <class Tr>
+struct GatheredStates {
+  static constexpr int kColumns = 128;  // at a time
+
+  float max[kShares][Tr::kHeads];
+  float sum[kShares][Tr::kHeads];
+  float out[kShares][kColumns];
+};
+
+// Merges the states of all shares. The blocks of the cluster divide the columns of all heads.
 template <class Tr>
 __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
   using T = typename Tr::T;
-  constexpr int kLanes = 4, kEach = kShares / kLanes, kAtOnce = 32 / kLanes;
+  using Gathered = GatheredStates<Tr>;
+  static_assert(sizeof(Gathered) <= Tr::kWarps * kLeastStages * Tr::kStageBytes);
   const auto& attend = block.attend();
+  auto& gathered = *reinterpret_cast<Gathered*>(block.dynamic + block.params.plan.places.ring);
   const int shares = block.params.plan.shares, cluster = block.params.plan.cluster;
   const int num = attend.group * Tr::kDim;
-  const int outputs = (num + cluster - 1) / cluster;
+  const int each = (num / 4 + cluster - 1) / cluster * 4;
+  const int begin = block.rank * each, end = min(begin + each, num);
   const int64_t row = (block.walk.row * attend.layout.num_kv_heads + block.walk.head) * int64_t{attend.group};
-  for (int first = block.warp * kAtOnce; first < outputs; first += Tr::kWarps * kAtOnce) {
-    const int in_block = first + block.lane / kLanes;
-    const int item = block.rank * outputs + in_block;
-    const bool exists = in_block < outputs && item < num;
-    const int head = exists ? item / Tr::kDim : 0, column = exists ? item % Tr::kDim : 0;
-    // The loads come first, so that their latencies overlap.
-    float max[kEach], sum[kEach], out[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int share = block.lane % kLanes * kEach + i;
-      const DecodeState<Tr>& state = block.states()[share % shares];
-      const uint32_t from = share / shares;
-      max[i] = device::load_from_block(&state.max[head], from);
-      sum[i] = device::load_from_block(&state.sum[head], from);
-      out[i] = device::load_from_block(&state.out[head][column], from);
+  for (int i = threadIdx.x; i < kShares * Tr::kHeads; i += Tr::kThreads) {
+    const int share = i / Tr::kHeads, head = i % Tr::kHeads;
+    const DecodeState<Tr>& state = block.states()[share % shares];
+    gathered.max[share][head] = device::load_from_block(&state.max[head], share / shares);
+    gathered.sum[share][head] = device::load_from_block(&state.sum[head], share / shares);
+  }
+  for (int first = begin; first < end; first += Gathered::kColumns) {
+    const int columns = min(Gathered::kColumns, end - first), quads = columns / 4;
+    for (int i = threadIdx.x; i < kShares * quads; i += Tr::kThreads) {
+      const int share = i / quads, column = i % quads * 4;
+      const int head = (first + column) / Tr::kDim;
+      const float* from = &block.states()[share % shares].out[head][(first + column) % Tr::kDim];
+      *reinterpret_cast<float4*>(&gathered.out[share][column]) =
+          device::load_from_block(reinterpret_cast<const float4*>(from), share / shares);
     }
-    float top = max[0];
+    __syncthreads();
+    if (const int column = threadIdx.x; column < columns) {
+      const int head = (first + column) / Tr::kDim;
+      float top = kNoScore;
 #pragma unroll
-    for (int i = 1; i < kEach; ++i) {
-      top = fmaxf(top, max[i]);
-    }
-    top = fmaxf(top, __shfl_xor_sync(device::kFullMask, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(device::kFullMask, top, 2));
-    const float base = top == kNoScore ? 0.0f : top;
-    float total = 0.0f, value = 0.0f;
+      for (int share = 0; share < kShares; ++share) {
+        top = fmaxf(top, gathered.max[share][head]);
+      }
+      const float base = top == kNoScore ? 0.0f : top;
+      float total = 0.0f, value = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float factor = device::exp2_flushed(max[i] - base);
-      total += sum[i] * factor;
-      value += out[i] * factor;
-    }
-#pragma unroll
-    for (int offset = 1; offset < kLanes; offset *= 2) {
-      total += __shfl_xor_sync(device::kFullMask, total, offset);
-      value += __shfl_xor_sync(device::kFullMask, value, offset);
-    }
-    if (exists && block.lane % kLanes == 0) {
-      attend.out[row * Tr::kDim + item] = device::from_acc<T>(value / total);
-      if (column == 0) {
+      for (int share = 0; share < kShares; ++share) {
+        const float factor = device::exp2_flushed(gathered.max[share][head] - base);
+        total += gathered.sum[share][head] * factor;
+        value += gathered.out[share][column] * factor;
+      }
+      attend.out[row * Tr::kDim + first + column] = device::from_acc<T>(value / total);
+      if ((first + column) % Tr::kDim == 0) {
         attend.lse[row + head] = (top + log2f(total)) * 0.69314718055994530942f;
       }
     }
+    __syncthreads();
   }
 }
 
@@ -155,6 +164,7 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   TileRing<Tr> ring(block);
   find_rows(block, slots, block.list(current), block.rows(current));
   stage_decode_queries(block, slots);
+  device::wait_copies<0>();  // the rotations of children
   __syncthreads();
   device::cluster_wait();  // the barriers of the other blocks are ready
   int asked = 0;
@@ -201,21 +211,39 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   }
 }
 
+// States of nothing. A __syncthreads has to follow.
+template <class Tr>
+__device__ __forceinline__ void clear_states(const DecodeBlock<Tr>& block) {
+  constexpr int kFloats = sizeof(DecodeState<Tr>) / sizeof(float);
+  auto* states = reinterpret_cast<float*>(block.states());
+  for (int i = threadIdx.x; i < block.params.plan.shares * kFloats; i += Tr::kThreads) {
+    states[i] = i % kFloats < Tr::kHeads ? kNoScore : 0.0f;  // max comes first
+  }
+}
+
 template <class Tr>
 __device__ __forceinline__ void decode_row(const DecodeParams<typename Tr::T>& params) {
   static_assert(sizeof(DecodeShared) <= kDecodeStaticBytes);
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ DecodeShared shared;
-  DecodeBlock<Tr> block = {
-      .params = params,
-      .shared = shared,
-      .dynamic = dynamic,
-      .walk = find_row<Tr>(params.attend, params.first + blockIdx.x / params.plan.cluster),
-      .leads = true,
-      .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
-      .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
-      .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
+  DecodeBlock<Tr> block = {.params = params,
+                           .shared = shared,
+                           .dynamic = dynamic,
+                           .walk = {},
+                           .leads = true,
+                           .rank = static_cast<int>(blockIdx.x % params.plan.cluster),
+                           .warp = static_cast<int>(threadIdx.x / device::kWarpSize),
+                           .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
+  if (threadIdx.x == 0) {
+    device::barrier_init(&shared.sums_arrived, 1);
+    device::barrier_init(&shared.keys_arrived, 1);
+    device::fence_barrier_init();
+  }
+  copy_child_rotations(block);
+  clear_states(block);
+  block.walk = find_row<Tr>(params.attend, params.first + blockIdx.x / params.plan.cluster);
   if (!counts(block.walk.query)) {
+    device::wait_copies<0>();
     if (params.leaders) {
       store_nothing(block);
     }
@@ -223,24 +251,11 @@ __device__ __forceinline__ void decode_row(const DecodeParams<typename Tr::T>& p
   }
   block.leads = leads(block.walk);
   if (block.leads != params.leaders) {
+    device::wait_copies<0>();
     return;
-  }
-  if (threadIdx.x == 0) {
-    device::barrier_init(&shared.sums_arrived, 1);
-    device::barrier_init(&shared.keys_arrived, 1);
-    device::fence_barrier_init();
   }
   __syncwarp();
   device::cluster_arrive_relaxed();
-  const int words = params.plan.shares * static_cast<int>(sizeof(DecodeState<Tr>) / 4);
-  for (int i = threadIdx.x; i < words; i += Tr::kThreads) {
-    reinterpret_cast<float*>(block.states())[i] = 0.0f;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < params.plan.shares * Tr::kHeads; i += Tr::kThreads) {
-    block.states()[i / Tr::kHeads].max[i % Tr::kHeads] = kNoScore;
-  }
-  stage_child_rotations(block);
   walk_layers(block);
   device::wait_copies<0>();
   __syncwarp();

@@ -38,7 +38,7 @@ struct DecodeProblem {
 struct DecodePlaces {
   int scores = 0;       // float [slots of a block][16][heads], in units of log2
   int span_scores = 0;  // the same of span means; only with spans
-  int keys = 0;         // uint32 [16 k], and before and after the selection the parts of the warps
+  int keys = 0;         // uint32 [16 k]
   int lists = 0;        // int32 [2][k]
   int rows = 0;         // uint32 [2][slots of a block][16]
   int selected = 0;     // uint32 [k / 2 + 1]: a bit for each candidate
@@ -78,14 +78,6 @@ constexpr int padded_heads(int64_t group) {
 constexpr int decode_warps(int heads, bool spans, int64_t top_k) {
   return heads == 8 && !spans && top_k <= 512 ? kDecodeMostWarps : 8;
 }
-// Heads whose partial sums all warps bring together at a time.
-constexpr int merge_heads(int warps) {
-  return warps > 8 ? 4 : 8;
-}
-// Bytes of these partial sums. A head has four more floats than columns, which spreads the stores over the banks.
-constexpr int merge_bytes(int64_t dim, int warps) {
-  return static_cast<int>(warps * merge_heads(warps) * (dim + 4) * 4);
-}
 // A tile of 16 rows, and the rotation of its first candidate.
 constexpr int stage_bytes(int64_t dim) {
   return static_cast<int>(kDecodeRate * dim * 2 + dim / 2 * 8);
@@ -113,7 +105,7 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   DecodePlaces places;
   places.scores = take(slots * kDecodeRate * heads * 4);
   places.span_scores = problem.spans ? take(slots * kDecodeRate * heads * 4) : places.scores;
-  places.keys = take(std::max(kDecodeRate * top_k * 4, merge_bytes(dim, warps)));
+  places.keys = take(kDecodeRate * top_k * 4);
   places.lists = take(2 * top_k * 4);
   places.rows = take(2 * slots * kDecodeRate * 4);
   places.selected = take((top_k / 2 + 1) * 4);
@@ -125,6 +117,10 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   return places;
 }
 
+// Tiles that a warp may have room for.
+constexpr int kMostStages = 4;
+constexpr int kLeastStages = 2;
+
 // Thread blocks of the kernel that scores the span means of the top on a multiprocessor.
 constexpr int kTopSpanBlocks = 4;
 
@@ -133,7 +129,6 @@ constexpr int kDecodeStaticBytes = 8 * 1024;
 
 // The smallest cluster from `cluster` to `most_cluster` blocks that has the shared memory, and its stages.
 inline DecodePlan fitting_plan(const DecodeProblem& problem, int cluster, int most_cluster) {
-  constexpr int kMostStages = 4, kLeastStages = 2;
   for (; cluster <= most_cluster; cluster *= 2) {
     for (int stages = kMostStages; stages >= kLeastStages; --stages) {
       const DecodePlan plan{.cluster = cluster,

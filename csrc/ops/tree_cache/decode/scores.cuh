@@ -79,19 +79,20 @@ __device__ __forceinline__ void stage_decode_queries(const DecodeBlock<Tr>& bloc
   stage_queries<Tr>(block.attend(), block.walk, slots.num - 1, block.queries());
 }
 
-// The rotations of the sixteen children of a slot by their places in it, in shared memory: of each the cosines, then
-// the sines. Every thread calls it; a __syncthreads has to follow.
+// Copies the rotations of the sixteen children of a slot by their places in it to shared memory: of each the cosines,
+// then the sines. Every thread calls it; wait_copies() and a __syncthreads have to follow.
 template <class Tr>
-__device__ __forceinline__ void stage_child_rotations(const DecodeBlock<Tr>& block) {
+__device__ __forceinline__ void copy_child_rotations(const DecodeBlock<Tr>& block) {
   const auto& options = block.attend().options;
   if (options.cos == nullptr) {
     return;
   }
-  for (int i = threadIdx.x; i < kDecodeRate * Tr::kHalf; i += Tr::kThreads) {
-    float* to = block.children(i / Tr::kHalf) + i % Tr::kHalf;
-    to[0] = options.cos[i];
-    to[Tr::kHalf] = options.sin[i];
+  for (int i = threadIdx.x * 4; i < kDecodeRate * Tr::kHalf; i += Tr::kThreads * 4) {
+    const uint32_t to = device::shared_address(block.children(i / Tr::kHalf) + i % Tr::kHalf);
+    device::copy_async_16(to, options.cos + i);
+    device::copy_async_16(to + Tr::kHalf * sizeof(float), options.sin + i);
   }
+  device::commit_copies();
 }
 
 // Eight elements of T as floats.

@@ -18,6 +18,24 @@ __device__ __forceinline__ LogSum merge_log_sums(const LogSum& a, const LogSum& 
   return {max, sum_a + sum_b};
 }
 
+// The same of some sums `stride` apart. Their powers do not wait for one another.
+template <int kNum>
+__device__ __forceinline__ LogSum merge_log_sums(const LogSum* sums, int stride) {
+  LogSum own[kNum];
+  LogSum merged = {kNoScore, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) {
+    own[i] = sums[i * stride];
+    merged.max = fmaxf(merged.max, own[i].max);
+  }
+#pragma unroll
+  for (int i = 0; i < kNum; ++i) {
+    const float factor = own[i].max == merged.max ? 1.0f : device::exp2_flushed(own[i].max - merged.max);
+    merged.sum += own[i].sum * factor;
+  }
+  return merged;
+}
+
 // log2 of the sum; an infinite maximum is the result, and a NaN stays.
 __device__ __forceinline__ float log2_of(const LogSum& sum) {
   if (sum.sum != sum.sum) {
@@ -26,18 +44,28 @@ __device__ __forceinline__ float log2_of(const LogSum& sum) {
   return fabsf(sum.max) == -kNoScore ? sum.max : sum.max + log2f(sum.sum);
 }
 
-// Adds the scores of one share up for each head, and leaves the warps' parts in shared.warps.
+// Adds the scores of one share up for each head, and leaves the warps' parts in `parts`.
 template <class Tr>
-__device__ __forceinline__ void sum_share(const DecodeBlock<Tr>& block, const float* scores, int num) {
+__device__ __forceinline__ void sum_share(const DecodeBlock<Tr>& block, const float* scores, int num,
+                                          LogSum (&parts)[kDecodeMostWarps][16]) {
   const int head = threadIdx.x % Tr::kHeads;
-  constexpr int kStep = Tr::kThreads / Tr::kHeads;
+  constexpr int kStep = Tr::kThreads / Tr::kHeads, kBatch = 12;
   LogSum sum = {kNoScore, 0.0f};
-  for (int p = threadIdx.x / Tr::kHeads; p < num; p += kStep) {
-    sum.max = fmaxf(sum.max, scores[p * Tr::kHeads + head]);
-  }
-  for (int p = threadIdx.x / Tr::kHeads; p < num; p += kStep) {
-    const float score = scores[p * Tr::kHeads + head];
-    sum.sum += score == sum.max ? 1.0f : device::exp2_flushed(score - sum.max);
+  for (int first = threadIdx.x / Tr::kHeads; first < num; first += kBatch * kStep) {
+    float batch[kBatch];
+    LogSum part = {kNoScore, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int p = first + i * kStep;
+      batch[i] = p < num ? scores[p * Tr::kHeads + head] : kNoScore;
+      part.max = fmaxf(part.max, batch[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float power = batch[i] == part.max ? 1.0f : device::exp2_flushed(batch[i] - part.max);
+      part.sum += first + i * kStep < num ? power : 0.0f;
+    }
+    sum = merge_log_sums(sum, part);
   }
 #pragma unroll
   for (int offset = Tr::kHeads; offset < 32; offset *= 2) {
@@ -47,7 +75,7 @@ __device__ __forceinline__ void sum_share(const DecodeBlock<Tr>& block, const fl
     sum = merge_log_sums(sum, other);
   }
   if (block.lane < Tr::kHeads) {
-    block.shared.warps[block.warp][head] = sum;
+    parts[block.warp][head] = sum;
   }
 }
 
@@ -61,19 +89,16 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
   const int own = slots.own(shares);
   for (int share = 0; share < shares; ++share) {
     const int num = max(0, min(own - share * slots.share, slots.share));
-    sum_share(block, scores + share * slots.share * kDecodeRate * Tr::kHeads, num * kDecodeRate);
-    __syncthreads();
+    auto& parts = block.shared.warps[share % 2];
+    sum_share(block, scores + share * slots.share * kDecodeRate * Tr::kHeads, num * kDecodeRate, parts);
+    __syncthreads();                        // one for each share: the parts of the next stand elsewhere
     constexpr int kPairs = Tr::kHeads / 2;  // a message holds two heads
     if (static_cast<int>(threadIdx.x) < cluster * kPairs) {
       const int head = threadIdx.x % kPairs * 2;
       LogSum sums[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        sums[i] = block.shared.warps[0][head + i];
-#pragma unroll
-        for (int warp = 1; warp < Tr::kWarps; ++warp) {
-          sums[i] = merge_log_sums(sums[i], block.shared.warps[warp][head + i]);
-        }
+        sums[i] = merge_log_sums<Tr::kWarps>(&parts[0][head + i], 16);
       }
       auto* to = reinterpret_cast<float4*>(&block.shared.shares[block.rank * shares + share][head]);
       const auto packed = make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
@@ -84,8 +109,8 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
         device::send_to_block(to, &block.shared.sums_arrived, static_cast<uint32_t>(other), packed);
       }
     }
-    __syncthreads();
   }
+  __syncthreads();
 }
 
 // The bytes that send_log_sums() of the other blocks sends to this one.
@@ -103,10 +128,7 @@ __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, u
     const int head = block.lane % Tr::kHeads;
     LogSum sum = {kNoScore, 0.0f};
     if (block.lane < block.attend().group) {
-      sum = block.shared.shares[0][head];
-      for (int share = 1; share < kShares; ++share) {
-        sum = merge_log_sums(sum, block.shared.shares[share][head]);
-      }
+      sum = merge_log_sums<kShares>(&block.shared.shares[0][head], 16);
     }
     float normalizer = log2_of(sum);
     if (joint) {
@@ -120,7 +142,8 @@ __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, u
   __syncthreads();
 }
 
-// The keys of the block's own candidates, which order as select_topk.cuh says, and their way to the others.
+// The keys of the block's own candidates, which order as select_topk.cuh says, and their way to the others, with what
+// the block knows of their range.
 template <class Tr>
 __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                           const float* scores) {
@@ -129,6 +152,7 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
   const int first = slots.first * kDecodeRate;
   uint32_t* keys = block.keys() + first;
   const int group = block.attend().group;
+  KeyRange range = no_keys();
   for (int i = threadIdx.x; i < own; i += Tr::kThreads) {
     float importance = 0.0f;
 #pragma unroll
@@ -140,10 +164,15 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
       }
     }
     const int p = first + i;
-    keys[i] = p == slots.num - 1         ? Select::kRightmost
-              : p >= slots.num           ? 0
-              : importance != importance ? Select::kNan
-                                         : __float_as_uint(importance);
+    const uint32_t key = importance != importance ? Select::kNan : __float_as_uint(importance);
+    keys[i] = p == slots.num - 1 ? Select::kRightmost : p >= slots.num ? 0 : key;
+    if (p < slots.num) {
+      range.add(keys[i]);
+    }
+  }
+  range.reduce_warp();
+  if (block.lane == 0) {
+    block.shared.warp_ranges[block.warp] = range;
   }
   __syncthreads();
   const int packs = own / 4;
@@ -154,10 +183,22 @@ __device__ __forceinline__ void send_keys(const DecodeBlock<Tr>& block, const La
     device::send_to_block(place, &block.shared.keys_arrived,
                           static_cast<uint32_t>(other + (other >= block.rank)), *place);
   }
-  // No block goes on to the sums of the next layer before all others have read those of this one.
-  if (static_cast<int>(threadIdx.x) < others) {
-    const int other = threadIdx.x + (static_cast<int>(threadIdx.x) >= block.rank);
-    device::send_to_block(&block.shared.ready[block.rank], &block.shared.keys_arrived, other, 0.0f);
+  // Every block sends its range, though it may have no keys: no block goes on to the sums of the next layer before all
+  // others have read those of this one.
+  if (static_cast<int>(threadIdx.x) <= others) {
+    range = block.shared.warp_ranges[0];
+#pragma unroll
+    for (int warp = 1; warp < Tr::kWarps; ++warp) {
+      range.add(block.shared.warp_ranges[warp]);
+    }
+    const int other = threadIdx.x;
+    KeyRange* to = &block.shared.ranges[block.rank];
+    if (other == block.rank) {
+      *to = range;
+    } else {
+      device::send_to_block(reinterpret_cast<float4*>(to), &block.shared.keys_arrived, other,
+                            *reinterpret_cast<const float4*>(&range));
+    }
   }
 }
 
@@ -166,71 +207,150 @@ template <class Tr>
 __device__ __forceinline__ uint32_t arriving_key_bytes(const DecodeBlock<Tr>& block,
                                                        const LayerSlots& slots) {
   const int keys = (slots.slots - slots.own(block.params.plan.shares)) * kDecodeRate;
-  return static_cast<uint32_t>(keys + block.params.plan.cluster - 1) * 4;
+  return static_cast<uint32_t>(keys * 4 +
+                               (block.params.plan.cluster - 1) * static_cast<int>(sizeof(KeyRange)));
 }
 
-// Writes the nodes of the `count` candidates of largest key to `next`, ascending, and their bits. Every thread
-// calls it when all keys are there. Ends with a __syncthreads.
+// The candidates whose keys are in an interval, gathered in the room of its histogram.
+struct Undecided {
+  uint32_t key;
+  uint32_t place;
+};
+constexpr int kMostUndecided = device::kRadixDigits * sizeof(uint32_t) / sizeof(Undecided);
+
+// Sets the bits of the candidates with larger keys than the interval's. Those inside are gathered if they are few; else
+// they have one key, and their bits go to scratch.histogram.
 template <class Tr>
-__device__ __forceinline__ void select_largest(const DecodeBlock<Tr>& block, const LayerSlots& slots,
-                                               int count, const int32_t* list, int32_t* next) {
+__device__ __forceinline__ void mark_larger(const DecodeBlock<Tr>& block, int num, bool few,
+                                            const device::KeyInterval& interval) {
   const uint32_t* keys = block.keys();
-  DecodeShared& shared = block.shared;
-  const device::Threshold threshold =
-      device::block_radix_select<Tr::kThreads>(keys, slots.num, static_cast<uint32_t>(count), shared.radix);
-  const int words = (slots.num + 31) / 32;
-  const int each = (words + Tr::kWarps - 1) / Tr::kWarps;
-  const int begin = min(block.warp * each, words), end = min(begin + each, words);
-  uint32_t num_larger = 0, num_equal = 0;
-#pragma unroll 4
-  for (int p = begin * 32 + block.lane; p < min(end * 32, slots.num); p += 32) {
-    num_larger += keys[p] > threshold.key ? 1 : 0;
-    num_equal += keys[p] == threshold.key ? 1 : 0;
-  }
-  num_larger = __reduce_add_sync(device::kFullMask, num_larger);
-  num_equal = __reduce_add_sync(device::kFullMask, num_equal);
-  if (block.lane == 0) {
-    shared.counts[0][block.warp] = num_larger;
-    shared.counts[1][block.warp] = num_equal;
-  }
-  __syncthreads();
-  num_larger = num_equal = 0;
-  for (int warp = 0; warp < block.warp; ++warp) {
-    num_larger += shared.counts[0][warp];
-    num_equal += shared.counts[1][warp];
-  }
-  const uint32_t before = (1u << block.lane) - 1;
+  device::RadixScratch& scratch = block.shared.radix;
+  auto* undecided = reinterpret_cast<Undecided*>(scratch.histogram);
+  const int words = (num + 31) / 32;
   constexpr int kBatch = 4;  // words whose keys are loaded together
-  for (int first = begin; first < end; first += kBatch) {
+  for (int first = block.warp * kBatch; first < words; first += Tr::kWarps * kBatch) {
     uint32_t batch[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int p = (first + i) * 32 + block.lane;
-      batch[i] = p < slots.num ? keys[p] : 0;
+      batch[i] = p < num ? keys[p] : 0;
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int word = first + i, p = word * 32 + block.lane;
-      const bool exists = word < end && p < slots.num;
-      const uint32_t larger = __ballot_sync(device::kFullMask, exists && batch[i] > threshold.key);
-      const uint32_t equal = __ballot_sync(device::kFullMask, exists && batch[i] == threshold.key);
-      const uint32_t larger_rank = num_larger + __popc(larger & before);
-      const uint32_t equal_rank = num_equal + __popc(equal & before);
-      const bool chosen =
-          (larger >> block.lane & 1) != 0 || ((equal >> block.lane & 1) != 0 && equal_rank < threshold.equal);
-      if (chosen) {
-        next[larger_rank + min(equal_rank, threshold.equal)] =
-            static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), kDecodeRate));
+      const uint32_t larger = __ballot_sync(device::kFullMask, p < num && batch[i] > interval.last);
+      const uint32_t inside = __ballot_sync(device::kFullMask, p < num && interval.contains(batch[i]));
+      if (word < words && block.lane == 0) {
+        block.selected()[word] = larger;
+        if (!few) {
+          scratch.histogram[word] = inside;
+        }
       }
-      const uint32_t bits = __ballot_sync(device::kFullMask, chosen);
-      if (block.lane == 0 && word < end) {
-        block.selected()[word] = bits;
+      if (few && inside != 0) {
+        uint32_t at = 0;
+        if (block.lane == 0) {
+          at = atomicAdd(&block.shared.num_undecided, __popc(inside));
+        }
+        at = __shfl_sync(device::kFullMask, at, 0);
+        if ((inside >> block.lane & 1) != 0) {
+          undecided[at + __popc(inside & ((1u << block.lane) - 1))] = {batch[i], static_cast<uint32_t>(p)};
+        }
       }
-      num_larger += __popc(larger);
-      num_equal += __popc(equal);
+    }
+  }
+}
+
+// Sets the bits of the `remaining` largest of `inside` gathered candidates; of equal keys the first places count. The
+// order in which they were gathered does not matter.
+template <class Tr>
+__device__ __forceinline__ void mark_undecided(const DecodeBlock<Tr>& block,
+                                               const device::KeyInterval& interval) {
+  constexpr int kLanes = 4, kAtOnce = Tr::kThreads / kLanes;  // four lanes compare one candidate with all
+  const auto* undecided = reinterpret_cast<const Undecided*>(block.shared.radix.histogram);
+  const auto inside = static_cast<int>(interval.inside);
+  for (int first = 0; first < inside; first += kAtOnce) {
+    const int i = first + static_cast<int>(threadIdx.x) / kLanes;
+    const Undecided own = undecided[min(i, inside - 1)];
+    uint32_t before = 0;
+#pragma unroll 4
+    for (int j = block.lane % kLanes; j < inside; j += kLanes) {
+      const Undecided other = undecided[j];
+      before += other.key > own.key || (other.key == own.key && other.place < own.place) ? 1 : 0;
+    }
+    before += __shfl_xor_sync(device::kFullMask, before, 1);
+    before += __shfl_xor_sync(device::kFullMask, before, 2);
+    if (i < inside && block.lane % kLanes == 0 && before < interval.remaining) {
+      atomicOr(&block.selected()[own.place / 32], 1u << (own.place % 32));
+    }
+  }
+}
+
+// Sets the bits of the first `remaining` candidates of which scratch.histogram has the bits. Each thread has the words
+// that it has in list_selected().
+template <class Tr>
+__device__ __forceinline__ void mark_first(const DecodeBlock<Tr>& block, int words, uint32_t remaining) {
+  device::RadixScratch& scratch = block.shared.radix;
+  const int each = (words + Tr::kThreads - 1) / Tr::kThreads;
+  const int begin = threadIdx.x * each, end = min(begin + each, words);
+  uint32_t own = 0, total;
+  for (int word = begin; word < end; ++word) {
+    own += __popc(scratch.histogram[word]);
+  }
+  uint32_t before = device::block_exclusive_sum<Tr::kThreads>(own, scratch.warp_sums, total);
+  for (int word = begin; word < end; ++word) {
+    for (uint32_t equal = scratch.histogram[word]; equal != 0 && before < remaining; ++before) {
+      const uint32_t rest = equal & (equal - 1);
+      block.selected()[word] |= equal ^ rest;
+      equal = rest;
+    }
+  }
+}
+
+// Writes the nodes whose bits are set to `next`, ascending. Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void list_selected(const DecodeBlock<Tr>& block, int words, const int32_t* list,
+                                              int32_t* next) {
+  const int each = (words + Tr::kThreads - 1) / Tr::kThreads;
+  const int begin = threadIdx.x * each, end = min(begin + each, words);
+  uint32_t own = 0, total;
+  for (int word = begin; word < end; ++word) {
+    own += __popc(block.selected()[word]);
+  }
+  uint32_t at = device::block_exclusive_sum<Tr::kThreads>(own, block.shared.radix.warp_sums, total);
+  for (int word = begin; word < end; ++word) {
+    for (uint32_t bits = block.selected()[word]; bits != 0; bits &= bits - 1) {
+      const int p = word * 32 + __ffs(static_cast<int>(bits)) - 1;
+      next[at++] = static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), kDecodeRate));
     }
   }
   __syncthreads();
+}
+
+// Writes the nodes of the `count` candidates of largest key to `next`, ascending, and their bits. Every thread
+// calls it when all keys are there; `range` is theirs. Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void select_largest(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                               const KeyRange& range, int count, const int32_t* list,
+                                               int32_t* next) {
+  if (threadIdx.x == 0) {
+    block.shared.num_undecided = 0;
+  }
+  const device::KeyInterval all = device::key_interval(
+      static_cast<uint32_t>(slots.num), static_cast<uint32_t>(count), range.least, range.most, range.upper);
+  const device::KeyInterval interval =
+      device::block_narrow<Tr::kThreads>(block.keys(), slots.num, all, kMostUndecided, block.shared.radix);
+  const bool few = interval.inside <= kMostUndecided;
+  const int words = (slots.num + 31) / 32;
+  __syncthreads();  // num_undecided is 0
+  mark_larger(block, slots.num, few, interval);
+  __syncthreads();
+  if (few) {
+    mark_undecided(block, interval);
+    __syncthreads();
+  } else {
+    mark_first(block, words, interval.remaining);
+  }
+  list_selected(block, words, list, next);
 }
 
 // Raises the keys of the selected candidates above all others, and those of the candidates behind them above
@@ -256,15 +376,21 @@ template <class Tr>
 __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, const LayerSlots& slots,
                                                 const int32_t* list, int32_t* next) {
   const int top_k = block.top_k();
+  device::RadixScratch& scratch = block.shared.radix;
+  __syncthreads();  // the block's own range is there too
+  KeyRange range = block.lane < block.params.plan.cluster ? block.shared.ranges[block.lane] : no_keys();
+  range.reduce_warp();
   const auto best = static_cast<int>(
       tree_attention::best_with_neighbours(block.attend().options.open_next, top_k, slots.num));
 #pragma unroll 1
   for (int count = best > 0 ? best : top_k;; count = top_k) {
-    select_largest(block, slots, count, list, next);
+    select_largest(block, slots, range, count, list, next);
     if (count == top_k) {
       return;
     }
     raise_neighbours(block, slots);
+    device::find_key_range<Tr::kThreads>(block.keys(), slots.num, scratch);
+    range = {scratch.least, scratch.most, scratch.upper, 0};
   }
 }
 

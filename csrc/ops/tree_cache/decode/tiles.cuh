@@ -110,19 +110,27 @@ __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const La
   const int tiles = block.params.plan.shares * slots.tiles;
   // Above the tokens the rightmost node is opened whatever its score, and may be unfinished: it is not read.
   const int readable = slots.num - (slots.layer > 0);
-  for (int index = block.lane / kDecodeRate; index < tiles; index += 32 / kDecodeRate) {
-    const int slot = slot_of_tile(block, slots, index);
-    const int child = block.lane % kDecodeRate;
-    if (slot < 0) {
-      continue;
+  const int child = block.lane % kDecodeRate;
+  constexpr int kAtOnce = 4,
+                kStep = 32 / kDecodeRate;  // the table is read for so many pairs of slots together
+  for (int first = block.lane / kDecodeRate; first < tiles; first += kAtOnce * kStep) {
+    int slot[kAtOnce];
+    uint32_t row[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int index = first + i * kStep;
+      slot[i] = index < tiles ? slot_of_tile(block, slots, index) : -1;
+      const int in_list = slots.first + max(slot[i], 0);
+      const bool present = slot[i] >= 0 && in_list * kDecodeRate + child < readable;
+      const uint32_t node = static_cast<uint32_t>(list[in_list]) * kDecodeRate + child;
+      row[i] = row_of_node(block, slots.layer, present ? node : ~0u);
     }
-    const int p = (slots.first + slot) * kDecodeRate + child;
-    uint32_t row = kAbsentRow;
-    if (p < readable) {
-      row = row_of_node(block, slots.layer,
-                        static_cast<uint32_t>(list[slots.first + slot]) * kDecodeRate + child);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (slot[i] >= 0) {
+        rows[slot[i] * kDecodeRate + child] = row[i];
+      }
     }
-    rows[slot * kDecodeRate + child] = row;
   }
   __syncwarp();
 }
@@ -137,6 +145,11 @@ class TileRing {
       : block_(block), memory_(block.ring()), stages_(block.params.plan.stages) {}
 
   __device__ __forceinline__ int ahead() const { return stages_ - 1; }
+
+  // The room of a tile: that of the one that was taken last. It is free until the next ask().
+  __device__ __forceinline__ uint8_t* room() const {
+    return memory_ + (taken_ == 0 ? stages_ - 1 : taken_ - 1) * Tr::kStageBytes;
+  }
 
   // Asks for place `index` of a layer's sequence: its keys, then its values. Places without a tile
   // count too, because waiting counts. It takes the room of the tile before the last one that was taken.

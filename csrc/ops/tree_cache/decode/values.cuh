@@ -7,8 +7,9 @@
 
 namespace htree::tree_cache {
 
-// The sums of a warp over its slots of a share. Lane i has columns 16 m + i / 4 and 8 further on of heads
-// 2 * (i % 4) and the next in out, and max and sum of head i / 4. Of packed tokens it has other columns: code_column().
+// The sums of a warp over its slots of a share, relative to the share's maximum. Lane i has columns 16 m + i / 4 and 8
+// further on of heads 2 * (i % 4) and the next in out, and max and sum of head i / 4. Of packed tokens it has other
+// columns: code_column().
 template <class Tr>
 struct WarpValues {
   float max[Tr::kHeadTiles];
@@ -138,84 +139,129 @@ __device__ __forceinline__ void add_tile(const DecodeBlock<Tr>& block, uint32_t 
   }
 }
 
-// Adds the warps' partial sums of some heads to the state, in the order of the warps. Ends with a __syncthreads.
+// The largest score of the share's values for this lane's head of each tile, lane / 4: all warps weigh by it, so that
+// their sums need only be added. Every thread calls it. Has one __syncthreads.
 template <class Tr>
-__device__ __forceinline__ void add_parts(const DecodeBlock<Tr>& block, int first_head,
-                                          DecodeState<Tr>& state) {
-  // A thread keeps its column, so each head has its threads side by side, in one round.
-  static_assert(Tr::kThreads % Tr::kDim == 0);
-  constexpr int kItems = merge_heads(Tr::kWarps) * Tr::kDim;
-  for (int begin = 0; begin < kItems; begin += Tr::kThreads) {
-    const int item = begin + static_cast<int>(threadIdx.x);
-    const int part = item / Tr::kDim, column = item % Tr::kDim;
-    const int head = first_head + part;
-    float top = 0.0f, total = 0.0f;
-    if (item < kItems) {
-      top = state.max[head];
+__device__ __forceinline__ void find_maxima(const DecodeBlock<Tr>& block, const LayerSlots& slots, int share,
+                                            float (&maxima)[Tr::kHeadTiles]) {
+  auto& warps = block.shared.warps[0];
 #pragma unroll
-      for (int warp = 0; warp < Tr::kWarps; ++warp) {
-        top = fmaxf(top, block.shared.warps[warp][head].max);
+  for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+    float max = kNoScore;
+    for (int i = 0; i < slots.tiles; ++i) {
+      const int slot = slot_of_tile(block, slots, share * slots.tiles + i);
+      if (slot >= 0) {
+        float scores[4];
+        load_scores(block, slot, opened(block, slots, slot), head_tile, scores);
+        max = fmaxf(max, fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])));
       }
-      const float base = top == kNoScore ? 0.0f : top;
-      const float before = device::exp2_flushed(state.max[head] - base);
-      float out = state.out[head][column] * before;
-      total = state.sum[head] * before;
-#pragma unroll
-      for (int warp = 0; warp < Tr::kWarps; ++warp) {
-        const LogSum& sum = block.shared.warps[warp][head];
-        const float factor = device::exp2_flushed(sum.max - base);
-        total += sum.sum * factor;
-        out +=
-            block.warp_sums()[(warp * merge_heads(Tr::kWarps) + part) * Tr::kMergeStride + column] * factor;
-      }
-      state.out[head][column] = out;
     }
-    __syncthreads();  // the others of the head have read max and sum
-    if (item < kItems && column == 0) {
-      state.max[head] = top;
-      state.sum[head] = total;
+    max = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 1));
+    max = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 2));
+    if (block.lane % 4 == 0) {
+      warps[block.warp][head_tile * 8 + block.lane / 4].max = max;
     }
   }
   __syncthreads();
+#pragma unroll
+  for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+    const int head = head_tile * 8 + block.lane / 4;
+    float max = kNoScore;
+#pragma unroll
+    for (int warp = 0; warp < Tr::kWarps; warp += 4) {
+      max = fmaxf(max, warps[warp + block.lane % 4][head].max);
+    }
+    max = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 1));
+    maxima[head_tile] = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 2));
+    if (block.warp == 0 && block.lane % 4 == 0) {
+      block.shared.maxima[head] = maxima[head_tile];
+    }
+  }
 }
 
-// Adds what the warps have for one share to its state, some heads at a time. `codes` is that of add_tile(). Every
-// thread calls it. Ends with a __syncthreads.
+// Adds the sums of all warps for a tile of heads to the state, in the order of the warps.
+template <class Tr>
+__device__ __forceinline__ void add_parts(const DecodeBlock<Tr>& block, int head_tile,
+                                          DecodeState<Tr>& state) {
+  // A thread has four columns of a head, and all threads of a head are in one warp.
+  constexpr int kQuads = Tr::kDim / 4, kItems = 8 * kQuads;
+  static_assert(kItems <= Tr::kThreads && kItems % 32 == 0 && 32 % kQuads == 0);
+  const int item = threadIdx.x;
+  if (item >= kItems) {
+    return;
+  }
+  const int in_tile = item / kQuads, quad = item % kQuads;
+  const int head = head_tile * 8 + in_tile;
+  float4 parts[Tr::kWarps];
+#pragma unroll
+  for (int warp = 0; warp < Tr::kWarps; ++warp) {
+    const float* part = block.shared.parts[warp] + in_tile * Tr::kMergeStride;
+    parts[warp] = *reinterpret_cast<const float4*>(part + quad * 4);
+  }
+  const float before_max = state.max[head], max = block.shared.maxima[head];
+  const float top = fmaxf(before_max, max);
+  const float base = top == kNoScore ? 0.0f : top;
+  const float before = device::exp2_flushed(before_max - base), now = device::exp2_flushed(max - base);
+  float4 sum = parts[0];
+#pragma unroll
+  for (int warp = 1; warp < Tr::kWarps; ++warp) {
+    sum.x += parts[warp].x;
+    sum.y += parts[warp].y;
+    sum.z += parts[warp].z;
+    sum.w += parts[warp].w;
+  }
+  auto& out = *reinterpret_cast<float4*>(&state.out[head][quad * 4]);
+  const float4 old = out;
+  out = make_float4(fmaf(sum.x, now, old.x * before), fmaf(sum.y, now, old.y * before),
+                    fmaf(sum.z, now, old.z * before), fmaf(sum.w, now, old.w * before));
+  __syncwarp();  // all threads of the head have read its maximum
+  if (quad == 0) {
+    float total = block.shared.warps[0][0][head].sum;
+#pragma unroll
+    for (int warp = 1; warp < Tr::kWarps; ++warp) {
+      total += block.shared.warps[0][warp][head].sum;
+    }
+    state.max[head] = top;
+    state.sum[head] = fmaf(total, now, state.sum[head] * before);
+  }
+}
+
+// Adds what the warps have for one share to its state, a tile of heads at a time. Each warp brings its sums in `room`,
+// that of the tile that it took last. `codes` is that of add_tile(). Every thread calls it; a __syncthreads has to come
+// before the rooms are used again.
 template <class Tr>
 __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const WarpValues<Tr>& values,
-                                            bool codes, DecodeState<Tr>& state) {
+                                            bool codes, float* room, DecodeState<Tr>& state) {
+  static_assert(8 * Tr::kMergeStride * sizeof(float) <= Tr::kStageBytes);
+  const int column_of_lane = block.lane / 4, head_of_lane = block.lane % 4 * 2;
 #pragma unroll
   for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
     float sum = values.sum[head_tile];
     sum += __shfl_xor_sync(device::kFullMask, sum, 1);
     sum += __shfl_xor_sync(device::kFullMask, sum, 2);
+    if (head_tile > 0) {
+      __syncthreads();  // the sums of the tile before have been read
+    }
     if (block.lane % 4 == 0) {
-      block.shared.warps[block.warp][head_tile * 8 + block.lane / 4] = {values.max[head_tile], sum};
+      block.shared.warps[0][block.warp][head_tile * 8 + block.lane / 4].sum = sum;
     }
-  }
-  constexpr int kAtOnce = merge_heads(Tr::kWarps);
+    if (block.lane == 0) {
+      block.shared.parts[block.warp] = room;
+    }
+    __syncwarp();  // all lanes have read the tile
 #pragma unroll
-  for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
+    for (int m = 0; m < Tr::kDim / 16; ++m) {
 #pragma unroll
-    for (int first = 0; first < 8; first += kAtOnce) {
-      float* own = block.warp_sums() + block.warp * kAtOnce * Tr::kMergeStride;
-      const int head = block.lane % 4 * 2 - first;  // and the next
-      if (head >= 0 && head < kAtOnce) {
-#pragma unroll
-        for (int m = 0; m < Tr::kDim / 16; ++m) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            int column = m * 16 + block.lane / 4 + i / 2 * 8;
-            if constexpr (Tr::kLeafBits > 0) {
-              column = codes ? code_column<Tr>(m, column % 16) : column;
-            }
-            own[(head + i % 2) * Tr::kMergeStride + column] = values.out[m][head_tile][i];
-          }
+      for (int i = 0; i < 4; ++i) {
+        int column = m * 16 + column_of_lane + i / 2 * 8;
+        if constexpr (Tr::kLeafBits > 0) {
+          column = codes ? code_column<Tr>(m, column % 16) : column;
         }
+        room[(head_of_lane + i % 2) * Tr::kMergeStride + column] = values.out[m][head_tile][i];
       }
-      __syncthreads();
-      add_parts(block, head_tile * 8 + first, state);
     }
+    __syncthreads();
+    add_parts(block, head_tile, state);
   }
 }
 
@@ -229,20 +275,7 @@ __device__ __forceinline__ void add_layer(const DecodeBlock<Tr>& block, TileRing
   const int tiles = shares * slots.tiles;
   for (int share = 0; share < shares; ++share) {
     WarpValues<Tr> values = {};
-#pragma unroll
-    for (int head_tile = 0; head_tile < Tr::kHeadTiles; ++head_tile) {
-      float max = kNoScore;
-      for (int i = 0; i < slots.tiles; ++i) {
-        const int slot = slot_of_tile(block, slots, share * slots.tiles + i);
-        if (slot >= 0) {
-          float scores[4];
-          load_scores(block, slot, opened(block, slots, slot), head_tile, scores);
-          max = fmaxf(max, fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3])));
-        }
-      }
-      max = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 1));
-      values.max[head_tile] = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, 2));
-    }
+    find_maxima(block, slots, share, values.max);
     for (int i = 0; i < slots.tiles; ++i) {
       const int index = share * slots.tiles + i;
       const uint32_t tile = device::shared_address(ring.take());
@@ -259,8 +292,10 @@ __device__ __forceinline__ void add_layer(const DecodeBlock<Tr>& block, TileRing
         add_tile(block, tile, has_codes<Tr>(slots), slot, left_out, values);
       }
     }
-    merge_warps(block, values, has_codes<Tr>(slots), block.states()[share]);
+    merge_warps(block, values, has_codes<Tr>(slots), reinterpret_cast<float*>(ring.room()),
+                block.states()[share]);
   }
+  __syncthreads();
 }
 
 }  // namespace htree::tree_cache
