@@ -345,12 +345,8 @@ def test_bytes_and_repr(device: str) -> None:
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_a_cache_without_numbers(kind: str, options: dict[str, Any]) -> None:
     """It says what a cache takes, and gives the shapes of results."""
-    sizes: dict[str, Any] = {
-        **OPTIONS,
-        "rope_base": None,
-        "page_size": 8,
-        **options,
-    }  # a table is made on CUDA alone
+    # a table of rotations is made on CUDA alone, so the bytes are those of the CPU only without one
+    sizes: dict[str, Any] = {**OPTIONS, "rope_base": None, "page_size": 8, **options}
     real = TreeKVCache(2, 2, 64, 40, device="cpu", **sizes)
     device = "meta" if kind == "meta" else "cpu"
     with FakeTensorMode() if kind == "fake" else nullcontext():

@@ -91,7 +91,8 @@ __device__ __forceinline__ void send_log_sums(const DecodeBlock<Tr>& block, cons
     const int num = max(0, min(own - share * slots.share, slots.share));
     auto& parts = block.shared.warps[share % 2];
     sum_share(block, scores + share * slots.share * kDecodeRate * Tr::kHeads, num * kDecodeRate, parts);
-    __syncthreads();                        // one for each share: the parts of the next stand elsewhere
+    // One for each share: the parts of the next stand elsewhere.
+    __syncthreads();
     constexpr int kPairs = Tr::kHeads / 2;  // a message holds two heads
     if (static_cast<int>(threadIdx.x) < cluster * kPairs) {
       const int head = threadIdx.x % kPairs * 2;

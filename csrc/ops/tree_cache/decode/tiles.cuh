@@ -111,8 +111,8 @@ __device__ __forceinline__ void find_rows(const DecodeBlock<Tr>& block, const La
   // Above the tokens the rightmost node is opened whatever its score, and may be unfinished: it is not read.
   const int readable = slots.num - (slots.layer > 0);
   const int child = block.lane % kDecodeRate;
-  constexpr int kAtOnce = 4,
-                kStep = 32 / kDecodeRate;  // the table is read for so many pairs of slots together
+  // The table is read for four pairs of slots together.
+  constexpr int kAtOnce = 4, kStep = 32 / kDecodeRate;
   for (int first = block.lane / kDecodeRate; first < tiles; first += kAtOnce * kStep) {
     int slot[kAtOnce];
     uint32_t row[kAtOnce];
