@@ -13,8 +13,10 @@
 #include "ops/tree_attention/cuda/backward/inverse_lists.h"
 #include "ops/tree_attention/cuda/backward/push_gradient.h"
 #include "ops/tree_attention/cuda/launch_params.h"
+#include "ops/tree_attention/cuda/select/select_layer.h"
 #include "ops/tree_attention/cuda/tree/copies.h"
 #include "ops/tree_attention/cuda/tree_call.h"
+#include "ops/tree_attention/cuda/walk.h"
 
 namespace htree::tree_attention {
 

@@ -6,7 +6,7 @@
 
 #include "ops/tree_attention/cuda/launch_params.h"
 #include "ops/tree_attention/cuda/tree/copies.h"
-#include "ops/tree_attention/plan/backward.h"
+#include "ops/tree_attention/plan/tree_config.h"
 
 namespace htree::tree_attention {
 
@@ -86,11 +86,6 @@ TensorView at_row(TensorView view, int64_t batch, int64_t row);
 
 // Everything but the lists, which the caller sets.
 GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chunk);
-
-// Selects the lists of the layer below, for some leaders at a time. `mask` [num_batches, lists of the chunk,
-// H_kv, mask_words()] may be null. `scratch` has selection_bytes().
-cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
-                         const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream);
 
 // Fills call.inv_freq, `positions` rows of call.rope and the rotation tables.
 cudaError_t prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream);

@@ -7,17 +7,11 @@
 #include <numeric>
 
 #include "ops/tree_attention/plan/dense_rows.h"
-#include "ops/tree_attention/plan/problem.h"
+#include "ops/tree_attention/plan/score_memory.h"
+#include "ops/tree_attention/plan/tree_config.h"
 #include "ops/tree_attention/plan/workspace.h"
 
 namespace htree::tree_attention {
-
-enum class AttentionPath {
-  kGeneral,  // staged kernels over chunks, every dtype and shape
-  // r = 16, fp16 or bf16, K = V in {32, 64, 128}, G <= 16, k <= 1024: mma.sync from sm_80 on,
-  // and wgmma on sm_90
-  kTensorCore,
-};
 
 // How the tensor-core path computes the softmax over the gathered parents of a list.
 enum class GatherKernel {
@@ -29,26 +23,6 @@ enum class GatherKernel {
 // Which of them the caller wants: the fastest one that the GPU has; that one, but with a gather for the rows that would
 // multiply masked tiles; or the one that every GPU has.
 enum class GatherChoice { kAuto, kGathered, kPerQuery };
-
-// What forward and backward both need to know.
-struct TreeConfig {
-  AttentionPath path = AttentionPath::kGeneral;
-  bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see forward/dense_top/
-  // The rows before this token of the text are dense causal attention (sm_90a), see forward/dense_rows/ and
-  // backward/dense_rows/. The others walk the tree.
-  int64_t dense_rows = 0;
-  // The rows from there to this token walk the tree and multiply, at the tokens, whole tiles under the bits of their
-  // lists (sm_90a), see forward/masked_rows/ and backward/masked_rows/. Where this is not 0, rows that gather tokens come
-  // last, and the packed copy of the tokens takes the place of the tiles.
-  int64_t masked_rows = 0;
-  // Which tables of rotations the kernels read, see RotationOrder.
-  bool fragment_rotations = false;
-  bool dim_rotations = false;
-  int64_t batch_chunk = 1;      // batches of a chunk
-  int64_t query_chunk = 0;      // queries of a chunk, a multiple of the stride
-  int64_t selection_chunk = 0;  // lists whose scores are in memory at the same time
-  int64_t top_chunk = 0;        // lists whose importances at a dense top are in memory at the same time
-};
 
 struct ForwardConfig : TreeConfig {
   GatherKernel gather = GatherKernel::kPerQuery;
@@ -109,47 +83,6 @@ inline int64_t choose_masked_rows(const AttentionProblem& p, const DeviceFacts& 
          kTensorCoreRate;
 }
 
-// The queries of a piece that stand before token `end`.
-inline int64_t queries_before(const Piece& piece, int64_t end) {
-  return std::clamp<int64_t>(end - piece.start, 0, piece.queries);
-}
-// The queries of a piece that are dense rows; they come first.
-inline int64_t dense_queries(const Piece& piece, const TreeConfig& config) {
-  return queries_before(piece, config.dense_rows);
-}
-// The most queries of a piece that walk the tree. A call without any needs no packed layers.
-inline int64_t walking_queries(const AttentionProblem& p, const TreeConfig& config) {
-  int64_t most = 0;
-  for (const Piece& piece : p.pieces()) {
-    most = std::max(most, piece.queries - dense_queries(piece, config));
-  }
-  return most;
-}
-inline bool walks(const AttentionProblem& p, const TreeConfig& config) {
-  return walking_queries(p, config) > 0;
-}
-// Whether some row gathers tokens. A call without any needs no packed copy of them.
-inline bool gathers_tokens(const AttentionProblem& p, const TreeConfig& config) {
-  const int64_t end = std::max(config.dense_rows, config.masked_rows);
-  for (const Piece& piece : p.pieces()) {
-    if (queries_before(piece, end) < piece.queries) {
-      return true;
-    }
-  }
-  return false;
-}
-// The tokens that the dense and the masked rows of a call see: those that are laid out as tiles.
-inline int64_t tiled_tokens(const AttentionProblem& p, const TreeConfig& config) {
-  const int64_t end = std::max(config.dense_rows, config.masked_rows);
-  int64_t tokens = 0;
-  for (const Piece& piece : p.pieces()) {
-    if (const int64_t queries = queries_before(piece, end); queries > 0) {
-      tokens = std::max(tokens, piece.start + queries);
-    }
-  }
-  return tokens;
-}
-
 constexpr int64_t kTensorCoreBlock = 16;  // queries of one thread block of the widest kernels
 
 // The size of the chunks of `total`: about equal, at most `most`, and multiples of `block` if possible.
@@ -182,17 +115,6 @@ inline int64_t marked_tiles(const AttentionProblem& p, const TreeConfig& config)
   return ceil_div(tiled_tokens(p, config), kDenseTileNodes);
 }
 
-// The packed copy of a layer, see packed_layer.cuh.
-inline int64_t packed_layer_bytes(const AttentionProblem& p, int64_t layer) {
-  return p.batch * p.num_kv_heads * p.parents(layer) * packed_parent_bytes(p.key_dim, p.value_dim);
-}
-// A copy of `rows` keys and values per K/V head in tiles, with scales and flags, see dense_layer.cuh.
-inline int64_t dense_layer_bytes(const AttentionProblem& p, int64_t rows) {
-  return p.batch * p.num_kv_heads *
-         (ceil_div(rows, kDenseTileNodes) *
-          (dense_tile_bytes(p.key_dim) + dense_tile_bytes(p.value_dim) + kDenseTileNodes * 4 + 4));
-}
-
 // The memory of the tensor-core forward that grows with T: the layers above the tokens with their packed
 // copies, the scales of the packed keys, the log-sums, the tables, and what the tiles of the dense and the masked rows take
 // beyond one packed copy of the tokens.
@@ -216,24 +138,6 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfi
     bytes += tiles;
   }
   return bytes;
-}
-
-// The scores of `rows` (list, head) at a dense top whose nodes are scored by span means, see SpanScores.
-struct SpanScoreMemory {
-  float* sums;        // [rows, importance_width(nodes)]
-  float* references;  // [rows, groups]
-  float* runs;        // [rows, runs] pairs
-};
-inline SpanScoreMemory lay_out_span_scores(Workspace& space, const AttentionProblem& p, int64_t rows) {
-  const SpanTiling tiling = span_tiling(span_rows(p, p.layers() - 1));
-  float* sums = space.take<float>(rows * importance_width(top_nodes(p)));
-  float* references = space.take<float>(rows * tiling.groups(top_nodes(p)));
-  return {sums, references, space.take<float>(rows * tiling.runs(top_nodes(p)), 2 * sizeof(float))};
-}
-inline int64_t span_score_bytes(const AttentionProblem& p, int64_t rows) {
-  Workspace space;
-  lay_out_span_scores(space, p, rows);
-  return space.bytes();
 }
 
 // The bytes of the marks of a list at the tokens, see TileMarks.
@@ -329,47 +233,6 @@ inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int6
 }
 
 // ---- memory of a chunk
-
-// The scores of `rows` (list, head) of a gathered layer, and their sums over runs of slots.
-struct ListScoreMemory {
-  float* scores;  // [rows, width]
-  float* sums;    // [rows, score_runs(width)] pairs
-};
-inline ListScoreMemory lay_out_list_scores(Workspace& space, int64_t rows, int64_t width) {
-  float* scores = space.take<float>(rows * width);
-  return {scores, space.take<float>(rows * score_runs(width), 2 * sizeof(float))};
-}
-
-// At a dense top: references of all lists of a chunk, and the importances of some of its lists.
-struct DenseScoreMemory {
-  float* references;
-  float* importances;
-};
-inline DenseScoreMemory lay_out_dense_scores(Workspace& space, int64_t references, int64_t importances) {
-  float* at = space.take<float>(references);
-  return {at, space.take<float>(importances)};
-}
-
-// The bytes of the scores of the layer that needs most.
-inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
-  int64_t bytes = 0;
-  for (int64_t layer = 1; layer < p.layers(); ++layer) {
-    Workspace space;
-    const bool dense = c.dense_top && layer + 1 == p.layers();
-    if (dense && dense_span_shape(p)) {
-      lay_out_span_scores(space, p, c.batch_chunk * c.top_chunk * p.num_heads);
-    } else if (dense && !scores_spans(p, layer)) {
-      lay_out_dense_scores(space,
-                           c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_heads,
-                           c.batch_chunk * c.top_chunk * p.num_kv_heads * importance_width(p.nodes(layer)));
-    } else {
-      lay_out_list_scores(space, c.batch_chunk * c.selection_chunk * p.num_heads,
-                          list_candidates(p.nodes(layer), p.args.top_k, kTensorCoreRate));
-    }
-    bytes = std::max(bytes, space.bytes());
-  }
-  return bytes;
-}
 
 // The marks of a chunk's masked rows, see TileMarks in forward/attend.h.
 struct TileMarkMemory {

@@ -11,7 +11,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "ops/tree_attention/plan/forward.h"
+#include "ops/tree_attention/plan/tree_config.h"
+#include "ops/tree_attention/plan/workspace.h"
 
 namespace htree::tree_attention {
 

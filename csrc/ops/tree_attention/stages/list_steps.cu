@@ -2,10 +2,9 @@
 // selection's scratch. No torch.
 #include "device/numeric.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/plan/stage_chunks.h"
-#include "ops/tree_attention/stages/gather/accumulate.h"
 #include "ops/tree_attention/stages/geometry.h"
 #include "ops/tree_attention/stages/lists.cuh"
+#include "ops/tree_attention/stages/select/select_plan.h"
 #include "ops/tree_attention/stages/select/select_topk.h"
 
 namespace htree::tree_attention {

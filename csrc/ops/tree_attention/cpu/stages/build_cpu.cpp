@@ -4,7 +4,7 @@
 
 #include "host/dispatch.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/tree_kernels.h"
 
 namespace htree::tree_attention {
 namespace {

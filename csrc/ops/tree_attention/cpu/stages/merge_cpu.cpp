@@ -4,8 +4,8 @@
 #include <limits>
 
 #include "host/dispatch.h"
+#include "ops/tree_attention/attention_kernels.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
-#include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {
 namespace {

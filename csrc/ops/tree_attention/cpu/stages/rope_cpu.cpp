@@ -1,7 +1,7 @@
 // CPU kernel of rope (docs/semantics/tree_attention.md §1.4), parallel over rows.
 #include "host/dispatch.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/tree_kernels.h"
 
 namespace htree::tree_attention {
 namespace {

@@ -4,7 +4,7 @@
 
 #include "host/dispatch.h"
 #include "ops/tree_attention/cpu/stages/stage_cpu.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/selection_kernels.h"
 #include "ops/tree_attention/stages/io_formulas.h"
 
 namespace htree::tree_attention {

@@ -8,10 +8,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/Exception.h>
 
-#include <string>
-
 #include "host/cuda/hopper.h"
-#include "host/env.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -20,16 +17,6 @@ namespace {
 bool aligned_rows(const Tensor& x) {
   const auto whole = [&](int64_t dim) { return x.size(dim) == 1 || x.stride(dim) % 8 == 0; };
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && whole(0) && whole(1) && whole(2);
-}
-
-// HTREE_TREE_GATHER is read at every call, so that a test can compare the kernels.
-GatherChoice gather_choice() {
-  const std::string choice = env_or("HTREE_TREE_GATHER", "auto");
-  const bool per_query = choice == "per_query" || choice == "private";  // `private` is an older name
-  const bool gathered = choice == "gathered";
-  TORCH_CHECK_VALUE(choice == "auto" || gathered || per_query,
-                    "HTREE_TREE_GATHER is auto, gathered or per_query, got ", choice);
-  return per_query ? GatherChoice::kPerQuery : gathered ? GatherChoice::kGathered : GatherChoice::kAuto;
 }
 
 Tensor device_bytes(int64_t bytes, const Tensor& like) {
@@ -72,14 +59,6 @@ AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tenso
   problem.half_dtype = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
   problem.args = args;
   return problem;
-}
-
-ForwardConfig forward_config(const AttentionProblem& problem) {
-  return choose_forward_config(problem, current_device_facts(), gather_choice());
-}
-
-BackwardConfig backward_config(const AttentionProblem& problem) {
-  return choose_backward_config(problem, current_device_facts(), gather_choice());
 }
 
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args) {

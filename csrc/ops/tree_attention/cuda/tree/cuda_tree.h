@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "ops/tree_attention/cuda/tree_call.h"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/tree_kernels.h"
 
 namespace htree::tree_attention {
 
@@ -26,10 +26,6 @@ DenseTiles lay_out_tiles(const AttentionProblem& problem, int64_t rows, char* me
 
 AttentionProblem attention_problem(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const AttentionArgs& args);
-// The configurations for the current device.
-ForwardConfig forward_config(const AttentionProblem& problem);
-BackwardConfig backward_config(const AttentionProblem& problem);
-
 CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& args);
 
 // A call as the tensor-core path sees it, and the device memory that it owns: one packed copy of K and V in
@@ -42,11 +38,6 @@ struct TensorCoreTree {
 };
 TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeConfig& config,
                                     const Tensor& q, const CudaTree& tree, bool selects, cudaStream_t stream);
-
-// attention_forward on a call whose copies are filled. `parents` are the lists of each layer, or none.
-void run_tensor_core_forward(const TreeCall& call, const ForwardConfig& config, const Tensor& out,
-                             const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
-                             cudaStream_t stream);
 
 // cos and sin in fp32, rounded from double, [min(k r, nodes a list can span),
 // K/2]; undefined without rotation.

@@ -1,5 +1,7 @@
 #include "ops/tree_attention/cuda/tree/growing_tree.h"
 
+#include "ops/tree_attention/cuda/walk.h"
+
 namespace htree::tree_attention {
 namespace {
 

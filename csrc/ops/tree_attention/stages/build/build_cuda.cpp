@@ -1,7 +1,7 @@
 // CUDA entry points of the build stage.
-#include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/build/tree_build.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
+#include "ops/tree_attention/tree_kernels.h"
 
 namespace htree::tree_attention {
 namespace {

@@ -34,20 +34,4 @@ struct AccumulateParams {
 template <typename T>
 cudaError_t launch_accumulate(const AccumulateParams<T>& params, cudaStream_t stream);
 
-// Nodes and scores at the chosen positions, for lists that belong to one query head.
-struct PickParams {
-  View<const int32_t> parents;         // [B, T_q, S, list_width]
-  const float* scores = nullptr;       // [B, T_q, S, capacity] contiguous
-  const int32_t* positions = nullptr;  // [B, T_q, S, top_k] contiguous
-  View<int32_t> nodes;                 // [B, T_q, S, top_k], -1 where the position is -1
-  View<float> node_scores;             // [B, T_q, S, top_k], -inf where the position is -1
-  int64_t num_batches = 0;
-  int64_t num_queries = 0;
-  int64_t num_lists = 0;
-  int64_t capacity = 0;
-  int64_t rate = 16;
-  int64_t top_k = 0;
-};
-cudaError_t launch_pick_topk(const PickParams& params, cudaStream_t stream);
-
 }  // namespace htree::tree_attention

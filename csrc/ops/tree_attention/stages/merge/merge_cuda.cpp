@@ -1,6 +1,6 @@
 // CUDA entry points of the merge stage.
 #include "device/work.cuh"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/attention_kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/merge/merge_params.h"
 #include "ops/tree_attention/stages/select/select_topk.h"

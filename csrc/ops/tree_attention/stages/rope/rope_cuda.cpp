@@ -1,7 +1,7 @@
 // CUDA entry point of the rope stage.
-#include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/rope/rope_params.h"
+#include "ops/tree_attention/tree_kernels.h"
 
 namespace htree::tree_attention {
 

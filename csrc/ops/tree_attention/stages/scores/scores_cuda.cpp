@@ -1,6 +1,6 @@
 // CUDA entry point of the scores stage.
 #include "device/work.cuh"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/selection_kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/scores/compute_scores.h"
 

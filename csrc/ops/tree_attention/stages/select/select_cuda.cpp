@@ -1,6 +1,6 @@
 // CUDA entry points of the select stage.
 #include "device/work.cuh"
-#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/selection_kernels.h"
 #include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/select/select_topk.h"
 

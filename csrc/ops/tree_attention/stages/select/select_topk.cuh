@@ -13,9 +13,9 @@
 #include "device/select.cuh"
 #include "device/work.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/plan/stage_chunks.h"
 #include "ops/tree_attention/stages/io_formulas.h"
 #include "ops/tree_attention/stages/lists.cuh"
+#include "ops/tree_attention/stages/select/select_plan.h"
 #include "ops/tree_attention/stages/select/select_topk.h"
 
 namespace htree::tree_attention {

@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include "ops/tree_attention/cuda/backward/push_gradient.h"
-#include "ops/tree_attention/cuda/tree/cuda_tree.h"
+#include "ops/tree_attention/cuda/walk.h"
 
 namespace htree::tree_attention {
 

@@ -1,8 +1,9 @@
 // The launches that select the parents of one layer, from the scores of gathered lists or by the dense passes
 // of the top layer.
+#include "ops/tree_attention/cuda/select/select_layer.h"
+
 #include "ops/tree_attention/cuda/select/selection.h"
-#include "ops/tree_attention/cuda/launch_params.h"
-#include "ops/tree_attention/cuda/tree_call.h"
+#include "ops/tree_attention/plan/score_memory.h"
 
 namespace htree::tree_attention {
 
