@@ -278,8 +278,7 @@ class TreeAttentionCall {
   TreeAttentionCall(const std::array<int64_t, 7>& sizes, bool half_dtype, int64_t compression_rate,
                     int64_t max_top_nodes, int64_t top_k, int64_t selection_stride, int major,
                     int64_t shared_bytes, bool hopper_kernels, bool per_query_gather, int64_t num_sms,
-                    int64_t selection_span, bool selection_int8, bool rotate, bool gathered,
-                    const std::vector<int64_t>& starts) {
+                    int64_t selection_span, bool rotate, bool gathered, const std::vector<int64_t>& starts) {
     std::tie(problem_.batch, problem_.num_keys, problem_.num_queries, problem_.num_heads,
              problem_.num_kv_heads, problem_.key_dim, problem_.value_dim) = std::tuple_cat(sizes);
     problem_.half_dtype = half_dtype;
@@ -288,8 +287,6 @@ class TreeAttentionCall {
     problem_.args.top_k = top_k;
     problem_.args.selection_stride = selection_stride;
     problem_.args.selection_span = selection_span;
-    problem_.args.selection_dtype =
-        selection_int8 ? tree::SelectionDtype::kInt8 : tree::SelectionDtype::kAsGiven;
     problem_.args.rotate = rotate;
     problem_.args.starts =
         starts.empty() ? std::vector<int64_t>{problem_.num_keys - problem_.num_queries} : starts;
@@ -493,13 +490,13 @@ PYBIND11_MODULE(_host, module) {
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")
       .def(py::init<const std::array<int64_t, 7>&, bool, int64_t, int64_t, int64_t, int64_t, int, int64_t,
-                    bool, bool, int64_t, int64_t, bool, bool, bool, const std::vector<int64_t>&>(),
+                    bool, bool, int64_t, int64_t, bool, bool, const std::vector<int64_t>&>(),
            py::arg("sizes"), py::arg("half_dtype"), py::arg("compression_rate") = 16,
            py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512, py::arg("selection_stride") = 1,
            py::arg("major") = 9, py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
            py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
-           py::arg("selection_span") = 0, py::arg("selection_int8") = false, py::arg("rotate") = true,
-           py::arg("gathered") = false, py::arg("starts") = std::vector<int64_t>{})
+           py::arg("selection_span") = 0, py::arg("rotate") = true, py::arg("gathered") = false,
+           py::arg("starts") = std::vector<int64_t>{})
       .def("forward", &TreeAttentionCall::forward,
            "Path, chunks, and the kernels of the layers from the top down.")
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")

@@ -363,14 +363,6 @@ TREE_ATTENTION: Table = [
         {"T": FLOAT_TYPES},
     ),
     Cuda(
-        "round_rows",
-        "ops/tree_attention/stages/scores/round_rows.cuh",
-        [
-            f"cudaError_t launch_round_rows(const RoundRowsParams<{x.cpp}>&, cudaStream_t)"
-            for x in FLOAT_TYPES
-        ],
-    ),
-    Cuda(
         "{W}_select_topk",
         "ops/tree_attention/stages/select/select_topk.cuh",
         ["cudaError_t launch_select_topk<{W}>(const SelectParams&, cudaStream_t)"],

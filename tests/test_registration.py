@@ -123,7 +123,7 @@ SCHEMAS = {
         "(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
         "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-        "str? selection_dtype=None, bool open_next=False) "
+        "bool open_next=False) "
         "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)"
     ),
     "bottom_accumulate": (
@@ -135,7 +135,7 @@ SCHEMAS = {
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
         'int compression_rate=16, int top_k=512, float? scale=None, str importance="lse_causal", '
         "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-        "str? selection_dtype=None, bool open_next=False) "
+        "bool open_next=False) "
         "-> Tensor next_parents"
     ),
     "merge_to_global_": (
@@ -146,20 +146,20 @@ SCHEMAS = {
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) "
+        "bool open_next=False) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "attention": (
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) -> Tensor"
+        "bool open_next=False) -> Tensor"
     ),
     "attention_rows": (
         "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) "
+        "bool open_next=False) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
     **dict.fromkeys(
@@ -168,7 +168,7 @@ SCHEMAS = {
         "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
         "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) "
+        "bool open_next=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
@@ -195,7 +195,7 @@ SCHEMAS = {
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
         "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) "
+        "bool open_next=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "attention_varlen": (
@@ -203,14 +203,14 @@ SCHEMAS = {
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
         "int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) -> (Tensor out, Tensor lse)"
+        "bool open_next=False) -> (Tensor out, Tensor lse)"
     ),
     "attention_varlen_forward": (
         "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
         "int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum)"
+        "bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "attention_varlen_backward": (
         "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
@@ -218,7 +218,7 @@ SCHEMAS = {
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
         "int? selection_span=None, float[]? inv_freq=None, "
-        "str? selection_dtype=None, bool open_next=False) -> (Tensor dq, Tensor dk, Tensor dv)"
+        "bool open_next=False) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "

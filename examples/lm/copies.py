@@ -36,7 +36,6 @@ BUDGET = {"top_k": 16, "max_top_nodes": 256}
 SELECTIONS: dict[str, dict[str, Any]] = {
     "dense": {"top_k": LONG_CONTEXT // 16, "max_top_nodes": LONG_CONTEXT},
     "tree, recommended for quality": BUDGET | RECOMMENDED["quality"],
-    "the same, selected by int8 scores": BUDGET | RECOMMENDED["quality"] | {"selection_dtype": "int8"},
     "tree, recommended for speed": BUDGET | RECOMMENDED["speed"],
     "tree, nodes scored by their mean": BUDGET,
 }

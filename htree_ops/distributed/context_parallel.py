@@ -36,8 +36,8 @@ from htree_ops.ops.tree_attention.attention import (
 
 __all__ = ["tree_attention_cp"]
 
-#: selection_span, inv_freq, selection_dtype and open_next, which stand last among the arguments of an op.
-Later = tuple[int | None, tuple[float, ...] | None, str | None, bool]
+#: selection_span, inv_freq and open_next, which stand last among the arguments of an op.
+Later = tuple[int | None, tuple[float, ...] | None, bool]
 #: What the ops take of the options: those behind the tensors, and the last ones.
 OpOptions = tuple[tuple[Any, ...], Later]
 
@@ -172,7 +172,6 @@ def _check(
     scope: str,
     store_parents: bool,
     selection_span: int | None,
-    selection_dtype: str | None,
     open_next: bool,
     inv_freq: tuple[float, ...] | None,
     gather_steps: int | None,
@@ -196,7 +195,7 @@ def _check(
         raise ValueError(f"{name}: gather_steps must be a divisor of H_kv = {k.shape[2]}, got {gather_steps}")
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, inv_freq, selection_dtype, open_next)
+    later = (selection_span, inv_freq, open_next)
     if not torch.compiler.is_compiling():  # else the op refuses the rest where it is traced
         whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
         rows = q.new_empty(q.shape, device="meta")
@@ -253,7 +252,6 @@ def tree_attention_cp(
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
     inv_freq: Frequencies | None = None,
     gather_steps: int | None = None,
@@ -305,7 +303,6 @@ def tree_attention_cp(
         "scope": scope,
         "store_parents": store_parents,
         "selection_span": selection_span,
-        "selection_dtype": selection_dtype,
         "open_next": open_next,
         "inv_freq": inv_freq,
     }

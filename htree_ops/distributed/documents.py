@@ -352,7 +352,6 @@ def _check(
     store_parents: bool,
     selection_span: int | None,
     inv_freq: tuple[float, ...] | None,
-    selection_dtype: str | None,
     open_next: bool,
 ) -> OpOptions:
     """Raises what this rank alone can see, before it waits for another; else gives the options of the ops."""
@@ -376,7 +375,7 @@ def _check(
         raise ValueError(f"{name}: selection_stride must be at least 1, got {selection_stride}")
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, inv_freq, selection_dtype, open_next)
+    later = (selection_span, inv_freq, open_next)
     meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
     ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
     torch.ops.htree.attention_varlen(*meta, ends, ends, tokens, tokens, *options, "auto", *later)
@@ -421,7 +420,6 @@ def tree_attention_varlen_cp(
     store_parents: bool = True,
     selection_span: int | None = None,
     inv_freq: Frequencies | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention_varlen` over packed documents whose tokens are split among the ranks of a group.
@@ -476,7 +474,6 @@ def tree_attention_varlen_cp(
         "store_parents": store_parents,
         "selection_span": selection_span,
         "inv_freq": inv_freq,
-        "selection_dtype": selection_dtype,
         "open_next": open_next,
     }
     query, key, value = under_autocast(query, key, value)

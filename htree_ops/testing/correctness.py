@@ -51,7 +51,6 @@ class Problem:
     max_top_nodes: int = 8192
     rope_base: float = 10000.0
     selection_span: int | None = None
-    selection_dtype: str | None = None
     open_next: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -64,7 +63,6 @@ class Problem:
             "top_k_per_layer": self.top_k_per_layer,
             "rope_base": self.rope_base,
             "selection_span": self.selection_span,
-            "selection_dtype": self.selection_dtype,
             "open_next": self.open_next,
         }
 
@@ -142,15 +140,7 @@ def _rows(
             else:
                 per_node = rate**layer // problem.selection_span
                 value = stages.span_importance(
-                    q.detach(),
-                    span_k,
-                    found,
-                    per_node,
-                    table[0],
-                    table[1],
-                    None,
-                    "lse_causal",
-                    problem.selection_dtype,
+                    q.detach(), span_k, found, per_node, table[0], table[1], None, "lse_causal"
                 )
             positions = selection.select_important(value, found.num, top_k, open_next=problem.open_next)
             parents = selection.compute_next_parents(busy, positions, rate)
@@ -263,7 +253,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selection-span", type=at_least(1), metavar="N", help="tokens of a mean that the selection scores"
     )
-    parser.add_argument("--selection-dtype", choices=("int8",), help="in what those means are scored")
     parser.add_argument(
         "--open-next", action="store_true", help="half of the selected stand behind the others"
     )

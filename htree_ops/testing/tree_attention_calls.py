@@ -61,8 +61,6 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     layer = (q, top.layer_k, top.layer_v, top.parents, cos, sin)
     step = (case.scale, case.importance, t0, case.selection_stride)
     span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
-    if case.selection_dtype is not None:
-        span["selection_dtype"] = case.selection_dtype
     following: dict[str, Any] = {"open_next": True} if case.open_next else {}
     given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
     later = span | given | following

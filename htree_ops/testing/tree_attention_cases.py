@@ -178,18 +178,6 @@ SPAN_CASES = [
     for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
 ]
 
-#: The same in int8, every third of them, and those of several layers.
-INT8_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
-    dataclasses.replace(shape, name=f"{shape.name}_int8", selection_dtype="int8")
-    for i, shape in enumerate(SPAN_SHAPES)
-    if i % 3 == 0 or len(shape.sizes) > 2
-)
-INT8_CASES = [
-    shape.with_dtype(dtype)
-    for i, shape in enumerate(INT8_SHAPES)
-    for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
-]
-
 #: Some of the edges with open_next (§1.6), and lists of hundreds.
 NEXT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     dataclasses.replace(shape, name=f"{shape.name}_next", open_next=True)
@@ -205,7 +193,6 @@ NEXT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
         _shape("stride16_c2", T=560, r=16, top_k=6, M=40, H=4, H_kv=2, selection_stride=16, selection_span=2),
         _shape("joint", T=150, r=4, top_k=6, M=20, H=6, H_kv=2, importance="exp_joint"),
         _shape("lse", T=150, r=4, top_k=6, M=20, H=6, H_kv=2, importance="lse"),
-        _shape("int8", T=300, r=4, top_k=6, M=20, H=4, H_kv=2, selection_span=2, selection_dtype="int8"),
         _shape("pairs", T=90, r=4, top_k=2, M=8),
         _shape("misaligned", B=2, T=90, top_k=4, M=12, H=4, H_kv=2, layout="misaligned"),
     )

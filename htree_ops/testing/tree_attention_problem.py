@@ -96,7 +96,6 @@ class TreeAttentionCase(Case):
     M: int = 8
     selection_stride: int = 1
     selection_span: int | None = None
-    selection_dtype: str | None = None
     open_next: bool = False
     importance: str = "lse_causal"
     scale: float | None = None
@@ -168,7 +167,6 @@ class TreeAttentionCase(Case):
             "importance": self.importance,
             "selection_stride": self.selection_stride,
             "selection_span": self.selection_span,
-            "selection_dtype": self.selection_dtype,
             "open_next": self.open_next,
         }
 
@@ -269,11 +267,7 @@ class TreeAttentionCase(Case):
     def shapes(self) -> str:
         """Sizes and the options that shape the tree."""
         queries = "" if self.num_queries is None else f" T_q={self.T_q}"
-        span = (
-            ""
-            if self.selection_span is None
-            else f" c={self.selection_span} {self.selection_dtype or ''}".rstrip()
-        )
+        span = "" if self.selection_span is None else f" c={self.selection_span}"
         span += " open_next" * self.open_next
         alike = f" AR(1) {self.correlation}" if self.correlation else ""
         return (

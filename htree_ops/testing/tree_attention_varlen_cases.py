@@ -38,7 +38,6 @@ class VarlenCase(Case):
     M: int = 8
     selection_stride: int = 1
     selection_span: int | None = None
-    selection_dtype: str | None = None
     open_next: bool = False
     importance: str = "lse_causal"
     scale: float | None = None
@@ -109,7 +108,6 @@ class VarlenCase(Case):
         return {
             "selection_span": self.selection_span,
             "inv_freq": self.inv_freq,
-            "selection_dtype": self.selection_dtype,
             "open_next": self.open_next,
         }
 
@@ -186,7 +184,6 @@ CASES: list[VarlenCase] = [
     _RAGGED,
     replace(_RAGGED, name="double", dtype=torch.float64),
     replace(_RAGGED, name="span", selection_span=2, top_k=3),
-    replace(_RAGGED, name="int8", selection_span=2, top_k=3, selection_dtype="int8"),
     replace(_RAGGED, name="open_next", top_k=4, open_next=True),
     replace(_RAGGED, name="suffix", queries=(33, 0, 1, 20, 0, 9, 1)),
     replace(_RAGGED, name="stride", selection_stride=4, queries=(33, 0, 1, 22, 9, 1, 4)),

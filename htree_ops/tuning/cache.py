@@ -194,12 +194,14 @@ class TuningCache:
             self._records, self._stamp = {}, None
 
     def export(self, path: Path) -> int:
-        """Writes the records on disk to ``path``, in the format of the package's own; returns their number.
+        """Writes the configurations on disk to ``path``, in the format of the package's own; returns their number.
+
+        Searches that found nothing better than a kernel's own choice are left out: elsewhere they say nothing.
 
         Raises:
             OSError: the file of the cache cannot be read, or ``path`` not written.
         """
-        records = self._read()
+        records = {text: record for text, record in self._read().items() if record["config"]}
         replace_text(path, _content(records))
         return len(records)
 

@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export",
         type=output_file,
         metavar="FILE",
-        help="also write all results to this file, in the form in which the package carries its own",
+        help="also write all configurations that were found to this file, in the form in which the package carries "
+        "its own",
     )
 
 
@@ -173,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(_tune(problem, arguments, folder, f"{number}/{total}"), flush=True)
         if arguments.export:
             count = TuningCache(folder).export(arguments.export)
-            print(f"{count} results written to {arguments.export}")
+            print(f"{count} configurations written to {arguments.export}")
     except (ValueError, OSError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
     return 0

@@ -482,7 +482,7 @@ def test_runs_of_one_name_on_two_texts_are_two_runs(study, whole):
         alone = write(rows).splitlines()
         both = study.report.merge(rows, others)
         assert set(alone) <= set(write(both).splitlines()), name
-        in_full = ("conversion", "conversion-32k", "choices", "int8", "search", "needle")
+        in_full = ("conversion", "conversion-32k", "choices", "search", "needle")
         again = text if name in in_full else "0123456789ab"
         assert (again in write(both)) == (name != "recall"), name
     last = study.tables.last_rows(both, "scratch")

@@ -44,16 +44,6 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
         (1, 128, 2, 1, 8, 4),
         {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "open_next": True},
     ),
-    "int8": (
-        (1, 128, 2, 1, 8, 4),
-        {
-            "compression_rate": 4,
-            "max_top_nodes": 8,
-            "top_k": 2,
-            "selection_span": 2,
-            "selection_dtype": "int8",
-        },
-    ),
     "no_rotation": (
         (1, 96, 3, 3, 2, 5),
         {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "rope_base": None, "importance": "exp_joint"},

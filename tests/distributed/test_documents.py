@@ -29,7 +29,6 @@ CASES: dict[str, tuple[documents_on_ranks.Sizes, list[int], dict[str, Any]]] = {
     "stride_and_odd_ends": ((128, 4, 1, 8, 8), [0, 13, 16, 101, 104, 127], SMALL | {"selection_stride": 4}),
     "q_head": ((128, 4, 2, 8, 6), [0, 30, 128], SMALL | {"scope": "q_head"}),
     "span": ((128, 4, 2, 8, 6), [0, 30, 128], SMALL | {"selection_span": 2}),
-    "int8": ((128, 4, 2, 8, 6), [0, 30, 128], SMALL | {"selection_span": 2, "selection_dtype": "int8"}),
     "open_next": ((128, 4, 2, 8, 6), [0, 30, 128], SMALL | {"top_k": 4, "open_next": True}),
     "lse": ((128, 4, 2, 8, 6), [0, 30, 127], SMALL | {"importance": "lse"}),
     "frequencies": ((128, 2, 1, 4, 4), [0, 70, 100], SMALL | {"inv_freq": [0.7, 0.0]}),

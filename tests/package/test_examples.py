@@ -71,7 +71,7 @@ def test_it_learns_real_text(lm, tmp_path, capsys):
         row[f"{kind}_training"] > 0 for row in found["attention_seconds"] for kind in ("tree", "dense")
     )
     assert "tree over 256 tokens: 3 layers of 256, 64, 16 nodes" in shown
-    assert list(found["copies_found"].values()) == [0.0] * 5  # two steps teach nothing
+    assert list(found["copies_found"].values()) == [0.0] * 4  # two steps teach nothing
     assert "tree, recommended for quality          0.0 %" in shown
     assert "validation, bits per byte" in shown
     assert "tokens per second" in shown
@@ -264,10 +264,9 @@ def test_the_demo_finds_copies_as_it_says(lm):
     """
     text = lm.text.load_text(lm.text.default_folder(), lm.copies.LONG_CONTEXT)
     found, table = lm.copies.copies_table(text.train, text.validation, 300, seed=0)
-    dense, quality, rounded, speed, mean = found.values()
+    dense, quality, speed, mean = found.values()
     assert dense > 0.7
     assert quality > 0.75 * dense
-    assert abs(rounded - quality) < 0.01
     assert quality + 0.01 > speed > mean + 0.2
     assert f"{100 * quality:.1f} %" in table
 

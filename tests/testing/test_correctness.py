@@ -21,11 +21,10 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(correctness, "PIECE_ELEMENTS", 1 << 14)
 
 
-@pytest.mark.parametrize(("span", "scores"), [(None, None), (2, None), (2, "int8")])
+@pytest.mark.parametrize("span", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_give_the_reference(dtype, span, scores):
-    options = {"dtype": dtype, "selection_span": span, "selection_dtype": scores}
-    problem = correctness.Problem(**{**vars(PROBLEM), **options})
+def test_pieces_give_the_reference(dtype, span):
+    problem = correctness.Problem(**{**vars(PROBLEM), "dtype": dtype, "selection_span": span})
     q, k, v, dout = problem.make(3, "cpu")
     whole = ref.htree_forward_naive(q, k, v, **problem.options, compute_dtype=torch.float64)
     free = correctness.reference_results(q, k, v, dout, problem, None)
@@ -37,9 +36,7 @@ def test_pieces_give_the_reference(dtype, span, scores):
             torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "span", [[], ["--selection-span=2"], ["--selection-span=2", "--selection-dtype=int8"]], ids=str
-)
+@pytest.mark.parametrize("span", [[], ["--selection-span=2"]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_pass(device, dtype, span, capsys):
     flags = [*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}", *span]
@@ -114,7 +111,6 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
         (["--compression-rate=1"], "compression_rate"),
         (["--rope-base=-1"], "rope_base"),
         (["--selection-span=3"], "selection_span"),
-        (["--selection-dtype=int8"], "selection_dtype must be None where selection_span is None"),
         (["--final-atol=-1"], "tolerances"),
         (["--final-atol=nan"], "tolerances"),
         (["--seq-len=0"], "at least 1"),

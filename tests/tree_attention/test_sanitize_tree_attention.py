@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tree_attention_helpers import wild_lists
@@ -82,10 +80,6 @@ SPANS = [
     tensor_core("group16_three_layers", torch.bfloat16, T=1100, H=16, top_k=2, K=128, V=128, selection_span=8),
     tensor_core("general", torch.float32, K=64, V=64, selection_span=4, selection_stride=2),
 ]  # fmt: skip
-INT8 = [
-    replace(case, name=f"{case.name}_int8", selection_dtype="int8")
-    for case in (*SPANS, tensor_core("one_mean", torch.bfloat16, K=64, V=64, selection_span=16))
-]
 
 
 NEXT = [
@@ -98,14 +92,10 @@ NEXT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*SPANS, *INT8, *NEXT], ids=case_id)
+@pytest.mark.parametrize("case", [*SPANS, *NEXT], ids=case_id)
 def test_selection_by_span_means(case: TreeAttentionCase) -> None:
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
-    later = {
-        "selection_span": case.selection_span,
-        "selection_dtype": case.selection_dtype,
-        "open_next": case.open_next,
-    }
+    later = {"selection_span": case.selection_span, "open_next": case.open_next}
     for store_parents in (True, False):
         out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents, **later)
         for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
@@ -146,15 +136,12 @@ def test_backward_under_lists_that_break_the_rules(stride: int, rope_base: float
         assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("dtype_", [None, "int8"])
 @pytest.mark.parametrize("span", [None, 2])
-def test_rows_before_the_first_selection_of_a_long_text(span: int | None, dtype_: str | None) -> None:
+def test_rows_before_the_first_selection_of_a_long_text(span: int | None) -> None:
     """The tables of such a call end before the nodes of the top do."""
-    if dtype_ and span is None:
-        span = 16
     case = tensor_core("rows", torch.bfloat16, T=4000, H=4, M=256, top_k=16, K=128, V=128)
     q, k, v = case.make_qkv("cuda")
-    later = {"selection_span": span, "selection_dtype": dtype_}
+    later = {"selection_span": span}
     for starts, length in (([0], 64), ([0, 100], 96)):
         rows = torch.cat([q[:, start : start + length] for start in starts], 1)
         for store_parents in (True, False):

@@ -25,13 +25,7 @@ from htree_ops.testing.cases import case_id, normal
 from htree_ops.testing.compare import assert_close_spec
 from htree_ops.testing.devices import poisoned_memory
 from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import (
-    INT8_CASES,
-    SHAPES,
-    SPAN_CASES,
-    SPAN_SHAPES,
-    TreeAttentionCase,
-)
+from htree_ops.testing.tree_attention_cases import SHAPES, SPAN_CASES, SPAN_SHAPES, TreeAttentionCase
 from htree_ops.testing.tree_attention_checks import (
     STATE_TOLERANCE,
     assert_epsilon_optimal,
@@ -97,7 +91,7 @@ def test_span_means_have_no_gradient(device):
 # ---- values and lists
 
 
-@pytest.mark.parametrize("case", [*SPAN_CASES, *INT8_CASES], ids=case_id)
+@pytest.mark.parametrize("case", SPAN_CASES, ids=case_id)
 def test_output_and_lists_against_the_reference(case, device):
     q, k, v = case.make_qkv(device)
     if refused(case, device, lambda: forward(q, k, v, case)):
@@ -196,12 +190,11 @@ def test_a_span_of_r_is_no_span_on_two_layers(case, device):
 # ---- causality and special values
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("name", ["ragged_mean", "stride16", "group_of_3", "three_layers_r16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e4])
-def test_the_open_node_has_no_influence(name, value, dtype, device):
+def test_the_open_node_has_no_influence(name, value, device):
     """Every later token, and the tokens of the query's own nodes after it, one query at a time."""
-    case = dataclasses.replace(spanned(name), selection_dtype=dtype)
+    case = spanned(name)
     q, k, v = case.make_qkv(device)
     before = forward(q, k, v, case)
     for token in (case.T - 2, case.T // 2, case.r * (case.T // 2 // case.r), case.selection_span - 1):
@@ -249,10 +242,9 @@ def test_an_infinite_score_is_selected(importance, device):
     assert_lists(parents, case.T_q, case.T, case.reference_options())
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("scale", [0.0, 1e4, 3e4])
-def test_equal_and_overflowing_scores(scale, dtype, device):
-    case = dataclasses.replace(spanned("batch"), scale=scale, selection_span=2, selection_dtype=dtype)
+def test_equal_and_overflowing_scores(scale, device):
+    case = dataclasses.replace(spanned("batch"), scale=scale, selection_span=2)
     q, k, v = case.make_qkv(device)
     out, _, _, parents = forward(q, k, v, case)
     assert out.isfinite().all()
@@ -265,10 +257,9 @@ def test_equal_and_overflowing_scores(scale, dtype, device):
 # ---- the same bits
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("name", ["three_layers_r16", "stride4", "group_of_3", "key_18", "head_64"])
-def test_splits_layouts_and_batches_change_no_bit(name, dtype, device):
-    case = dataclasses.replace(spanned(name), selection_dtype=dtype)
+def test_splits_layouts_and_batches_change_no_bit(name, device):
+    case = spanned(name)
     case = dataclasses.replace(case, B=2, num_queries=None, layout="contiguous")
     q, k, v = case.make_qkv(device)
     options = case.reference_options()
@@ -312,11 +303,10 @@ for shape in SPAN_SHAPES:
     if re.sub(r"_c[0-9]+$", "", shape.name) not in NAMES:
         continue
     q, k, v = shape.make_qkv("cpu")
-    for dtype in ("int8", None):
-        options = {**shape.reference_options(), "selection_dtype": dtype}
-        parents = forward(q, k, v, **options)[3]
-        assert_lists(parents, shape.T_q, shape.T, options)
-        assert_epsilon_optimal(q, k, v, parents, options)
+    options = shape.reference_options()
+    parents = forward(q, k, v, **options)[3]
+    assert_lists(parents, shape.T_q, shape.T, options)
+    assert_epsilon_optimal(q, k, v, parents, options)
     two_layers = {**options, "max_top_nodes": -(-shape.T // shape.r), "top_k_per_layer": -(-shape.T // shape.r) - 1}
     first, second = (forward(q, k, v, **{**two_layers, "selection_span": c}) for c in (None, shape.r))
     assert len(first[3]) == 2
@@ -331,10 +321,9 @@ for shape in SPAN_SHAPES:
 GRADIENTS = ["three_layers_r16", "stride4", "group_of_3", "stride4_suffix", "importance_joint"]
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_the_reference_under_the_same_lists(name, dtype, device):
-    case = dataclasses.replace(spanned(name), selection_dtype=dtype)
+def test_gradients_are_the_reference_under_the_same_lists(name, device):
+    case = spanned(name)
     q, k, v = case.make_qkv(device)
     options = case.reference_options()
     dout = normal((case.B, case.T_q, case.H, case.V), case.dtype, device, 5)
@@ -355,8 +344,8 @@ def test_gradients_are_the_reference_under_the_same_lists(name, dtype, device):
 
 
 @given(seed=seeds, extreme=st.booleans(), layer=st.integers(1, 2), stride=st.sampled_from((1, 2, 4)),
-       span=st.sampled_from((1, 2, 4)), dtype=st.sampled_from((None, "int8")), full=st.booleans())  # fmt: skip
-def test_one_layer_under_wild_lists(seed, extreme, layer, stride, span, dtype, full, device):
+       span=st.sampled_from((1, 2, 4)))  # fmt: skip
+def test_one_layer_under_wild_lists(seed, extreme, layer, stride, span, device):
     """NaN lies all around the means; an absent candidate or mean has the score -inf."""
     case = TreeAttentionCase(
         name="wild", dtype=torch.float32, B=2, T=61, H=4, H_kv=2, K=6, V=5, r=4, top_k=3, M=9,
@@ -366,14 +355,12 @@ def test_one_layer_under_wild_lists(seed, extreme, layer, stride, span, dtype, f
     q, k, v = case.make_qkv("cpu", seed)
     stage = case.make_stages(q, k, v)[layer]
     lists = wild_lists(generator, (2, -(-case.T_q // stride), 2, 3), stage.layer_k.shape[1], extreme)
-    if full:  # some lists hold the parents 0, 1, ... and end early
-        lists[:, ::2] = torch.where(lists[:, ::2] == -1, -1, torch.arange(3, dtype=torch.int32))
     span_k = ref.span_means(k, span)
     table = case.make_table("cpu")
     placed = [layouts.in_larger(x.to(device)) for x in (stage.layer_k, stage.layer_v, span_k)]
     rest = on(device, lists, *table)
     place = (layer, case.r, case.top_k, case.scale, case.importance, case.t0, stride)
-    extra = {"span_k": placed[2], "selection_span": span, "selection_dtype": dtype}
+    extra = {"span_k": placed[2], "selection_span": span}
     *_, chosen = ops.select_accumulate(q.to(device), *placed[:2], *rest, *place, **extra)
     again = ops.recompute_selection(q.to(device), placed[0], *rest, *place, **extra)
     assert torch.equal(chosen, again)
@@ -382,13 +369,12 @@ def test_one_layer_under_wild_lists(seed, extreme, layer, stride, span, dtype, f
     if found is None or extreme:
         return
     value = ref.span_importance(
-        inputs[0], inputs[2], found, case.r**layer // span, *wide(*table), None, case.importance, dtype
+        inputs[0], inputs[2], found, case.r**layer // span, *wide(*table), None, case.importance
     )
     wanted = ref.compute_next_parents(lists, ref.select_important(value, found.num, case.top_k), case.r)
     ranked = value.gather(-1, ref.order_by_key(value, found.num))
     last, first = ranked[..., case.top_k - 1], ranked[..., case.top_k]
-    # in int8 an element may be rounded the other way
-    clear = ((last - first) > (1e-4 if dtype is None else 0.1) * last) | (found.num <= case.top_k)
+    clear = ((last - first) > 1e-4 * last) | (found.num <= case.top_k)
     assert torch.equal(chosen.cpu()[clear], wanted[clear])
 
 
@@ -405,10 +391,9 @@ OPCHECK = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
 @pytest.mark.parametrize("name", OPCHECK)
-def test_opcheck(name, dtype, device):
-    case = dataclasses.replace(spanned(name), selection_dtype=dtype)
+def test_opcheck(name, device):
+    case = spanned(name)
     found = [x for x in calls(case, device) if "selection_span" in x.kwargs or x.op == "span_means"]
     assert len(found) == (9 if len(case.sizes) > 1 else 7)
     for call in found:
@@ -424,9 +409,8 @@ def test_opcheck(name, dtype, device):
 def views(x, w):
     q, k, v = (x @ w).split([32, 16, 16], dim=-1)
     heads = (q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8)))
-    options = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "selection_span": 2}
-    out = htree_ops.tree_attention(*heads, **options, selection_dtype="int8")
-    return (out + htree_ops.tree_attention(*heads, **options)).flatten(2).cos()
+    out = htree_ops.tree_attention(*heads, compression_rate=4, max_top_nodes=8, top_k=2, selection_span=2)
+    return out.flatten(2).cos()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -455,7 +439,7 @@ def test_export_keeps_one_node(device):
         longer = (normal((2, 71, 12), torch.float32, device, 3), inputs[1])
         torch.testing.assert_close(exported.module()(*longer), views(*longer))
     names = [str(node.target) for node in exported.graph.nodes if "htree" in str(node.target)]
-    assert names == 2 * ["htree.attention.default"]
+    assert names == ["htree.attention.default"]
 
 
 # ---- refusals
@@ -473,11 +457,6 @@ def test_export_keeps_one_node(device):
             {"selection_span": 2, "importance": "lse"},
             r"selection_span must be None where importance is 'lse', got 2",
         ),
-        (
-            {"selection_span": None, "selection_dtype": "int8"},
-            r"selection_dtype must be None where selection_span is None, got 'int8'",
-        ),
-        ({"selection_dtype": "fp8"}, r"selection_dtype must be None or int8, got 'fp8'"),
     ],
     ids=str,
 )
@@ -503,12 +482,6 @@ def test_what_the_ops_of_one_layer_refuse(op, device):
         r"span_k must have 4 dimensions|span_k .*\[B, ceil": {"span_k": good[0]},
         r"span_k .*H_kv": {"span_k": good[:, :, :1]},
         r"span_k .*K of layer_k": {"span_k": good[..., :4]},
-        r"selection_dtype must be None or int8, got 'int4'": {"selection_dtype": "int4"},
-        r"selection_dtype must be None where selection_span is None": {
-            "span_k": None,
-            "selection_span": None,
-            "selection_dtype": "int8",
-        },
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -550,13 +523,8 @@ FAST = [
 ]  # fmt: skip
 
 
-FAST_INT8 = [
-    dataclasses.replace(case, name=f"{case.name}_int8", selection_dtype="int8") for case in FAST
-]  # fmt: skip
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*FAST, *FAST_INT8], ids=case_id)
+@pytest.mark.parametrize("case", FAST, ids=case_id)
 def test_shapes_of_the_tensor_cores(case):
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -581,7 +549,7 @@ def test_shapes_of_the_tensor_cores(case):
         got = ops.attention(*leaves, **options, store_parents=stored)
         results.append(torch.autograd.grad(got, leaves, dout))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-    forced_options = {**options, "selection_span": None, "selection_dtype": None}
+    forced_options = {**options, "selection_span": None}
     plain = ops.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **forced_options)
     assert all(torch.equal(x, y) for x, y in zip(results[0], plain, strict=True)), (
         "the lists are all that matters"

@@ -47,7 +47,6 @@ class Call:
     stride: int
     gpu: str
     span: int = 0  # 0: None
-    int8: bool = False
     rotate: bool = True
 
     @property
@@ -62,8 +61,8 @@ class Call:
             self.width,
         )
         options = {"max_top_nodes": self.top_nodes, "top_k": self.top_k, "selection_stride": self.stride}
-        span = {"selection_span": self.span, "selection_int8": self.int8}
-        return host.TreeAttentionCall(sizes, True, **options, **span, rotate=self.rotate, **GPUS[self.gpu])
+        options |= {"selection_span": self.span, "rotate": self.rotate}
+        return host.TreeAttentionCall(sizes, True, **options, **GPUS[self.gpu])
 
     @property
     def layers(self) -> list[int]:
@@ -86,7 +85,6 @@ def calls(lengths: tuple[int, ...] = LENGTHS) -> Iterator[Call]:
             yield call
             if width == 64 and stride in (1, 16):
                 yield from (replace(call, span=span) for span in (1, 4, 16))
-                yield from (replace(call, span=span, int8=True) for span in (4, 16))
             if width != 64 and stride <= 2:
                 yield replace(call, rotate=False)
 
@@ -113,7 +111,7 @@ def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
             rows = chunk["batch_chunk"] * chunk["top_chunk"] * call.heads
             run = group * max(1, 32 // max(1, means // 32))
             need = rows * (-(-nodes // 128) * 128 * 4 + -(-nodes // group) * 4 + -(-nodes // run) * 8)
-        elif dense and means == 1 and not call.int8:
+        elif dense and means == 1:
             row = call.kv_heads * -(-nodes // 128) * 128 * 4
             need = chunk["batch_chunk"] * (lists * call.heads * 4 + chunk["top_chunk"] * row)
         else:

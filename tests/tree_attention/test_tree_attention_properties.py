@@ -166,9 +166,6 @@ def test_h9_a_constant_added_to_all_scores_cancels(data, seed, shift, device):
     """Without rotation, two extra channels of q and k add one constant to every score at every layer."""
     case = data.draw(problems(dtypes_of(device), importances=CAUSAL))
     case = dataclasses.replace(case, rope_base=None, inv_freq=None, layout="contiguous", scale=0.5)
-    case = dataclasses.replace(
-        case, selection_dtype=None
-    )  # a large channel makes the steps of the others coarse
     q, k, v = case.make_qkv(device, seed)
     pair = torch.tensor([1.0, 0.0], dtype=case.dtype, device=device)
     moved_q = torch.cat([q, pair.expand(*q.shape[:3], 2)], dim=-1)
@@ -225,7 +222,7 @@ def fused_pipeline(q, k, v, case):
     for layer in range(len(layers) - 1, 0, -1):
         *state, parents = ops.select_accumulate(
             q, *layers[layer], parents, cos, sin, layer, case.r, case.top_k, case.scale, case.importance,
-            case.t0, stride, span_k, case.selection_span, case.selection_dtype, case.open_next,
+            case.t0, stride, span_k, case.selection_span, case.open_next,
         )  # fmt: skip
         ops.merge_to_global_(*total, *state)
         used.insert(0, parents.cpu())
@@ -238,7 +235,7 @@ def fused_pipeline(q, k, v, case):
 def test_h10_stages_compose_to_the_whole(data, seed, staged, device):
     case = data.draw(problems(dtypes_of(device), importances=EVERY_IMPORTANCE))
     if staged:  # the staged ops know neither
-        case = dataclasses.replace(case, selection_stride=1, selection_span=None, selection_dtype=None)
+        case = dataclasses.replace(case, selection_stride=1, selection_span=None)
     q, k, v = case.make_qkv(device, seed)
     whole, _, _, parents = forward(q, k, v, case)
     with poisoned_memory():

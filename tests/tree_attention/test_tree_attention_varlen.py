@@ -15,15 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
-from tree_attention_strategies import (
-    CAUSAL,
-    EVERY_IMPORTANCE,
-    dtypes_of,
-    dtypes_of_spans,
-    frequencies_of,
-    seeds,
-    spans_of,
-)
+from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, frequencies_of, seeds, spans_of
 
 import htree_ops
 from htree_ops import tree_attention, tree_attention_varlen
@@ -138,7 +130,6 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
     kv_heads = draw(st.integers(1, 2))
     importance = draw(st.sampled_from(importances))
     width = draw(st.sampled_from((2, 6, 16)))
-    span = None if importance == "lse" else draw(spans_of(r))
     return VarlenCase(
         name="drawn",
         dtype=draw(st.sampled_from(dtypes_of(device))),
@@ -153,8 +144,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         top_k=top_k,
         M=draw(st.integers(1, top_k * r)),
         selection_stride=stride,
-        selection_span=span,
-        selection_dtype=draw(dtypes_of_spans(span)),
+        selection_span=None if importance == "lse" else draw(spans_of(r)),
         open_next=draw(st.booleans()),
         importance=importance,
         inv_freq=draw(frequencies_of(width)),

@@ -26,7 +26,6 @@ OTHERS = {
     "store_parents": False,
     "selection_span": 2,
     "inv_freq": (1.0, 0.5, -0.25, 0.0),
-    "selection_dtype": "int8",
     "open_next": True,
 }
 
@@ -76,13 +75,6 @@ def test_ops_take_all_but_what_the_heads_and_a_backward_say() -> None:
         ),
         ({"selection_span": 2.0}, TypeError, "selection_span"),
         ({"selection_span": 4, "importance": "lse"}, ValueError, "selection_span .*'lse'"),
-        (
-            {"selection_dtype": "int8"},
-            ValueError,
-            "selection_dtype must be None where selection_span is None",
-        ),
-        ({"selection_span": 2, "selection_dtype": "fp8"}, ValueError, "selection_dtype must be None or int8"),
-        ({"selection_span": 2, "selection_dtype": 8}, TypeError, "selection_dtype"),
         ({"inv_freq": (1.0, float("nan"))}, ValueError, "inv_freq"),
         ({"inv_freq": 1.0}, TypeError, "inv_freq"),
         ({"inv_freq": (10**400, 1)}, ValueError, "inv_freq must be finite"),

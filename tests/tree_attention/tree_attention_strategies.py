@@ -22,11 +22,6 @@ def spans_of(rate):
     return st.one_of(st.none(), st.sampled_from([span for span in range(1, rate + 1) if rate % span == 0]))
 
 
-def dtypes_of_spans(span):
-    """None as often as int8 beside a span."""
-    return st.none() if span is None else st.sampled_from((None, "int8"))
-
-
 def frequencies_of(width):
     """None as often as K/2 frequencies of any sign, zeros among them."""
     some = st.sampled_from((0.0, 1.0, -0.5, 0.1, 1e-3, 2.5))
@@ -59,7 +54,6 @@ def problems(
     heads_kv = draw(st.integers(1, 3))
     importance = draw(st.sampled_from(importances))
     width = draw(st.sampled_from((2, 4, 6, 16)))
-    span = None if importance == "lse" else draw(spans_of(r))
     return TreeAttentionCase(
         name="drawn",
         dtype=draw(st.sampled_from(dtypes)),
@@ -74,8 +68,7 @@ def problems(
         top_k=top_k,
         M=top_nodes,
         selection_stride=stride,
-        selection_span=span,
-        selection_dtype=draw(dtypes_of_spans(span)),
+        selection_span=None if importance == "lse" else draw(spans_of(r)),
         open_next=draw(st.booleans()),
         importance=importance,
         inv_freq=draw(frequencies_of(width)),

@@ -11,6 +11,7 @@ import torch
 
 from htree_ops import __main__ as command_line
 from htree_ops.tuning import SPACES, command, forget, problems
+from htree_ops.tuning.cache import FILE_NAME, cache_dir
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +40,12 @@ def test_a_search_of_the_command(
     assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
     assert "1/2 rmsnorm_rope 1x2x64x32 bfloat16" in captured.err
     assert "45/45" in captured.err
-    records = json.loads(target.read_text())["records"].values()
-    assert {record["key"]["dtype"] for record in records} == {"bfloat16", "float16"}
-    assert all(record["metrics"]["latency_ms"] > 0 for record in records)
+    records = json.loads((cache_dir() / FILE_NAME).read_text())["records"]
+    assert {record["key"]["dtype"] for record in records.values()} == {"bfloat16", "float16"}
+    assert all(record["metrics"]["latency_ms"] > 0 for record in records.values())
+    exported = json.loads(target.read_text())["records"]
+    assert exported == {text: record for text, record in records.items() if record["config"]}
+    assert f"{len(exported)} configurations written to {target}" in captured.out
     assert command_line.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
 
 

@@ -14,19 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .model import LanguageModel, attend_with_tree, dense_attention
+from .model import LanguageModel, dense_attention
 from .session import Session
 from .settings import RATE, Attention, Substitute, Training
 
-__all__ = [
-    "Choice",
-    "Indexer",
-    "attend_chosen",
-    "fit_indexers",
-    "in_int8",
-    "make_indexers",
-    "with_choice",
-]
+__all__ = ["Choice", "Indexer", "attend_chosen", "fit_indexers", "make_indexers", "with_choice"]
 
 SMALLEST = 2.0**-126  # weights below it count as 0
 
@@ -239,14 +231,6 @@ def with_choice(size: Training, attention: Attention, choice: Choice) -> Substit
 
     same = replace(attention, span=choice.span, stride=choice.stride)
     return Substitute(**vars(same), function=function)
-
-
-def in_int8(attention: Attention) -> Substitute:
-    """``attention`` with a span, whose scores of the means are computed in int8 (§1.15)."""
-    return Substitute(
-        **vars(attention),
-        function=lambda q, k, v: attend_with_tree(q, k, v, attention, selection_dtype="int8"),
-    )
 
 
 def choice_loss(indexer: Indexer, q: Tensor, k: Tensor, target: Tensor, counted: Tensor) -> Tensor:

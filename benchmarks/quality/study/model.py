@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from htree_ops.ops.tree_attention import rope, rope_cache
 
 from .settings import RATE, Attention, Substitute, Training
 
-__all__ = ["LanguageModel", "Model", "SearchModel", "attend", "attend_with_tree", "sliding_window"]
+__all__ = ["LanguageModel", "Model", "SearchModel", "attend", "sliding_window"]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 #: cos, sin and positions; None where nothing is rotated.
@@ -119,13 +119,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         return dense_attention(q, k, v)
     if attention.kind == "window":
         return sliding_window(q, k, v, attention.window)
-    return attend_with_tree(q, k, v, attention)
-
-
-def attend_with_tree(
-    q: Tensor, k: Tensor, v: Tensor, attention: Attention, selection_dtype: Literal["int8"] | None = None
-) -> Tensor:
-    """:func:`attend` where ``attention`` is a tree."""
     out = tree_attention(
         q,
         k,
@@ -136,7 +129,6 @@ def attend_with_tree(
         selection_stride=attention.stride,
         rope_base=ROTARY_BASE if attention.positions == "compact" else None,
         selection_span=attention.span,
-        selection_dtype=selection_dtype,
     )
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import evaluation, record
-from .choices import Choice, Indexer, fit_indexers, in_int8, make_indexers, with_choice
+from .choices import Choice, Indexer, fit_indexers, make_indexers, with_choice
 from .corpus import Texts, draw_texts
 from .model import LanguageModel, SearchModel
 from .recall import draw_recall, lesson
@@ -116,13 +116,9 @@ def train_on_text(
 
 
 def evaluate_runs(
-    piece: str,
-    size: Training,
-    settings: Sequence[Attention],
-    load: Callable[[Session], LanguageModel],
-    choice_of: Callable[[Attention], str] = lambda _: "",
+    piece: str, size: Training, settings: Sequence[Attention], load: Callable[[Session], LanguageModel]
 ) -> list[Run]:
-    """One run per attention, all with the weights that ``load`` gives. ``choice_of`` names what a label leaves out."""
+    """One run per attention, all with the weights that ``load`` gives."""
 
     def work(session: Session, attention: Attention) -> None:
         model = load(session)
@@ -135,10 +131,10 @@ def evaluate_runs(
             baseline="dense, same weights",
         )
         found = evaluation.measure_texts(session, model, attention, held_out_texts(session, size))
-        session.write(setup, "final", Progress(), choice=choice_of(attention), **found)
+        session.write(setup, "final", Progress(), **found)
 
     def name(attention: Attention) -> str:
-        return f"evaluated: {choice_of(attention) or attention.label}"
+        return f"evaluated: {attention.label}"
 
     return [Run(name(a), lambda session, a=a: work(session, a)) for a in settings]  # type: ignore[misc]
 
@@ -289,22 +285,6 @@ def choices(scale: Scale) -> list[Run]:
             Run(f"evaluated: {choice.name}", lambda session, a=attention, c=choice: work(session, a, c))  # type: ignore[misc]
             for attention, choice in choice_settings(size)
         ),
-    ]
-
-
-def int8_scores(scale: Scale) -> list[Run]:
-    """(a) The dense model of (a) with the scores of the means in 16 bits and in int8."""
-    size = scale.conversion
-    load = loader(size)
-    strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
-    settings = [size.tree(span, stride) for span in (4, 2) for stride in strides]
-
-    def choice_of(attention: Attention) -> str:
-        return f"span {attention.span}, s={attention.stride}, scores in int8"
-
-    return [
-        *evaluate_runs("int8", size, [dense(), *settings], load),
-        *evaluate_runs("int8", size, [in_int8(one) for one in settings], load, choice_of),
     ]
 
 
@@ -532,7 +512,6 @@ PIECES = (
     Piece("scratch-seed", "from scratch: a second seed with compact positions", 3, scratch_seed, "scratch"),
     Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
     Piece("choices", "the dense model of 4096 bytes with other rules for the nodes", 4, choices),
-    Piece("int8", "the same with the scores of the means in int8", 1, int8_scores),
     Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
 )

@@ -115,15 +115,10 @@ def conversion_long(rows: Sequence[Row]) -> str:
     return conversion(rows, "conversion-32k")
 
 
-def choices(rows: Sequence[Row], piece: str = "choices") -> str:
+def choices(rows: Sequence[Row]) -> str:
     """(a) Other rules for the nodes that are opened, a table for each text."""
-    used = [row for row in last_rows(rows, piece) if row.run.startswith("evaluated")]
+    used = [row for row in last_rows(rows, "choices") if row.run.startswith("evaluated")]
     return "\n\n".join(choices_of(mine) for mine in by_model(used))
-
-
-def int8(rows: Sequence[Row]) -> str:
-    """(a) Scores in 16 bits and in int8."""
-    return choices(rows, "int8")
 
 
 def choices_of(used: Sequence[Row]) -> str:
@@ -303,7 +298,6 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "conversion": conversion,
     "conversion-32k": conversion_long,
     "choices": choices,
-    "int8": int8,
     "search": search,
     "scratch": scratch,
     "recall": recall,

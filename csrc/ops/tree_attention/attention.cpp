@@ -37,7 +37,6 @@ AttentionArgs resolve_options(const char* op, const TreeOptions& options, const 
   // With r cut down, every query has one candidate at the one layer above the tokens, so nothing is scored.
   const bool cut = args.compression_rate < options.compression_rate;
   args.selection_span = cut ? 0 : options.selection_span.value_or(0);
-  args.selection_dtype = parse_selection_dtype(op, options.selection_dtype);
   args.open_next = options.open_next;
   return args;
 }

@@ -70,12 +70,6 @@ inline void check_frequencies(const char* op, const TreeOptions& options, const 
   }
 }
 
-// The options that the width of the keys decides on.
-inline void check_key_dim(const char* op, const TreeOptions& options, const SymInt& key_dim) {
-  check_frequencies(op, options, key_dim);
-  check_selection_dtype(op, options.selection_dtype, options.selection_span, key_dim);
-}
-
 // q [B, T_q, H, K] against k [B, T, H_kv, K] and v [B, T, H_kv, V]. q is as many equal pieces as there are `starts`,
 // one behind the other; the first row of piece p stands at token starts[p].
 inline void check_attention_rows(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -83,7 +77,7 @@ inline void check_attention_rows(const char* op, const Tensor& q, const Tensor& 
   check_options(op, options);
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
-  check_key_dim(op, options, k.sym_size(3));
+  check_frequencies(op, options, k.sym_size(3));
   const int64_t stride = options.selection_stride, num_pieces = static_cast<int64_t>(starts.size());
   TORCH_CHECK_VALUE(num_pieces > 0, op, ": starts must have the token of a first query, got none");
   TORCH_CHECK_VALUE(num_pieces == 1 || same_size(q.sym_size(1) % (num_pieces * stride), 0), op, ": the ",
@@ -106,7 +100,7 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
   check_options(op, options);
   check_queries(op, q, "k", k);
   check_values(op, "k", k, "v", v);
-  check_key_dim(op, options, k.sym_size(3));
+  check_frequencies(op, options, k.sym_size(3));
   const SymInt before = k.sym_size(1) - q.sym_size(1);
   TORCH_CHECK_VALUE(
       holds(before.sym_ge(0)), op, ": q must have at most as many rows as k (q is a suffix of the keys), ",

@@ -53,24 +53,6 @@ void check_selection_span(const char* op, std::optional<int64_t> selection_span,
                     ": selection_span must be None where importance is 'lse', got ", span);
 }
 
-SelectionDtype parse_selection_dtype(const char* op, std::optional<std::string_view> name) {
-  TORCH_CHECK_VALUE(!name.has_value() || *name == "int8", op, ": selection_dtype must be None or int8, got '",
-                    name.value_or(""), "'");
-  return name.has_value() ? SelectionDtype::kInt8 : SelectionDtype::kAsGiven;
-}
-
-void check_selection_dtype(const char* op, std::optional<std::string_view> selection_dtype,
-                           std::optional<int64_t> selection_span, const SymInt& key_dim) {
-  if (parse_selection_dtype(op, selection_dtype) == SelectionDtype::kAsGiven) {
-    return;
-  }
-  TORCH_CHECK_VALUE(selection_span.has_value(), op,
-                    ": selection_dtype must be None where selection_span is None, got 'int8'");
-  TORCH_CHECK_VALUE(holds(key_dim.sym_le(kMostInt8Dims)), op,
-                    ": selection_dtype must be None for keys of more than ", kMostInt8Dims,
-                    " dims, got 'int8' and K = ", key_dim);
-}
-
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
                     int64_t selection_stride) {
   check_at_least(op, "layer", layer, 0);

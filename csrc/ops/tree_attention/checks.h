@@ -32,10 +32,6 @@ void check_selection_stride(const char* op, int64_t selection_stride, int64_t co
 // None, or a divisor of r, which importance "lse" does not take.
 void check_selection_span(const char* op, std::optional<int64_t> selection_span, int64_t compression_rate,
                           Importance importance);
-// None, or "int8" beside a selection_span, for keys of at most kMostInt8Dims dims.
-SelectionDtype parse_selection_dtype(const char* op, std::optional<std::string_view> name);
-void check_selection_dtype(const char* op, std::optional<std::string_view> selection_dtype,
-                           std::optional<int64_t> selection_span, const SymInt& key_dim);
 // `layer`, r, `t0` and s of an op that works on one layer.
 void check_position(const char* op, int64_t layer, int64_t compression_rate, const SymInt& t0,
                     int64_t selection_stride = 1);

@@ -16,10 +16,6 @@ namespace htree::tree_attention {
 
 enum class Importance { kLseCausal, kLse, kExpJoint };
 
-// In what the scores of span means are computed where a list is full (docs/semantics/tree_attention.md §1.15).
-enum class SelectionDtype { kAsGiven, kInt8 };
-constexpr int64_t kMostInt8Dims = 1024;  // sums of so many products of 127 * 127 are exact in fp32 as well
-
 // One call of a staged or fused op on one layer, with every optional argument resolved and checked. Query row
 // i stands at token t = t0 + i. Row j of `parents` serves the queries with t / selection_stride == t0 /
 // selection_stride + j. `top_k` is the width of the next lists, `list_width` the width of the given ones.
@@ -33,8 +29,7 @@ struct LayerArgs {
   double scale = 1.0;
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // tokens of a span mean that the selection scores, a divisor of r; 0 for None
-  SelectionDtype selection_dtype = SelectionDtype::kAsGiven;
-  bool open_next = false;  // half of the selected are the candidates behind the others, §1.6
+  bool open_next = false;      // half of the selected are the candidates behind the others, §1.6
 };
 
 // A whole attention call. The queries are as many equal pieces as there are `starts`, one behind the other; the
@@ -51,7 +46,6 @@ struct AttentionArgs {
   std::vector<double> inv_freq;  // radians per position of each pair of dims; empty for rope_base^(-2i/K)
   Importance importance = Importance::kLseCausal;
   int64_t selection_span = 0;  // as in LayerArgs
-  SelectionDtype selection_dtype = SelectionDtype::kAsGiven;
   bool open_next = false;
   std::vector<int64_t> starts = {0};
 };

@@ -22,16 +22,15 @@ struct TreeOptions {
   // The options as the dispatcher passes them, in the order of the schema.
   using Loose = std::tuple<int64_t, int64_t, int64_t, std::optional<double>, std::optional<double>,
                            std::string_view, int64_t>;
-  using Later = std::tuple<std::optional<int64_t>, std::optional<at::ArrayRef<double>>,
-                           std::optional<std::string_view>, bool>;
+  using Later = std::tuple<std::optional<int64_t>, std::optional<at::ArrayRef<double>>, bool>;
   static constexpr const char* kSchema =
       "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
       "float? rope_base=10000., str importance=\"lse_causal\", int selection_stride=1";
   static constexpr const char* kLaterSchema =
-      "int? selection_span=None, float[]? inv_freq=None, str? selection_dtype=None, bool open_next=False";
+      "int? selection_span=None, float[]? inv_freq=None, bool open_next=False";
   static constexpr std::array<const char*, std::tuple_size_v<Loose> + std::tuple_size_v<Later>> kNames = {
-      "compression_rate", "max_top_nodes",  "top_k_per_layer", "scale",           "rope_base", "importance",
-      "selection_stride", "selection_span", "inv_freq",        "selection_dtype", "open_next"};
+      "compression_rate", "max_top_nodes",    "top_k_per_layer", "scale",    "rope_base",
+      "importance",       "selection_stride", "selection_span",  "inv_freq", "open_next"};
 
   int64_t compression_rate = 16;
   int64_t max_top_nodes = 8192;
@@ -42,22 +41,19 @@ struct TreeOptions {
   int64_t selection_stride = 1;
   std::optional<int64_t> selection_span;
   std::optional<std::vector<double>> inv_freq;
-  std::optional<std::string> selection_dtype;
   bool open_next = false;
 
   TreeOptions() = default;
   TreeOptions(const Loose& loose, const Later& later) {
     std::tie(compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride) = loose;
     std::optional<at::ArrayRef<double>> frequencies;
-    std::optional<std::string_view> dtype;
-    std::tie(selection_span, frequencies, dtype, open_next) = later;
+    std::tie(selection_span, frequencies, open_next) = later;
     if (frequencies.has_value()) inv_freq = frequencies->vec();
-    if (dtype.has_value()) selection_dtype = std::string(*dtype);
   }
   Loose loose() const {
     return {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride};
   }
-  Later later() const { return {selection_span, inv_freq, selection_dtype, open_next}; }
+  Later later() const { return {selection_span, inv_freq, open_next}; }
 
   // Writes the options to the `saved_data` of autograd.
   template <typename SavedData>
@@ -79,8 +75,6 @@ struct TreeOptions {
   static c10::IValue to_value(const T& option) {
     if constexpr (std::is_same_v<T, std::string_view>) {
       return c10::IValue(std::string(option));
-    } else if constexpr (std::is_same_v<T, std::optional<std::string_view>>) {
-      return option.has_value() ? c10::IValue(std::string(*option)) : c10::IValue();
     } else {
       return c10::IValue(option);
     }
@@ -90,8 +84,6 @@ struct TreeOptions {
   static auto from_value(const c10::IValue& value) {
     if constexpr (std::is_same_v<T, std::string_view>) {
       return std::string_view(value.toStringRef());
-    } else if constexpr (std::is_same_v<T, std::optional<std::string_view>>) {
-      return value.isNone() ? T() : T(value.toStringRef());
     } else if constexpr (std::is_same_v<T, std::optional<at::ArrayRef<double>>>) {
       return value.to<std::optional<std::vector<double>>>();
     } else {

@@ -15,7 +15,6 @@ __all__ = ["attention_backward", "attention_forward", "tree_attention"]
 
 Importance = Literal["lse_causal", "exp_joint", "lse"]
 Scope = Literal["kv_head", "q_head"]
-SelectionDtype = Literal["int8"]
 Balance = Literal["head_tail", "striped", "contiguous", "work"]
 SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
 #: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
@@ -126,7 +125,6 @@ def tree_attention(
     return_lse: Literal[False] = ...,
     store_parents: bool = ...,
     selection_span: int | None = ...,
-    selection_dtype: SelectionDtype | None = ...,
     open_next: bool = ...,
     inv_freq: Frequencies | None = ...,
 ) -> Tensor: ...
@@ -147,7 +145,6 @@ def tree_attention(
     return_lse: Literal[True],
     store_parents: bool = ...,
     selection_span: int | None = ...,
-    selection_dtype: SelectionDtype | None = ...,
     open_next: bool = ...,
     inv_freq: Frequencies | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -168,7 +165,6 @@ def tree_attention(
     return_lse: bool,
     store_parents: bool = ...,
     selection_span: int | None = ...,
-    selection_dtype: SelectionDtype | None = ...,
     open_next: bool = ...,
     inv_freq: Frequencies | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -189,7 +185,6 @@ def tree_attention(
     return_lse: bool = False,
     store_parents: bool = True,
     selection_span: int | None = None,
-    selection_dtype: SelectionDtype | None = None,
     open_next: bool = False,
     inv_freq: Frequencies | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -235,11 +230,6 @@ def tree_attention(
             means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
             node's own mean; 2 is recommended. It cannot be combined with importance="lse".
-        selection_dtype: "int8" rounds queries and means to int8, each row with a scale of its own, for the scores that
-            a selection_span computes at the layer where a query first leaves something out; the lists lose little
-            (docs/semantics/tree_attention.md §1.15 has the numbers). It changes nothing but the lists, and saves no
-            time on an H200 (docs/limits.md); K is at most 1024. None, which is recommended, scores in the precision of
-            the path.
         open_next: half of the ``top_k`` candidates are the most important ones, the others those behind them in the
             query's list, before what is next in importance. Where 16 queries share a selection, the text that they
             come to read stands behind what the first one looked for: a dense-trained model kept 82 % of its copies with
@@ -268,7 +258,7 @@ def tree_attention(
     """
     M = top_nodes(max_top_nodes, top_k, compression_rate)
     options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, frequencies("tree_attention", inv_freq), selection_dtype, open_next)
+    later = (selection_span, frequencies("tree_attention", inv_freq), open_next)
     if torch.compiler.is_compiling():
         return _attend(q, k, v, options, scope, return_lse, store_parents, later)
     _warn_of_transposed(q, k)
@@ -288,7 +278,7 @@ def _attend(
     scope: str,
     return_lse: bool,
     store_parents: bool,
-    later: tuple[int | None, tuple[float, ...] | None, str | None, bool],
+    later: tuple[int | None, tuple[float, ...] | None, bool],
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_scope("tree_attention", scope)
     if scope == "q_head" and _have_groups(q, k, v):
@@ -322,7 +312,6 @@ def attention_forward(
     store_parents: bool = True,
     selection_span: int | None = None,
     inv_freq: Frequencies | None = None,
-    selection_dtype: SelectionDtype | None = None,
     open_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics/tree_attention.md §1.8).
@@ -347,7 +336,7 @@ def attention_forward(
         importance,
         selection_stride,
     )
-    later = (selection_span, frequencies("attention_forward", inv_freq), selection_dtype, open_next)
+    later = (selection_span, frequencies("attention_forward", inv_freq), open_next)
     return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, *later)
 
 
@@ -371,7 +360,6 @@ def attention_backward(
     output_mask: tuple[bool, bool, bool] = (True, True, True),
     selection_span: int | None = None,
     inv_freq: Frequencies | None = None,
-    selection_dtype: SelectionDtype | None = None,
     open_next: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics/tree_attention.md §1.10).
@@ -404,7 +392,7 @@ def attention_backward(
         importance,
         selection_stride,
     )
-    later = (selection_span, frequencies("attention_backward", inv_freq), selection_dtype, open_next)
+    later = (selection_span, frequencies("attention_backward", inv_freq), open_next)
     return torch.ops.htree.attention_backward(
         dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, *later
     )

@@ -29,7 +29,6 @@ from htree_ops.ops.tree_attention.attention import (
     Frequencies,
     Importance,
     Scope,
-    SelectionDtype,
     check_balance,
     tree_attention,
 )
@@ -120,7 +119,6 @@ class HTreeAttention(nn.Module):
     scope = _option("scope")
     store_parents = _option("store_parents")
     selection_span = _option("selection_span")
-    selection_dtype = _option("selection_dtype")
     open_next = _option("open_next")
     inv_freq = _option("inv_freq")
 
@@ -142,7 +140,6 @@ class HTreeAttention(nn.Module):
         scope: Scope = "kv_head",
         store_parents: bool = True,
         selection_span: int | None = None,
-        selection_dtype: SelectionDtype | None = None,
         open_next: bool = False,
         inv_freq: Frequencies | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
@@ -183,7 +180,6 @@ class HTreeAttention(nn.Module):
                 scope=scope,
                 store_parents=store_parents,
                 selection_span=selection_span,
-                selection_dtype=selection_dtype,
                 open_next=open_next,
                 inv_freq=inv_freq,
             )
@@ -265,7 +261,7 @@ class HTreeAttention(nn.Module):
                 ``k_proj`` was replaced by a layer without a floating weight, such as FP8Linear, dtype must be given.
 
         Raises:
-            ValueError: a size out of range, importance="lse" or a selection_dtype; no dtype.
+            ValueError: a size out of range, importance="lse"; no dtype.
         """
         options = self.options
         weight: Any = getattr(self.k_proj, "weight", None)  # a layer in its place may have none

@@ -12,7 +12,6 @@ from htree_ops.ops.tree_attention.attention import (
     Frequencies,
     Importance,
     Scope,
-    SelectionDtype,
     frequencies,
     top_nodes,
     tree_attention,
@@ -38,7 +37,6 @@ OF_OPS = (
     "importance",
     "selection_span",
     "inv_freq",
-    "selection_dtype",
     "open_next",
 )
 
@@ -68,7 +66,6 @@ class TreeOptions:
     store_parents: bool = True
     selection_span: int | None = None
     inv_freq: Frequencies | None = None
-    selection_dtype: SelectionDtype | None = None
     open_next: bool = False
 
     def __post_init__(self) -> None:

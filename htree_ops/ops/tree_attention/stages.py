@@ -329,7 +329,6 @@ def select_accumulate(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
@@ -344,7 +343,6 @@ def select_accumulate(
             row, a multiple of s; selection_stride: s, a power of two that divides r.
         span_k: :func:`span_means` of all tokens, [B, ceil(T/c), H_kv, K]; selection_span: c, a divisor of r.
             Given together, they replace the scores in the selection (§1.15); ValueError where one is missing.
-        selection_dtype: "int8" rounds the rows of lists that hold the parents 0, 1, ... in their places.
         open_next: as in :func:`select_topk`.
 
     Returns:
@@ -366,7 +364,6 @@ def select_accumulate(
         selection_stride,
         span_k,
         selection_span,
-        selection_dtype,
         open_next,
     )
 
@@ -413,7 +410,6 @@ def recompute_selection(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
 ) -> Tensor:
     """The same bits as next_parents of :func:`select_accumulate`, without reading a value (§1.8)."""
@@ -432,7 +428,6 @@ def recompute_selection(
         selection_stride,
         span_k,
         selection_span,
-        selection_dtype,
         open_next,
     )
 

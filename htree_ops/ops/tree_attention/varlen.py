@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import named
-from htree_ops.ops.tree_attention.attention import (
-    Frequencies,
-    Importance,
-    SelectionDtype,
-    frequencies,
-    top_nodes,
-)
+from htree_ops.ops.tree_attention.attention import Frequencies, Importance, frequencies, top_nodes
 
 __all__ = ["tree_attention_varlen"]
 
@@ -34,7 +28,6 @@ def tree_attention_varlen(
     top_k: int = ...,
     selection_stride: int = ...,
     selection_span: int | None = ...,
-    selection_dtype: SelectionDtype | None = ...,
     open_next: bool = ...,
     scale: float | None = ...,
     rope_base: float | None = ...,
@@ -57,7 +50,6 @@ def tree_attention_varlen(
     top_k: int = ...,
     selection_stride: int = ...,
     selection_span: int | None = ...,
-    selection_dtype: SelectionDtype | None = ...,
     open_next: bool = ...,
     scale: float | None = ...,
     rope_base: float | None = ...,
@@ -80,7 +72,6 @@ def tree_attention_varlen(
     top_k: int = ...,
     selection_stride: int = ...,
     selection_span: int | None = ...,
-    selection_dtype: SelectionDtype | None = ...,
     open_next: bool = ...,
     scale: float | None = ...,
     rope_base: float | None = ...,
@@ -103,7 +94,6 @@ def tree_attention_varlen(
     top_k: int = 512,
     selection_stride: int = 1,
     selection_span: int | None = None,
-    selection_dtype: SelectionDtype | None = None,
     open_next: bool = False,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
@@ -172,7 +162,6 @@ def tree_attention_varlen(
         importance,
         selection_stride,
         selection_span=selection_span,
-        selection_dtype=selection_dtype,
         open_next=open_next,
         inv_freq=frequencies("tree_attention_varlen", inv_freq),
     )

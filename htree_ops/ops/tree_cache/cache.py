@@ -86,8 +86,6 @@ class TreeKVCache:
         max_top_nodes: M; None is min(8192, top_k * compression_rate).
         compression_rate, top_k, selection_stride, selection_span, open_next, scale, rope_base, importance, inv_freq: as
             in :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
-        selection_dtype: None. A step reads the means from memory in the dtype of the cache, so int8 would save nothing
-            and is refused.
         page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
         num_pages: pages of the pool; None is enough for the capacity of all sequences.
         leaf_bits: 8 or 4 to keep tokens in so many bits a channel, with a scale for each row; nodes, and with them the
@@ -120,7 +118,6 @@ class TreeKVCache:
         top_k: int = 512,
         selection_stride: int = 1,
         selection_span: int | None = None,
-        selection_dtype: None = None,
         open_next: bool = False,
         scale: float | None = None,
         rope_base: float | None = 10000.0,
@@ -165,11 +162,6 @@ class TreeKVCache:
             raise ValueError(
                 f'{OP}: importance must be "lse_causal" or "exp_joint", got "lse": it weighs nodes that are not '
                 "finished, which a cache does not hold"
-            )
-        if selection_dtype is not None:
-            raise ValueError(
-                f"{OP}: selection_dtype must be None, got {selection_dtype!r}: a cache scores the means of its pages, "
-                "which are in its own dtype"
             )
         if page_size is None:
             page_size = -(-LEAST_PAGE // compression_rate) * compression_rate

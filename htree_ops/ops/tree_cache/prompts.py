@@ -274,7 +274,6 @@ def _group_rows(
     else:
         table = torch.stack([cache.block_table[b] for b in sequences])
     of_op = options.of_ops() | {"page_size": cache.page_size}
-    del of_op["selection_dtype"]
     of_copies = {
         name: value for name, value in of_op.items() if name not in ("scale", "importance", "open_next")
     }

@@ -99,7 +99,6 @@ def htree_forward_naive(
     tie_bits: int = 0,
     selection_stride: int = 1,
     selection_span: int | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
     parents: Sequence[Tensor] | None = None,
     with_importance: bool = False,
@@ -113,7 +112,6 @@ def htree_forward_naive(
     inv_freq: K/2 frequencies in place of rope_base^(-2i/K) (§1.4).
     tie_bits: low bits of the importance that are ignored when ordering.
     selection_span: tokens of a span mean whose scores decide the selection (§1.15); None scores the nodes.
-    selection_dtype: "int8" rounds the rows of these scores where a list is full (§1.15); None does not.
     open_next: half of the selected are the most important ones, the next ones stand behind these (§1.6).
     parents: one list per layer, as `attention_forward` returns them; they replace the selection
     (teacher forcing), and the result is then differentiable by autograd in q, k and v.
@@ -128,10 +126,6 @@ def htree_forward_naive(
     _check(q, k, v, rate, max_top_nodes, top_k, stride, selection_span)
     if selection_span is not None and importance == "lse":
         raise ValueError("selection_span must be None with importance 'lse'")
-    if selection_dtype is not None and (selection_span is None or selection_dtype != "int8"):
-        raise ValueError(
-            f"selection_dtype must be None, or int8 beside a selection_span, got {selection_dtype!r}"
-        )
     if scope not in ("kv_head", "q_head") or accumulate not in ("direct", "subtract"):
         raise ValueError(f"unknown scope {scope!r} or accumulate {accumulate!r}")
     wide = accumulate_dtype(q) if compute_dtype is None else compute_dtype
@@ -178,9 +172,8 @@ def htree_forward_naive(
                 value = selection.importance_of(scores[:, ::stride].detach(), leaders.num, importance)
             else:
                 per_node = rate**layer // selection_span
-                leading = query[:, ::stride].detach()
                 value = span_importance(
-                    leading, span_k, leaders, per_node, cos, sin, scale, importance, selection_dtype
+                    query[:, ::stride].detach(), span_k, leaders, per_node, cos, sin, scale, importance
                 )
         if layer == 0:
             selected = torch.zeros_like(found.present)

@@ -41,21 +41,6 @@ def score_candidates(
 PIECE_ELEMENTS = 1 << 24
 
 
-#: Rows whose largest element is smaller count as zero: 127 divided by it must be finite.
-SMALLEST_ROW = 2.0**-100
-
-
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [...,K] as int8 numbers in x's dtype, and the step [...,1] that they count (§1.15).
-
-    A row that is not finite has the step NaN, one that counts as zero the step 0.
-    """
-    largest = x.abs().amax(-1, keepdim=True)
-    counts = largest.isfinite() & (largest >= SMALLEST_ROW)
-    integers = torch.where(counts, (x * (127.0 / largest)).round(), 0.0)
-    return integers, torch.where(counts, largest / 127.0, torch.where(largest.isfinite(), 0.0, torch.nan))
-
-
 def score_span_means(
     q: Tensor,
     span_k: Tensor,
@@ -64,12 +49,11 @@ def score_span_means(
     cos: Tensor,
     sin: Tensor,
     scale: float | None,
-    selection_dtype: str | None = None,
 ) -> Tensor:
     """Return the scores [B,T,S,C,J,G] of each candidate's J = `means_per_node` span means, rotated at its position.
 
     span_k [B,ceil(T/c),S,K]. -inf where the candidate or the mean is absent, and for the rightmost candidate,
-    whose means may hold tokens after the query. selection_dtype "int8" rounds the rotated rows of full lists.
+    whose means may hold tokens after the query.
     """
     batch, num_queries, num_heads, width = q.shape
     groups, num_means = span_k.shape[2], span_k.shape[1]
@@ -90,11 +74,6 @@ def score_span_means(
     factor = width**-0.5 if scale is None else scale
     query = rotate(query, cos[last][..., None, :], sin[last][..., None, :]) * factor
     scores = torch.einsum("btscjd,btsgd->btscjg", keys, query)
-    if selection_dtype is not None:
-        (key_numbers, key_steps), (query_numbers, query_steps) = round_rows(keys), round_rows(query)
-        products = torch.einsum("btscjd,btsgd->btscjg", key_numbers, query_numbers)  # integers, exact
-        rounded = products * key_steps * query_steps[:, :, :, None, None, :, 0]
-        scores = torch.where(found.full[..., None, None, None], rounded, scores)
     return scores.masked_fill(~present[..., None], -torch.inf)
 
 
@@ -107,7 +86,6 @@ def span_importance(
     sin: Tensor,
     scale: float | None,
     importance: str,
-    selection_dtype: str | None = None,
 ) -> Tensor:
     """Return the importances [B,T,S,C] by span means, for some query rows at a time."""
     row = found.nodes[:, :1].numel() * means_per_node * q.shape[-1]
@@ -116,7 +94,7 @@ def span_importance(
     for first in range(0, max(q.shape[1], 1), step):
         rows = slice(first, first + step)
         some = found.rows(rows)
-        scores = score_span_means(q[:, rows], span_k, some, means_per_node, cos, sin, scale, selection_dtype)
+        scores = score_span_means(q[:, rows], span_k, some, means_per_node, cos, sin, scale)
         pieces.append(selection.importance_of_spans(scores, some.num, importance))
     return torch.cat(pieces, 1)
 
@@ -233,7 +211,6 @@ def select_accumulate(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select at a layer above the bottom: the state of what is left out, and next_parents.
@@ -242,8 +219,6 @@ def select_accumulate(
     """
     if (span_k is None) != (selection_span is None):
         raise ValueError("span_k and selection_span must be given together or not at all")
-    if selection_dtype is not None and (span_k is None or selection_dtype != "int8"):
-        raise ValueError(f"selection_dtype must be None, or int8 beside span_k, got {selection_dtype!r}")
     if layer == 0:
         raise ValueError("layer must be at least 1, got 0: nothing is selected at the bottom")
     lists = rows_of_queries(parents, q.shape[1], selection_stride)
@@ -255,9 +230,7 @@ def select_accumulate(
     else:
         per_node = compression_rate**layer // selection_span
         some = found.rows(leaders)
-        value = span_importance(
-            q[:, leaders], span_k, some, per_node, cos, sin, scale, importance, selection_dtype
-        )
+        value = span_importance(q[:, leaders], span_k, some, per_node, cos, sin, scale, importance)
     positions = selection.select_important(value, found.num[:, leaders], top_k, open_next=open_next)
     nodes = selection.compute_next_parents(parents, positions, compression_rate)
     chosen = selection.positions_mask(positions, scores.shape[-2])
@@ -281,7 +254,6 @@ def recompute_selection(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
-    selection_dtype: str | None = None,
     open_next: bool = False,
 ) -> Tensor:
     """Return next_parents of `select_accumulate` without touching values."""
@@ -302,6 +274,5 @@ def recompute_selection(
         selection_stride,
         span_k,
         selection_span,
-        selection_dtype,
         open_next,
     )[3]

@@ -140,19 +140,16 @@ class Candidates:
     num: int64 [B,T_q,S], n of §1.3.
     inside: bool [B,T_q,S,C], position < n.
     present: bool [B,T_q,S,C], inside and the node exists and starts at or before the query.
-    full: bool [B,T_q,S], the candidates are the nodes 0, 1, ... up to the query's own (§1.15).
     """
 
     nodes: Tensor
     num: Tensor
     inside: Tensor
     present: Tensor
-    full: Tensor
 
     def rows(self, rows: slice) -> Candidates:
         """The candidates of some of the query rows."""
-        parts = (self.nodes, self.num, self.inside, self.present, self.full)
-        return Candidates(*(part[:, rows] for part in parts))
+        return Candidates(self.nodes[:, rows], self.num[:, rows], self.inside[:, rows], self.present[:, rows])
 
 
 def num_parents(parents: Tensor) -> Tensor:
@@ -180,6 +177,4 @@ def candidates(parents: Tensor, layer: int, num_nodes: int, compression_rate: in
     nodes = (lists[..., None] * rate + torch.arange(rate, device=lists.device)).flatten(-2)
     inside = torch.arange(nodes.shape[-1], device=lists.device) < num[..., None]
     present = inside & (nodes >= 0) & (nodes < num_nodes) & (nodes <= rightmost.view(1, -1, 1, 1))
-    slots = torch.arange(lists.shape[-1], device=lists.device)
-    full = ((lists == slots) | (slots >= counts[..., None])).all(-1) & (num == rightmost.view(1, -1, 1) + 1)
-    return Candidates(torch.where(present, nodes, 0), num, inside, present, full)
+    return Candidates(torch.where(present, nodes, 0), num, inside, present)

@@ -19,7 +19,6 @@
 
 #include "host/cpu/isa.h"
 #include "host/dispatch.h"
-#include "ops/tree_attention/cpu/int8_rows.h"
 #include "ops/tree_attention/cpu/query_kernels.h"
 
 namespace htree::tree_attention {
@@ -168,8 +167,7 @@ class PackedLayers {
 
 // The span means of all (batch, key/value head) pairs for the layer of `num_nodes` nodes: a padded copy in
 // fp32 (fp64 for fp64 inputs). It takes B H_kv ceil(T / selection_span) K elements, and more where the last
-// tiles are not full. Means that are rounded to int8 are a copy of their own, of the nodes of full lists.
-enum class SpanCopies { kAsGiven, kInt8, kBoth };
+// tiles are not full.
 template <typename Real>
 class PackedSpans {
  public:
@@ -178,101 +176,53 @@ class PackedSpans {
   // begin at i * means_per_node.
   template <typename T>
   PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node, const QueryShape& shape,
-              const Rotation<Real>& rotation, Type<T>, SpanCopies copies = SpanCopies::kAsGiven);
+              const Rotation<Real>& rotation, Type<T>);
 
   // Empty where every candidate of the layer is selected, so that no means are needed.
-  bool empty() const { return !keys_.defined() && !integers_.defined(); }
+  bool empty() const { return !keys_.defined(); }
   PackedSpan<Real> at(int64_t batch, int64_t kv_head) const {
-    const auto of = [&](const at::Tensor& tensor) -> const Real* {
-      return tensor.defined()
-                 ? tensor.const_data_ptr<Real>() + (batch * kv_heads_ + kv_head) * tensor.stride(0)
-                 : nullptr;
-    };
     PackedSpan<Real> span = span_;
-    span.keys = of(keys_);
-    span.integers = of(integers_);
-    span.steps = of(steps_);
+    span.keys = keys_.const_data_ptr<Real>() + (batch * kv_heads_ + kv_head) * keys_.stride(0);
     return span;
   }
 
  private:
-  // Lays the means of the first `num_parents` parents out, each rotated to its node's place under the parent or,
-  // with `steps`, to the node and rounded.
-  template <typename T>
-  at::Tensor lay_out(const at::Tensor& span_k, int64_t num_parents, const QueryShape& shape,
-                     const Rotation<Real>& rotation, const at::Tensor& steps, Type<T>) const;
-
-  at::Tensor keys_, integers_, steps_;  // [B H_kv, ...] as PackedSpan says
+  at::Tensor keys_;  // [B H_kv, ...] as PackedSpan says
   int64_t kv_heads_ = 1;
   PackedSpan<Real> span_;
 };
-
-// Writes `key` [K], rotated to `position`, as a padded row.
-template <typename T, typename Real>
-inline void rotate_key(const T* key, const QueryShape& shape, const Rotation<Real>& rotation,
-                       int64_t position, Real* row) {
-  for (int64_t i = 0; i < shape.half; ++i) {
-    const Real lo = static_cast<Real>(key[i]);
-    const Real hi = static_cast<Real>(key[shape.half + i]);
-    const Real c = rotation.cos ? rotation.cos[position * shape.half_pad + i] : Real{1};
-    const Real s = rotation.cos ? rotation.sin[position * shape.half_pad + i] : Real{0};
-    row[i] = rotation.cos ? lo * c - hi * s : lo;
-    row[shape.half_pad + i] = rotation.cos ? lo * s + hi * c : hi;
-  }
-}
-
-// Writes a padded row to lane `child` of a tile [K][lanes].
-template <typename Real>
-inline void fill_lane(const Real* row, const QueryShape& shape, int64_t child, int64_t lanes, Real* tile) {
-  for (int64_t i = 0; i < shape.half; ++i) {
-    tile[i * lanes + child] = row[i];
-    tile[(shape.half + i) * lanes + child] = row[shape.half_pad + i];
-  }
-}
 
 // Writes `key` [K] of child `child` of a parent as K' twice: as a padded row, and in the child's lane of the
 // parent's tile [K][lanes].
 template <typename T, typename Real>
 inline void pack_key(const T* key, const QueryShape& shape, const Rotation<Real>& rotation, int64_t child,
                      int64_t lanes, Real* row, Real* tile) {
-  rotate_key(key, shape, rotation, child, row);
-  fill_lane(row, shape, child, lanes, tile);
+  for (int64_t i = 0; i < shape.half; ++i) {
+    const Real lo = static_cast<Real>(key[i]);
+    const Real hi = static_cast<Real>(key[shape.half + i]);
+    const Real c = rotation.cos ? rotation.cos[child * shape.half_pad + i] : Real{1};
+    const Real s = rotation.cos ? rotation.sin[child * shape.half_pad + i] : Real{0};
+    row[i] = rotation.cos ? lo * c - hi * s : lo;
+    row[shape.half_pad + i] = rotation.cos ? lo * s + hi * c : hi;
+    tile[i * lanes + child] = row[i];
+    tile[(shape.half + i) * lanes + child] = row[shape.half_pad + i];
+  }
 }
 
 template <typename Real>
 template <typename T>
 PackedSpans<Real>::PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node,
-                               const QueryShape& shape, const Rotation<Real>& rotation, Type<T> storage,
-                               SpanCopies copies)
+                               const QueryShape& shape, const Rotation<Real>& rotation, Type<T>)
     : kv_heads_(span_k.size(2)) {
-  span_.num_nodes = num_nodes;
-  span_.num_means = span_k.size(1);
-  span_.means_per_node = means_per_node;
-  span_.tiles = std::min(means_per_node, span_.num_means);
-  span_.lanes = num_nodes < shape.r ? round_up(num_nodes, query_kernels<Real>().lanes) : shape.r_pad;
-  const int64_t parents = ceil_div(num_nodes, shape.r);
-  if (copies != SpanCopies::kInt8) {
-    keys_ = lay_out(span_k, parents, shape, rotation, at::Tensor(), storage);
-  }
-  if (copies != SpanCopies::kAsGiven) {
-    const int64_t listed = std::min(parents, shape.max_parents);
-    steps_ = at::zeros({span_k.size(0) * kv_heads_, listed * span_.tiles * span_.lanes}, kRealType<Real>);
-    integers_ = lay_out(span_k, listed, shape, rotation, steps_, storage);
-  }
-}
-
-template <typename Real>
-template <typename T>
-at::Tensor PackedSpans<Real>::lay_out(const at::Tensor& span_k, int64_t num_parents, const QueryShape& shape,
-                                      const Rotation<Real>& rotation, const at::Tensor& steps,
-                                      Type<T>) const {
-  const auto [tiles, lanes, means_per_node] = std::make_tuple(span_.tiles, span_.lanes, span_.means_per_node);
+  const int64_t num_means = span_k.size(1);
+  const int64_t tiles = std::min(means_per_node, num_means);
+  const int64_t lanes = num_nodes < shape.r ? round_up(num_nodes, query_kernels<Real>().lanes) : shape.r_pad;
+  span_ = {nullptr, num_nodes, num_means, means_per_node, tiles, lanes};
   const int64_t tile_size = 2 * shape.half * lanes;
   const int64_t pairs = span_k.size(0) * kv_heads_;
-  const int64_t tiles_of_pair = num_parents * tiles;
-  const at::Tensor out = empty_rows(pairs, tiles_of_pair * tile_size, kRealType<Real>);
-  Real* keys = out.template mutable_data_ptr<Real>();
-  Real* step_data = steps.defined() ? steps.template mutable_data_ptr<Real>() : nullptr;
+  const int64_t tiles_of_pair = ceil_div(num_nodes, shape.r) * tiles;
+  keys_ = empty_rows(pairs, tiles_of_pair * tile_size, kRealType<Real>);
+  Real* keys = keys_.template mutable_data_ptr<Real>();
   const T* means = span_k.const_data_ptr<T>();
   at::parallel_for(0, pairs * tiles_of_pair, 16, [&](int64_t begin, int64_t end) {
     std::vector<Real> row(shape.row());
@@ -282,19 +232,13 @@ at::Tensor PackedSpans<Real>::lay_out(const at::Tensor& span_k, int64_t num_pare
       const T* head = means + pair / kv_heads_ * span_k.stride(0) + pair % kv_heads_ * span_k.stride(2);
       Real* tile = keys + task * tile_size;
       std::fill(tile, tile + tile_size, Real{0});
-      for (int64_t child = 0; child < shape.r && first_node + child < span_.num_nodes; ++child) {
-        const int64_t node = first_node + child;
-        const int64_t mean = node * means_per_node + task % tiles;
-        if (mean >= span_.num_means) break;
-        rotate_key(head + mean * span_k.stride(1), shape, rotation, step_data ? node : child, row.data());
-        if (step_data) {
-          step_data[task * lanes + child] = round_row(row.data(), shape.row());
-        }
-        fill_lane(row.data(), shape, child, lanes, tile);
+      for (int64_t child = 0; child < shape.r && first_node + child < num_nodes; ++child) {
+        const int64_t mean = (first_node + child) * means_per_node + task % tiles;
+        if (mean >= num_means) break;
+        pack_key(head + mean * span_k.stride(1), shape, rotation, child, lanes, row.data(), tile);
       }
     }
   });
-  return out;
 }
 
 template <typename Real>

@@ -66,15 +66,10 @@ struct Pyramid {
     const int64_t span = args.selection_span;
     const Tensor means = at::empty({batch, ceil_div(num_tokens, span), kv_heads, k.size(3)}, k.options());
     span_means_cpu(k, span, means);
-    const bool rounded = args.selection_dtype == SelectionDtype::kInt8;
     for (int64_t layer = 1; layer < depth; ++layer) {
       if (layers[layer].num_nodes() <= args.top_k) continue;
-      // Every list of the top is full.
-      const SpanCopies copies = !rounded             ? SpanCopies::kAsGiven
-                                : layer + 1 == depth ? SpanCopies::kInt8
-                                                     : SpanCopies::kBoth;
       span_means[layer] = PackedSpans<Real>(means, layers[layer].num_nodes(), spans[layer] / span, shape,
-                                            rotation(), storage, copies);
+                                            rotation(), storage);
     }
   }
 

@@ -45,18 +45,15 @@ struct PackedLayer {
 };
 
 // The span means of one layer of one (batch, key/value head), docs/semantics/tree_attention.md §1.15. Mean m
-// of a node is rotated as the node's key is, and stands in tile m of the node's parent. With selection_dtype
-// the first max_parents parents also have them in int8, rotated to the node: its position in a full list.
+// of a node is rotated as the node's key is, and stands in tile m of the node's parent.
 template <typename Real>
 struct PackedSpan {
   const Real* keys = nullptr;  // [num_parents][tiles][K][lanes], a parent's children side by side
   int64_t num_nodes = 0;       // of the layer
   int64_t num_means = 0;       // ceil(T / selection_span)
   int64_t means_per_node = 0;
-  int64_t tiles = 0;               // min(means_per_node, num_means)
-  int64_t lanes = 0;               // r_pad, or fewer where the layer has fewer than r nodes
-  const Real* integers = nullptr;  // as keys, rounded to int8; null: not asked for
-  const Real* steps = nullptr;     // [parents][tiles][lanes], what the integers of a mean count
+  int64_t tiles = 0;  // min(means_per_node, num_means)
+  int64_t lanes = 0;  // r_pad, or fewer where the layer has fewer than r nodes
 };
 
 // cos and sin [positions][half_pad]; null: no rotation.
@@ -110,8 +107,7 @@ struct QueryKernels {
   void (*score)(const QueryShape&, const PackedLayer<Real>&, const Rotation<Real>&, const Candidates&,
                 const Real* q, Real* rotated, Real* scores);
   // Writes for each candidate before the rightmost one the maximum of the scores of its span means, and the
-  // sum of exp(score - maximum), both [G][score_stride]. A NaN score makes the maximum NaN. `rotated` is scratch
-  // of [G][row] and [G] behind it.
+  // sum of exp(score - maximum), both [G][score_stride]. A NaN score makes the maximum NaN.
   void (*score_span)(const QueryShape&, const PackedSpan<Real>&, const Rotation<Real>&, const Candidates&,
                      const Real* q, Real* rotated, Real* maxima, Real* sums);
   // Writes the min(top_k, count) positions that the key of §1.6 selects, ascending, and returns their number.

@@ -2,7 +2,6 @@
 // for which instruction set.
 #pragma once
 
-#include "ops/tree_attention/cpu/int8_rows.h"
 #include "ops/tree_attention/cpu/query_kernels.h"
 #include "ops/tree_attention/cpu/stages/selection.h"
 #include "ops/tree_attention/tree_args.h"
@@ -454,9 +453,7 @@ struct SpanVector {
   const Real* tiles;  // tile 0 at the vector's first lane
   const Real* next;   // what to request from memory while the last tile is read
   int64_t first_node;
-  const Real* rows;                 // the rotated query of the first of some heads
-  const Real* steps = nullptr;      // of tile 0's means where these are integers
-  const Real* row_steps = nullptr;  // of the heads
+  const Real* rows;  // the rotated query of the first of some heads
 };
 
 // Sets the scores [count][heads][width] of those means from `first_mean` on that do not exist to -inf.
@@ -502,10 +499,6 @@ inline void score_span_vector(const QueryShape& shape, const PackedSpan<Real>& s
                                        shape.half_pad, next, scores + m * Heads * width, width, tile_size,
                                        Heads * width);
     });
-    for (int64_t i = 0; at.steps != nullptr && i < count * Heads; ++i) {
-      const Vec mean_steps = load(at.steps + (first + i / Heads) * span.lanes);
-      store(scores + i * width, load(scores + i * width) * mean_steps * at.row_steps[i % Heads]);
-    }
     if (!candidates.regular) drop_absent(span, candidates, at, first, count, Heads, scores);
     for (int g = 0; g < Heads; ++g) {
       Vec best = top[g];
@@ -534,31 +527,12 @@ inline void score_span_vector(const QueryShape& shape, const PackedSpan<Real>& s
   }
 }
 
-// Rotates the heads to `position` and rounds them; their steps stand behind them.
-template <typename Real>
-inline const Real* round_query(const QueryShape& shape, const Rotation<Real>& rotation, int64_t position,
-                               const Real* q, Real* rotated) {
-  const int64_t size = shape.group * shape.row();
-  for (int64_t i = 0; i < size; ++i) {
-    rotated[i] = q[i];
-  }
-  if (rotation.cos != nullptr) rotate(shape, rotation, position, q, rotated, Real{1});
-  for (int64_t g = 0; g < shape.group; ++g) {
-    rotated[size + g] = round_row(rotated + g * shape.row(), shape.row());
-  }
-  return rotated + size;
-}
-
 template <typename Real>
 void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rotation<Real>& rotation,
                 const Candidates& candidates, const Real* q, Real* rotated, Real* maxima, Real* sums) {
   constexpr int width = kLanesOf<VecOf<Real>>;
   const int64_t stride = shape.score_stride();
-  const int64_t steps_size = span.tiles * span.lanes;
-  const int64_t parent_size = steps_size * 2 * shape.half;
-  const bool rounded = span.integers != nullptr && full_list(candidates);
-  const Real* keys = rounded ? span.integers : span.keys;
-  const Real* row_steps = rounded ? round_query(shape, rotation, candidates.count - 1, q, rotated) : nullptr;
+  const int64_t parent_size = span.tiles * 2 * shape.half * span.lanes;
   // The rightmost candidate gets no score: its means may hold tokens after the query.
   for (int64_t begin = 0, slot = 0; begin < candidates.count - 1; begin += shape.r, ++slot) {
     const int64_t parent = candidates.parents[slot];
@@ -566,23 +540,19 @@ void score_span(const QueryShape& shape, const PackedSpan<Real>& span, const Rot
     const int64_t children = left < shape.r ? left : shape.r;
     const bool present = candidates.regular || parent_present(shape, span.num_nodes, parent);
     const int64_t lanes = !present ? 0 : children < span.lanes ? children : span.lanes;
-    const Real* row = rounded ? rotated : q;
-    if (present && !rounded && rotation.cos != nullptr) {
+    const Real* row = q;
+    if (present && rotation.cos != nullptr) {
       rotate(shape, rotation, candidates.count - 1 - begin, q, rotated, Real{1});
       row = rotated;
     }
-    const int64_t place = present ? parent : 0;
-    const Real* tiles = keys + place * parent_size;
+    const Real* tiles = span.keys + (present ? parent : 0) * parent_size;
     const bool last = begin + shape.r >= candidates.count - 1 || !candidates.regular;
-    const Real* next = last ? tiles : keys + candidates.parents[slot + 1] * parent_size;
+    const Real* next = last ? tiles : span.keys + candidates.parents[slot + 1] * parent_size;
     for (int64_t lane = 0; lane < lanes; lane += width) {
       for_blocks<kHeadBlock>(shape.group, [&](auto heads, int64_t g) {
         // A vector reaches past the r children into the next slot, which is written after this one.
-        SpanVector<Real> at = {tiles + lane, next + lane, parent * shape.r + lane, row + g * shape.row()};
-        if (rounded) {
-          at.steps = span.steps + place * steps_size + lane;
-          at.row_steps = row_steps + g;
-        }
+        const SpanVector<Real> at = {tiles + lane, next + lane, parent * shape.r + lane,
+                                     row + g * shape.row()};
         score_span_vector<heads.value>(shape, span, candidates, at, maxima + g * stride + begin + lane,
                                        sums + g * stride + begin + lane);
       });

@@ -74,7 +74,7 @@ class QueryWorker {
       : shape_(shape),
         kernels_(query_kernels<Real>()),
         q_(shape.group * shape.row()),
-        rotated_(shape.group * (shape.row() + 1)),
+        rotated_(shape.group * shape.row()),
         scores_(shape.group * shape.score_stride()),
         partial_(shape.group * shape.value_pad),
         max_(shape.group),

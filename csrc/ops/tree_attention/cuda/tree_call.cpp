@@ -50,13 +50,11 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   for (const TreeLayer& layer : call.layers) {
     params.node_span = layer.node_span;
-    for (const PackedSpans& spans : {layer.spans, layer.int8_spans}) {
-      params.packed = spans;
-      if (spans.blocks && error == cudaSuccess) {
-        error = dispatch_shape(call.shape, [&](auto type, auto dim) {
-          return launch_pack_spans<typename decltype(type)::type, dim.value>(params, stream);
-        });
-      }
+    params.packed = layer.spans;
+    if (layer.spans.blocks && error == cudaSuccess) {
+      error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_pack_spans<typename decltype(type)::type, dim.value>(params, stream);
+      });
     }
   }
   params.tiles = call.top_spans;

@@ -17,8 +17,7 @@ struct TreeLayer {
   int64_t num_parents = 0;
   int64_t node_span = 1;
   char* packed = nullptr;  // [B, H_kv, num_parents] packed parents
-  // Where the layer is gathered and its nodes are scored by span means: those of full lists in int8 if asked for.
-  PackedSpans spans, int8_spans;
+  PackedSpans spans;       // where the layer is gathered and its nodes are scored by span means
 };
 
 // A call on one device: sizes, inputs, and the tree over the keys with the tokens first.

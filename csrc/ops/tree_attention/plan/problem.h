@@ -200,30 +200,10 @@ inline int64_t span_rows(const AttentionProblem& p, int64_t layer) {
   return p.args.selection_span > 0 ? node_span(p.args.compression_rate, layer) / p.args.selection_span : 1;
 }
 
-inline bool scores_in_int8(const AttentionProblem& p) {
-  return p.args.selection_span > 0 && p.args.selection_dtype == SelectionDtype::kInt8;
-}
-
-// Whether the selection of a layer scores span means, and not the stored means of the nodes.
-inline bool scores_spans(const AttentionProblem& p, int64_t layer) {
-  return span_rows(p, layer) > 1 || scores_in_int8(p);
-}
-
-// The tokens whose queries have full lists in a layer, which hold every parent up to their own.
-inline int64_t full_list_tokens(const AttentionProblem& p, int64_t layer) {
-  return p.args.top_k * node_span(p.args.compression_rate, layer + 1);
-}
-
 // 16 span means, one of each child of a parent, see span_copies.cuh.
 constexpr int64_t packed_span_bytes(int64_t key_dim) {
   return kTensorCoreRate * (2 * key_dim + 4);
 }
-// The same in int8, in rows of at least 64 bytes.
-constexpr int64_t packed_int8_span_bytes(int64_t key_dim) {
-  return kTensorCoreRate * (std::max<int64_t>(key_dim, 64) + 4);
-}
-// A tile of 128 span means in int8, in rows of 128 bytes whatever the head dim.
-constexpr int64_t kInt8TileBytes = kDenseTileNodes * 128;
 
 // How the span means of a dense top are arranged in tiles of 128 rows. A group of tiles holds whole
 // nodes, at least four, and one thread block scores a run of groups. All numbers are powers of two,

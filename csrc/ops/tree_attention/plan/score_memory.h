@@ -55,7 +55,7 @@ inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
     const bool dense = c.dense_top && layer + 1 == p.layers();
     if (dense && dense_span_shape(p)) {
       lay_out_span_scores(space, p, c.batch_chunk * c.top_chunk * p.num_heads);
-    } else if (dense && !scores_spans(p, layer)) {
+    } else if (dense && span_rows(p, layer) == 1) {
       lay_out_dense_scores(space,
                            c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_heads,
                            c.batch_chunk * c.top_chunk * p.num_kv_heads * importance_width(p.nodes(layer)));

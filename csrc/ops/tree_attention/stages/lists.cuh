@@ -74,19 +74,6 @@ __device__ __forceinline__ ListInfo list_info(const Geometry& geometry, const Vi
   return info;
 }
 
-// Whether the candidates are the nodes 0, 1, ... up to the query's own, so that candidate p is node p. Every thread of
-// a block of kThreads must call; all get the result.
-template <int kThreads>
-__device__ __forceinline__ bool full_list(const ListInfo& info) {
-  const auto count = static_cast<int>((info.num_candidates + info.rate - 1) / info.rate);
-  bool full = info.num_candidates == info.rightmost + 1;
-#pragma unroll 1  // in front of larger loops, whose registers it must not take
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    full &= info.parents[i] == i;
-  }
-  return __syncthreads_and(full);
-}
-
 // Loads the scores of up to kHeads heads of one candidate; heads from num_heads on read as -inf.
 template <int kHeads>
 __device__ __forceinline__ void load_head_scores(const float* scores, int64_t num_heads,

@@ -29,7 +29,7 @@ void check_varlen(const char* op, const PackedInputs& inputs, const Documents& d
   TORCH_CHECK_VALUE(holds(key_dim.sym_ge(2)) && same_size(key_dim % 2, 0), op,
                     ": K, the last size of query, must be even and at least 2, got ", key_dim, " in ",
                     query.sym_sizes());
-  check_key_dim(op, options, key_dim);
+  check_frequencies(op, options, key_dim);
   TORCH_CHECK_VALUE(holds(kv_heads.sym_ge(1)) && holds(heads.sym_ge(1)) && same_size(heads % kv_heads, 0), op,
                     ": H of query must be a positive multiple of H_kv of key, got H = ", heads,
                     " and H_kv = ", kv_heads, " in ", query.sym_sizes(), " and ", key.sym_sizes());

@@ -42,10 +42,10 @@ struct TileTarget {
   tree_attention::DenseTiles tiles;
 };
 struct ParentSpanTarget {
-  tree_attention::PackedSpans spans;  // not in int8
+  tree_attention::PackedSpans spans;
 };
 struct TileSpanTarget {
-  tree_attention::SpanTiles tiles;  // not in int8
+  tree_attention::SpanTiles tiles;
 };
 
 template <typename T, int kDim, typename Target>

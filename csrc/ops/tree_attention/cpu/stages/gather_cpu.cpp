@@ -194,10 +194,7 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
   const int64_t span = node_span(r, args.layer);
   PackedSpans<Real> means;
   if (span_k.defined() && span_k.numel() > 0) {
-    const SpanCopies copies =
-        args.selection_dtype == SelectionDtype::kInt8 ? SpanCopies::kBoth : SpanCopies::kAsGiven;
-    means =
-        PackedSpans<Real>(span_k, num_nodes, span / args.selection_span, shape, rotation, Type<T>{}, copies);
+    means = PackedSpans<Real>(span_k, num_nodes, span / args.selection_span, shape, rotation, Type<T>{});
   }
 
   const Tensor lists = parents.contiguous();

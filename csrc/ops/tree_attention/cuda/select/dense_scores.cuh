@@ -8,11 +8,8 @@
 
 #include "device/hopper/tma.cuh"
 #include "device/hopper/wgmma.cuh"
-#include "device/int8_products.cuh"
 #include "device/mma.cuh"
-#include "device/rotary.cuh"
 #include "device/sizes.h"
-#include "ops/tree_attention/cuda/int8_rows.cuh"
 #include "ops/tree_attention/cuda/query_row.cuh"
 #include "ops/tree_attention/cuda/tree/dense_layer.cuh"
 
@@ -38,11 +35,12 @@ __device__ __forceinline__ float rotate_query_chunks(uint4& low_chunk, uint4& hi
   return plain ? 1.f : power.inverse * score_scale;
 }
 
-// Loads kRows query rows and the angles of their rotations. kThreads threads call, numbered by `thread`. row_of(i)
-// gives the source of row i and the position it is rotated to. use(row, chunk, low, high, rotations) gets 8 dims of the
-// lower half of a row and their partners in the upper half, as they are stored.
-template <typename T, int kDim, int kRows, int kThreads, int kAhead, typename RowOf, typename Use>
-__device__ __forceinline__ void load_queries(const GatherParams& p, int thread, RowOf row_of, Use use) {
+// Rotates query rows into `tile`, which has kRows rows in panels. kThreads threads call, numbered by
+// `thread`. row_of(i) gives the source of row i and the position it is rotated to. Returns whether the factor
+// of one of this thread's rows is not 1. After a barrier of these threads the rows are visible to wgmma.
+template <typename T, int kDim, int kRows, int kThreads, int kAhead, typename RowOf>
+__device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const GatherParams& p, int thread,
+                                               RowOf row_of) {
   constexpr int kHalf = kDim / 2;
   constexpr int kTasks = kDim / 16;  // tasks of a row: 8 dims of the lower half and their partners
   constexpr int kRounds = (kRows * kTasks + kThreads - 1) / kThreads;
@@ -68,72 +66,28 @@ __device__ __forceinline__ void load_queries(const GatherParams& p, int thread, 
   for (int round = 0; round < kAhead; ++round) {
     load(round);
   }
+  bool scaled = false;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int task = thread + round * kThreads;
     if (task >= kRows * kTasks) {
       break;
     }
-    use(task / kTasks, task % kTasks, low_raw[round % kAhead], high_raw[round % kAhead],
-        rotations[round % kAhead]);
+    const int row = task / kTasks, chunk = task % kTasks;
+    uint4 &low = low_raw[round % kAhead], &high = high_raw[round % kAhead];
+    const float factor = rotate_query_chunks<T, kTasks>(low, high, rotations[round % kAhead], p.score_scale);
+    if (chunk == 0) {
+      factors[row] = factor;
+    }
+    scaled |= factor != 1.f;
+    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, chunk)) = low;
+    *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kTasks + chunk)) = high;
     if (round + kAhead < kRounds) {
       load(round + kAhead);
     }
   }
-}
-
-// Rotates query rows into `tile`, which has kRows rows in panels; arguments as in load_queries(). Returns whether the
-// factor of one of this thread's rows is not 1. After a barrier of these threads the rows are visible to wgmma.
-template <typename T, int kDim, int kRows, int kThreads, int kAhead, typename RowOf>
-__device__ __forceinline__ bool rotate_queries(char* tile, float* factors, const GatherParams& p, int thread,
-                                               RowOf row_of) {
-  constexpr int kTasks = kDim / 16;
-  bool scaled = false;
-  load_queries<T, kDim, kRows, kThreads, kAhead>(
-      p, thread, row_of, [&](int row, int chunk, uint4& low, uint4& high, const float4(&rotations)[4]) {
-        const float factor = rotate_query_chunks<T, kTasks>(low, high, rotations, p.score_scale);
-        if (chunk == 0) {
-          factors[row] = factor;
-        }
-        scaled |= factor != 1.f;
-        *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, chunk)) = low;
-        *reinterpret_cast<uint4*>(tile + panel_offset(kRows, row, kTasks + chunk)) = high;
-      });
   device::fence_async_shared();
   return scaled;
-}
-
-// The same in int8 (int8_rows.cuh): a row has 128 bytes, the first kDim of them used, and its factor is its step times
-// the scale of the scores.
-template <typename T, int kDim, int kRows, int kThreads, int kAhead, typename RowOf>
-__device__ __forceinline__ void round_queries(char* tile, float* factors, const GatherParams& p, int thread,
-                                              RowOf row_of) {
-  constexpr int kTasks = kDim / 16;
-  load_queries<T, kDim, kRows, kThreads, kAhead>(
-      p, thread, row_of,
-      [&](int row, int chunk, const uint4& low_raw, const uint4& high_raw, const float4(&rotations)[4]) {
-        float low[8], high[8];
-        widen_eight<T>(low_raw, low);
-        widen_eight<T>(high_raw, high);
-        uint32_t largest = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float4 two = rotations[i / 2];
-          device::rotate_pair(low[i], high[i], i % 2 ? two.z : two.x, i % 2 ? two.w : two.y);
-          largest = max(largest, max(magnitude_bits(low[i]), magnitude_bits(high[i])));
-        }
-        const RowRounding rounding(largest_of_lanes<kTasks>(largest));
-        if (chunk == 0) {
-          factors[row] = rounding.step * p.score_scale;
-        }
-        const auto store = [&](int dim, const float(&x)[8]) {
-          *reinterpret_cast<uint2*>(tile + panel_offset(kRows, row, dim / 16) + dim % 16) =
-              make_uint2(rounding.four(x[0], x[1], x[2], x[3]), rounding.four(x[4], x[5], x[6], x[7]));
-        };
-        store(chunk * 8, low);
-        store(kDim / 2 + chunk * 8, high);
-      });
-  device::fence_async_shared();
 }
 
 // The row of query head `head` of a kv head, to be rotated to `position`; `query` counts
@@ -162,7 +116,6 @@ template <int kDim, int kRows = kScoreRows>
 struct ScoreShared {
   static constexpr int kTileBytes = kTopTileBytes<kDim>;
   static constexpr int kThreads = kRows * 2;
-  static constexpr bool kInt8 = false;
   char queries[kPanels<kDim> * kRows * kPanelRowBytes];
   char keys[kTopScoreStages][kTileBytes];
   float factors[kRows];
@@ -173,20 +126,6 @@ static_assert(ScoreShared<128>::kThreads == kScoreThreads);
 template <int kDim, int kRows = kScoreRows>
 constexpr int kScoreSharedBytes = sizeof(ScoreShared<kDim, kRows>) + 1024;
 static_assert(kScoreSharedBytes<128> <= device::kHopperSharedBytes);
-
-// The same for scores in int8, whose steps come with the keys.
-struct Int8ScoreShared {
-  static constexpr int kTileBytes = kInt8TileBytes;
-  static constexpr int kThreads = kScoreThreads;
-  static constexpr bool kInt8 = true;
-  char queries[kScoreRows * kPanelRowBytes];
-  char keys[kTopScoreStages][kTileBytes];
-  float steps[kTopScoreStages][kDenseTileNodes];
-  float factors[kScoreRows];
-  device::Barrier full[kTopScoreStages];
-  device::Barrier empty[kTopScoreStages];
-};
-static_assert(sizeof(Int8ScoreShared::queries) % 1024 == 0 && kInt8TileBytes % 1024 == 0);
 
 template <typename Shared>
 __device__ __forceinline__ Shared* aligned_shared(char* raw) {
@@ -262,7 +201,6 @@ struct KeyRing {
   Shared& shared;
   const char* tiles;
   int num_tiles;
-  const float* steps = nullptr;  // in int8: those of the tiles' rows
 
   // All threads must call. Ends without a barrier.
   __device__ __forceinline__ void start() {
@@ -283,14 +221,9 @@ struct KeyRing {
   }
   __device__ __forceinline__ void copy(int tile) {
     const int stage = tile % kTopScoreStages;
-    constexpr int kStepBytes = Shared::kInt8 ? kDenseTileNodes * sizeof(float) : 0;
-    device::barrier_arrive_expect(&shared.full[stage], Shared::kTileBytes + kStepBytes);
+    device::barrier_arrive_expect(&shared.full[stage], Shared::kTileBytes);
     device::bulk_load(shared.keys[stage], tiles + int64_t{tile} * Shared::kTileBytes, Shared::kTileBytes,
                       &shared.full[stage]);
-    if constexpr (Shared::kInt8) {
-      device::bulk_load(shared.steps[stage], steps + int64_t{tile} * kDenseTileNodes, kStepBytes,
-                        &shared.full[stage]);
-    }
   }
   // Keeps the ring filled, and returns when the tile has arrived. Whole warps must call.
   __device__ __forceinline__ void wait(int tile) {
@@ -323,15 +256,6 @@ __device__ __forceinline__ void multiply_panels(float (&s)[64], uint64_t a, uint
   }
 }
 
-// The same in int8, of tiles of rows of 128 bytes.
-template <int kDim>
-__device__ __forceinline__ void multiply_int8(int32_t (&sums)[64], uint64_t a, uint64_t b) {
-#pragma unroll
-  for (int step = 0; step < kDim / 32; ++step) {
-    device::wgmma_int8(sums, device::advance(a, step * 32), device::advance(b, step * 32), step > 0);
-  }
-}
-
 // ---- scores with the queries as rows: a thread holds rows lane / 4 and lane / 4 + 8 of its warp,
 // columns 8 i + 2 (lane % 4) + e
 
@@ -343,22 +267,6 @@ __device__ __forceinline__ void undo_powers(float (&s)[64], const float* factors
   for (int i = 0; i < 64; ++i) {
     s[i] *= __ldg(scales + i / 4 * 8 + i % 2);
     s[i] *= row_factors[i / 2 & 1];
-  }
-}
-
-// Scores from sums of int8 products that were waited for. `factors` as in undo_powers(), `steps` points to that of the
-// thread's first column; both are in shared memory.
-__device__ __forceinline__ void undo_rounding(float (&s)[64], int32_t (&sums)[64], const float* factors,
-                                              const float* steps) {
-  device::pin_registers(sums);
-  const float row_factors[2] = {factors[0], factors[8]};
-#pragma unroll
-  for (int i = 0; i < 64; i += 4) {
-    const float2 columns = *reinterpret_cast<const float2*>(steps + i * 2);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      s[i + e] = static_cast<float>(sums[i + e]) * (e % 2 ? columns.y : columns.x) * row_factors[e / 2];
-    }
   }
 }
 

@@ -12,9 +12,9 @@ namespace {
 SpanTiles span_tiles_of(const TreeCall& call, const Chunk& chunk) {
   const int64_t first = chunk.batch * call.problem.num_kv_heads * call.top_spans.num_tiles;
   SpanTiles tiles = call.top_spans;
-  tiles.keys += first * tiles.tile_bytes(call.problem.key_dim);
+  tiles.keys += first * dense_tile_bytes(call.problem.key_dim);
   tiles.scales += first * kDenseTileNodes;
-  tiles.scaled += tiles.scaled ? first : 0;
+  tiles.scaled += first;
   return tiles;
 }
 
@@ -40,7 +40,7 @@ cudaError_t score_lists(const TreeCall& call, const PackedSpans& spans, const Ch
   if (spans.blocks) {
     score.spans = spans;
     score.spans.blocks += chunk.batch * call.problem.num_kv_heads * spans.num_parents * spans.rows *
-                          spans.block_bytes(call.problem.key_dim);
+                          packed_span_bytes(call.problem.key_dim);
     return dispatch_shape(call.shape, [&](auto type, auto dim) {
       return launch_span_list_scores<typename decltype(type)::type, dim.value>(score, stream);
     });
@@ -111,8 +111,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
   const AttentionProblem& p = call.problem;
   const int64_t words = mask_words(p);
   const TreeLayer& layer = call.layers[layer_idx];
-  const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size() && !layer.spans.blocks &&
-                     !layer.int8_spans.blocks;
+  const bool dense = call.config.dense_top && layer_idx + 1 == call.layers.size() && !layer.spans.blocks;
   const bool dense_spans = dense && call.top_spans.keys;
   const int64_t chunk_lists = ceil_div(chunk.num_queries, p.args.selection_stride);
   const int64_t most = dense ? call.config.top_chunk : call.config.selection_chunk;
@@ -127,15 +126,8 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
       return error;
     }
   }
-  const int64_t full_tokens = full_list_tokens(p, static_cast<int64_t>(layer_idx));
-  for (int64_t first = 0, count; first < chunk_lists; first += count) {
-    count = std::min(most, chunk_lists - first);
-    // Full lists, which are scored in int8, and others have launches of their own.
-    const int64_t token = p.token_of(chunk.query + first * p.args.selection_stride);
-    const bool in_int8 = layer.int8_spans.blocks && token < full_tokens;
-    if (in_int8) {
-      count = std::min(count, ceil_div(full_tokens - token, p.args.selection_stride));
-    }
+  for (int64_t first = 0; first < chunk_lists; first += most) {
+    const int64_t count = std::min(most, chunk_lists - first);
     Chunk part = chunk;
     part.query += first * p.args.selection_stride;
     part.num_queries =
@@ -157,7 +149,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     cudaError_t error =
         dense_spans ? score_top_spans(call, part, gather, scratch, select, stream)
         : dense     ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)
-                    : score_lists(call, in_int8 ? layer.int8_spans : layer.spans, part, gather,
+                    : score_lists(call, layer.spans, part, gather,
                                   list_candidates(last_rank + 1, p.args.top_k, kTensorCoreRate), scratch, select,
                                   stream);
     if (error != cudaSuccess) {

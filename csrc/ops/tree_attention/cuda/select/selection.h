@@ -53,8 +53,7 @@ struct ListScoreParams {
 };
 template <typename T, int kDim>
 cudaError_t launch_list_scores(const ListScoreParams& params, cudaStream_t stream);
-// The same with selection_span: the score of a node is the log-sum over its span means. Lists of a launch with means in
-// int8 are full.
+// The same with selection_span: the score of a node is the log-sum over its span means.
 template <typename T, int kDim>
 cudaError_t launch_span_list_scores(const ListScoreParams& params, cudaStream_t stream);
 

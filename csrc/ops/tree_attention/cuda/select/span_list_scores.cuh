@@ -4,12 +4,8 @@
 //
 // A parent's span means come in blocks of 16 rows, with mean j of each child in block j. A lane of the
 // products therefore holds the same children and heads in every block and sums over the means alone.
-//
-// Full lists may be scored in int8 (docs/semantics/tree_attention.md §1.15): means and query are then rotated and
-// rounded once, and the query is the same for all slots.
 #pragma once
 
-#include "device/int8_products.cuh"
 #include "ops/tree_attention/cuda/select/list_scores.cuh"
 #include "ops/tree_attention/cuda/tree/span_copies.cuh"
 
@@ -18,19 +14,20 @@ namespace htree::tree_attention {
 constexpr int kSpanScoreStages = 4;
 constexpr int kSpanBatch = 4;  // blocks of span means whose scores a lane holds at the same time
 
-template <int kKeyDim, bool kInt8>
+template <int kKeyDim>
 struct SpanRing {
-  static constexpr int kCopyBytes =
-      static_cast<int>(kInt8 ? packed_int8_span_bytes(kKeyDim) : packed_span_bytes(kKeyDim));
+  static constexpr int kCopyBytes = static_cast<int>(packed_span_bytes(kKeyDim));
   static constexpr int kStageBytes = (kCopyBytes + 127) / 128 * 128;
   static constexpr int kWarpBytes = kSpanScoreStages * kStageBytes;
   static constexpr int kSharedBytes = kScoreWarps * kWarpBytes;
 };
 
 // A ParentStream for the blocks of span means of each parent, one after another.
-template <typename Ring>
+template <int kKeyDim>
 class SpanStream {
  public:
+  using Ring = SpanRing<kKeyDim>;
+
   __device__ __forceinline__ SpanStream(const char* blocks, int rows, int64_t num_parents,
                                         const int32_t* list, int begin, int end, uint32_t ring)
       : blocks_(blocks),
@@ -101,7 +98,7 @@ class SpanStream {
   int block_ = 0, taken_ = 0, read_ = 0, write_ = 0;
 };
 
-// The query rows of a slot as operands of the products with all of its blocks, in fp16.
+// The query rows of a slot as operands of the products with all of its blocks.
 template <int kKeyDim, int kTiles>
 struct SlotQuery {
   static constexpr int kSteps = kKeyDim / 16;
@@ -153,116 +150,11 @@ struct SlotQuery {
   }
 };
 
-// The query rows in int8, as operands of the products with the blocks of all slots. A lane has four neighbouring
-// dims of every 16 dims of column lane / 4, so both elements of a rotated pair are its own.
-template <int kKeyDim, int kTiles>
-struct Int8Query {
-  static constexpr int kSteps = kKeyDim / 32;
-  static constexpr int kRowDims = kSpanRowDims<kKeyDim, true>;
-  uint32_t b[kTiles][kSteps][2];
-  float unscale[kTiles]
-               [2];  // for columns 2 * (lane % 4) and the next: their step times the scale of the scores
-
-  // As RotatedQuery::load().
-  template <typename T>
-  __device__ __forceinline__ Int8Query(const T* rows, int64_t head_stride, int group, float score_scale,
-                                       const float2* rope, int64_t position) {
-    constexpr int kHalf = kKeyDim / 2, kPieces = kKeyDim / 32;  // of 16 dims in the lower half
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int head = tile * 8 + lane / 4;
-      const T* row = rows + head * head_stride;
-      float low[kPieces][4], high[kPieces][4];
-      uint32_t largest = 0;
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int dim = piece * 16 + lane % 4 * 4 + e;
-          low[piece][e] = head < group ? device::to_acc(row[dim]) : 0.f;
-          high[piece][e] = head < group ? device::to_acc(row[kHalf + dim]) : 0.f;
-          const float2 rotation = rope[position * kHalf + dim];
-          device::rotate_pair(low[piece][e], high[piece][e], rotation.x, rotation.y);
-          largest = max(largest, max(magnitude_bits(low[piece][e]), magnitude_bits(high[piece][e])));
-        }
-      }
-      const RowRounding rounding(largest_of_lanes<4>(largest));
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const auto four = [&](const float(&x)[4]) { return rounding.four(x[0], x[1], x[2], x[3]); };
-        b[tile][piece / 2][piece % 2] = four(low[piece]);
-        b[tile][(kPieces + piece) / 2][(kPieces + piece) % 2] = four(high[piece]);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        unscale[tile][i] =
-            __shfl_sync(device::kFullMask, rounding.step, (2 * (lane % 4) + i) * 4) * score_scale;
-      }
-    }
-  }
-
-  // Computes the scores of a block's rows in log2 units, as slot_scores() does.
-  __device__ __forceinline__ void scores(const TileAddress<kRowDims>& at, uint32_t block,
-                                         float (&s)[kTiles][4]) const {
-    int32_t sums[kTiles][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t a[4];
-      device::load_matrices(a, block + at.plain(step));
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        device::mma_int8(sums[tile], a, b[tile][step][0], b[tile][step][1]);
-      }
-    }
-    float row_scale[2];
-    load_row_scales(block + kParentKeyBytes<kRowDims>, row_scale);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[tile][i] = static_cast<float>(sums[tile][i]) * row_scale[i / 2] * unscale[tile][i & 1];
-      }
-    }
-  }
-};
-
-// Computes the scores of the means of a slot's candidates, one block after the other, and their log-sums. score(s)
-// computes those of the next block.
-template <int kTiles, typename Score>
-__device__ __forceinline__ void sum_means(int rows, LogSum (&nodes)[kTiles][4], Score score) {
-  for (int first = 0; first < rows; first += kSpanBatch) {
-    float batch[kSpanBatch][kTiles][4];
-#pragma unroll
-    for (int i = 0; i < kSpanBatch; ++i) {
-      if (first + i < rows) {
-        score(batch[i]);
-      } else {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            batch[i][tile][e] = -INFINITY;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float four[4] = {batch[0][tile][e], batch[1][tile][e], batch[2][tile][e], batch[3][tile][e]};
-        nodes[tile][e].add_four(four);
-      }
-    }
-  }
-}
-
 // The grid is that of list_scores_kernel.
-template <typename T, int kKeyDim, int kTiles, bool kInt8>
+template <typename T, int kKeyDim, int kTiles>
 __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 3 : 2)
     span_list_scores_kernel(ListScoreParams params) {
-  using Ring = SpanRing<kKeyDim, kInt8>;
+  using Ring = SpanRing<kKeyDim>;
   extern __shared__ __align__(128) char shared[];
   const GatherParams& p = params.gather;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -278,14 +170,47 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 3 : 2)
     return;
   }
   const PackedSpans& spans = params.spans;
-  SpanStream<Ring> stream(
+  SpanStream<kKeyDim> stream(
       spans.blocks + int64_t{blockIdx.y} * spans.num_parents * spans.rows * Ring::kCopyBytes, spans.rows,
       spans.num_parents, task.list, begin, end, device::shared_address(shared) + warp * Ring::kWarpBytes);
   const int64_t row_idx = (task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head;
   float* row = params.scores + row_idx * params.score_width * p.group;
   const int counted = task.num_candidates - 1;
   HeadSums<kTiles> sums;
-  const auto store_slot = [&](int slot, const LogSum(&nodes)[kTiles][4]) {
+  RotatedQuery<kKeyDim, kTiles> q;
+  q.load(query_rows<T>(p, task, query), p.queries.head, p.group, p.score_scale, p.rope,
+         task.num_candidates - 1 - begin * kParentRows);
+  const TileAddress<kKeyDim> at;
+  for (int slot = begin; slot < end; ++slot) {
+    const SlotQuery<kKeyDim, kTiles> slot_query(q);
+    q.step_back();
+    LogSum nodes[kTiles][4];
+    for (int first = 0; first < spans.rows; first += kSpanBatch) {
+      float batch[kSpanBatch][kTiles][4];
+#pragma unroll
+      for (int i = 0; i < kSpanBatch; ++i) {
+        if (first + i < spans.rows) {
+          slot_query.scores(at, stream.wait(), q.unscale, batch[i]);
+          stream.release();
+        } else {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              batch[i][tile][e] = -INFINITY;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float four[4] = {batch[0][tile][e], batch[1][tile][e], batch[2][tile][e], batch[3][tile][e]};
+          nodes[tile][e].add_four(four);
+        }
+      }
+    }
     float s[kTiles][4];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -300,35 +225,6 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 3 : 2)
       }
     }
     sums.add(s, counted - slot * kParentRows);
-  };
-  const T* query_row = query_rows<T>(p, task, query);
-  if constexpr (kInt8) {
-    const Int8Query<kKeyDim, kTiles> q(query_row, p.queries.head, p.group, p.score_scale, p.rope,
-                                       task.num_candidates - 1);
-    const TileAddress<Int8Query<kKeyDim, kTiles>::kRowDims> at;
-    for (int slot = begin; slot < end; ++slot) {
-      LogSum nodes[kTiles][4];
-      sum_means<kTiles>(spans.rows, nodes, [&](float(&s)[kTiles][4]) {
-        q.scores(at, stream.wait(), s);
-        stream.release();
-      });
-      store_slot(slot, nodes);
-    }
-  } else {
-    RotatedQuery<kKeyDim, kTiles> q;
-    q.load(query_row, p.queries.head, p.group, p.score_scale, p.rope,
-           task.num_candidates - 1 - begin * kParentRows);
-    const TileAddress<kKeyDim> at;
-    for (int slot = begin; slot < end; ++slot) {
-      const SlotQuery<kKeyDim, kTiles> slot_query(q);
-      q.step_back();
-      LogSum nodes[kTiles][4];
-      sum_means<kTiles>(spans.rows, nodes, [&](float(&s)[kTiles][4]) {
-        slot_query.scores(at, stream.wait(), q.unscale, s);
-        stream.release();
-      });
-      store_slot(slot, nodes);
-    }
   }
   device::wait_copies<0>();
   sums.write(params.sums + (row_idx * params.num_runs + blockIdx.z) * p.group, p.group);
@@ -337,19 +233,12 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 3 : 2)
 template <typename T, int kDim>
 cudaError_t launch_span_list_scores(const ListScoreParams& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
-  const auto launch = [&](auto kernel, int shared_bytes) {
-    return launch_kernel(kernel,
-                         {.grid = dim3(num_blocks(p.num_lists, kScoreWarps), p.num_batches * p.num_kv_heads,
+  const LaunchShape shape{.grid = dim3(num_blocks(p.num_lists, kScoreWarps), p.num_batches * p.num_kv_heads,
                                        static_cast<unsigned>(params.num_runs)),
                           .threads = kScoreWarps * 32,
-                          .shared_bytes = shared_bytes},
-                         stream, params);
-  };
+                          .shared_bytes = SpanRing<kDim>::kSharedBytes};
   return dispatch_head_tiles(p.group, [&](auto tiles) {
-    return params.spans.int8 ? launch(span_list_scores_kernel<T, kDim, tiles.value, true>,
-                                      SpanRing<kDim, true>::kSharedBytes)
-                             : launch(span_list_scores_kernel<T, kDim, tiles.value, false>,
-                                      SpanRing<kDim, false>::kSharedBytes);
+    return launch_kernel(span_list_scores_kernel<T, kDim, tiles.value>, shape, stream, params);
   });
 }
 

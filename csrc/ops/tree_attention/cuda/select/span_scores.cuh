@@ -9,13 +9,7 @@
 // Queries are the rows of the product, and the tiles are ordered so that a thread holds all means of its
 // nodes (span_place in span_copies.cuh). A thread block computes 256 rows and one run of groups. The result
 // of a row depends on nothing but the row and the run.
-//
-// In int8 (docs/semantics/tree_attention.md §1.15) the products are exact sums of integers, which the steps of rows
-// and columns turn into scores. They take half the time of those in fp16, so that the exponentials, as many as there
-// are products of whole rows, are what a multiprocessor then waits for.
 #pragma once
-
-#include <type_traits>
 
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_attention/cuda/launch_params.h"
@@ -221,34 +215,12 @@ struct SpanOutputs {
   }
 };
 
-template <int kDim, bool kInt8>
-using SpanScoreShared = std::conditional_t<kInt8, Int8ScoreShared, ScoreShared<kDim>>;
-
-// Brings the rows into shared memory, for row_of see rotate_queries(). Returns whether some power of two of the rows or
-// of the run's tiles is not 1. All threads must call; the rows are visible to wgmma afterwards.
-template <typename T, int kDim, typename Shared, typename RowOf>
-__device__ __forceinline__ bool prepare_rows(Shared& shared, const SpanScoreParams& params,
-                                             int64_t first_tile, int num_tiles, RowOf row_of) {
-  if constexpr (Shared::kInt8) {
-    round_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors, params.gather,
-                                                         threadIdx.x, row_of);
-    __syncthreads();
-    return false;
-  } else {
-    bool scaled = scaled_tile(params.tiles.scaled + first_tile, num_tiles);
-    scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(shared.queries, shared.factors,
-                                                                    params.gather, threadIdx.x, row_of);
-    return __syncthreads_or(scaled);
-  }
-}
-
 // The grid is that of ScoreTask, with z = runs of groups.
-template <typename T, int kDim, int kRowsLog2, bool kInt8>
+template <typename T, int kDim, int kRowsLog2>
 __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScoreParams params) {
 #if HTREE_SM90A
-  using Shared = SpanScoreShared<kDim, kInt8>;
   extern __shared__ __align__(128) char raw[];
-  Shared& shared = *aligned_shared<Shared>(raw);
+  ScoreShared<kDim>& shared = *aligned_shared<ScoreShared<kDim>>(raw);
   const GatherParams& p = params.gather;
   const ScoreTask task(p);
   const SpanTiling& tiling = params.tiles.tiling;
@@ -258,19 +230,22 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   }
   const int64_t first_tile =
       task.head_index * params.tiles.num_tiles + (int64_t{run.first_group} << tiling.tiles_log2);
-  KeyRing<Shared> ring{shared, params.tiles.keys + first_tile * Shared::kTileBytes, run.num_tiles,
-                       kInt8 ? params.tiles.scales + first_tile * kDenseTileNodes : nullptr};
+  KeyRing<ScoreShared<kDim>> ring{shared, params.tiles.keys + first_tile * kTopTileBytes<kDim>,
+                                  run.num_tiles};
   ring.start();
   const auto list_of = [&](int row) {
     return min(task.first_list + (row >> task.group_log2), task.last_list);
   };
   const auto head_of = [&](int row) { return row & (p.group - 1); };
-  const auto row_of = [&](int row) {
-    const int list = list_of(row);
-    return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, head_of(row),
-                        task.rank(p, list));
-  };
-  const bool scaled = prepare_rows<T, kDim>(shared, params, first_tile, run.num_tiles, row_of);
+  bool scaled = scaled_tile(params.tiles.scaled + first_tile, run.num_tiles);
+  scaled |= rotate_queries<T, kDim, kScoreRows, kScoreThreads, 3>(
+      shared.queries, shared.factors, p, threadIdx.x, [&](int row) {
+        const int list = list_of(row);
+        return query_row<T>(p, task.batch, task.kv_head, int64_t{list} * p.stride, head_of(row),
+                            task.rank(p, list));
+      });
+  scaled = __syncthreads_or(scaled);
+
   const int group_idx = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int first_row = threadIdx.x / 32 * 16 + lane / 4;
   const int ranks[2] = {task.rank(p, list_of(first_row)), task.rank(p, list_of(first_row + 8))};
@@ -293,28 +268,18 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
   }
   for (int tile = 0; tile < run.num_tiles; ++tile) {
     ring.wait(tile);
-    const int stage = tile % kTopScoreStages;
-    const uint64_t keys = device::k_major_descriptor<device::Swizzle::k128>(shared.keys[stage]);
+    const uint64_t keys =
+        device::k_major_descriptor<device::Swizzle::k128>(shared.keys[tile % kTopScoreStages]);
     device::named_barrier_sync(kIssueBarrier + group_idx, 256);
     device::wgmma_fence();
-    if constexpr (kInt8) {
-      int32_t products[64];
-      multiply_int8<kDim>(products, queries, keys);
-      device::wgmma_commit();
-      device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
-      device::wgmma_wait<0>();
-      undo_rounding(s, products, shared.factors + first_row, shared.steps[stage] + lane % 4 * 2);
-      ring.release(tile);
-    } else {
-      multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
-      device::wgmma_commit();
-      device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
-      device::wgmma_wait<0>();
-      ring.release(tile);
-      if (scaled) {
-        undo_powers(s, shared.factors + first_row,
-                    params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2);
-      }
+    multiply_panels<kDim, kScoreRows, kDenseTileNodes>(s, queries, keys);
+    device::wgmma_commit();
+    device::named_barrier_arrive(kIssueBarrier + (group_idx + 1) % kScoreGroups, 256);
+    device::wgmma_wait<0>();
+    ring.release(tile);
+    if (scaled) {
+      undo_powers(s, shared.factors + first_row,
+                  params.tiles.scales + (first_tile + tile) * kDenseTileNodes + lane % 4 * 2);
     }
     if (first_node + outputs.kGroupNodes > task.least_rank) {
       mask_nodes<kRowsLog2>(s, {ranks[0] - first_node, ranks[1] - first_node});
@@ -344,35 +309,29 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
 #endif
 }
 
-template <typename T, int kDim, bool kInt8>
-cudaError_t launch_span_products(const SpanScoreParams& params, cudaStream_t stream) {
+template <typename T, int kDim>
+cudaError_t launch_span_scores(const SpanScoreParams& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
   const LaunchShape shape{
       .grid = dim3(num_blocks(p.num_lists, kScoreRows / p.group) * static_cast<unsigned>(p.num_kv_heads),
                    p.num_batches, static_cast<unsigned>(params.scores.num_runs)),
       .threads = kScoreThreads,
-      .shared_bytes = sizeof(SpanScoreShared<kDim, kInt8>) + 1024};
+      .shared_bytes = kScoreSharedBytes<kDim>};
   const auto launch = [&](auto kernel) { return launch_kernel(kernel, shape, stream, params); };
   switch (params.tiles.tiling.rows_log2) {
     case 1:
-      return launch(span_scores_kernel<T, kDim, 1, kInt8>);
+      return launch(span_scores_kernel<T, kDim, 1>);
     case 2:
-      return launch(span_scores_kernel<T, kDim, 2, kInt8>);
+      return launch(span_scores_kernel<T, kDim, 2>);
     case 3:
-      return launch(span_scores_kernel<T, kDim, 3, kInt8>);
+      return launch(span_scores_kernel<T, kDim, 3>);
     case 4:
-      return launch(span_scores_kernel<T, kDim, 4, kInt8>);
+      return launch(span_scores_kernel<T, kDim, 4>);
     case kSpanRowsLog2:
-      return launch(span_scores_kernel<T, kDim, kSpanRowsLog2, kInt8>);
+      return launch(span_scores_kernel<T, kDim, kSpanRowsLog2>);
     default:
       refuse_shape("2^" + std::to_string(params.tiles.tiling.rows_log2) + " span means of a node in a tile");
   }
-}
-
-template <typename T, int kDim>
-cudaError_t launch_span_scores(const SpanScoreParams& params, cudaStream_t stream) {
-  return params.tiles.int8 ? launch_span_products<T, kDim, true>(params, stream)
-                           : launch_span_products<T, kDim, false>(params, stream);
 }
 
 }  // namespace htree::tree_attention

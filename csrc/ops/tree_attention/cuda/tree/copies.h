@@ -49,28 +49,20 @@ cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stre
 // ---- span means of the tokens, by which nodes are scored with selection_span, see span_copies.cuh
 
 // The span means of a gathered layer: for every parent and every j < rows a block with mean j of each
-// of its 16 children. In int8, for full lists, they are rotated to their nodes.
+// of its 16 children.
 struct PackedSpans {
-  char* blocks = nullptr;   // [B, H_kv, num_parents, rows] blocks; null: none
+  char* blocks = nullptr;   // [B, H_kv, num_parents, rows] blocks of packed_span_bytes(); null: none
   int rows = 1;             // span means of a node
-  int64_t num_parents = 0;  // the first parents of the layer
-  bool int8 = false;
-
-  int64_t block_bytes(int64_t key_dim) const {
-    return int8 ? packed_int8_span_bytes(key_dim) : packed_span_bytes(key_dim);
-  }
+  int64_t num_parents = 0;  // of the layer
 };
 
 // The span means of the top layer, as tiles for dense products.
 struct SpanTiles {
   char* keys = nullptr;       // [B, H_kv, num_tiles] tiles
   float* scales = nullptr;    // [B, H_kv, num_tiles * 128]
-  int32_t* scaled = nullptr;  // [B, H_kv, num_tiles]; not in int8
+  int32_t* scaled = nullptr;  // [B, H_kv, num_tiles]
   int num_tiles = 0;
-  bool int8 = false;
   SpanTiling tiling;
-
-  int64_t tile_bytes(int64_t key_dim) const { return int8 ? kInt8TileBytes : dense_tile_bytes(key_dim); }
 };
 
 struct SpanCopyParams {

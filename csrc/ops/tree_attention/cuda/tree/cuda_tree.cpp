@@ -136,36 +136,23 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
     call.top = lay_out_tiles(problem, nodes, static_cast<char*>(own(dense_layer_bytes(problem, nodes))));
   }
   for (size_t i = 1; selects && walks(problem, config) && i < tree.keys.size(); ++i) {
-    const auto layer_idx = static_cast<int64_t>(i);
-    const int64_t rows = span_rows(problem, layer_idx);
-    const bool int8 = scores_in_int8(problem);
+    const int64_t rows = span_rows(problem, static_cast<int64_t>(i));
     TreeLayer& layer = call.layers[i];
-    if (!scores_spans(problem, layer_idx)) {
+    if (rows == 1) {
       continue;  // the stored mean is the score
     }
     if (config.dense_top && dense_span_shape(problem) && i + 1 == tree.keys.size()) {
       SpanTiles& top = call.top_spans;
-      top.int8 = int8;
       top.tiling = span_tiling(rows);
       top.num_tiles = static_cast<int>(top.tiling.groups(layer.num_nodes) << top.tiling.tiles_log2);
       const int64_t tiles = problem.batch * problem.num_kv_heads * top.num_tiles;
-      top.keys = static_cast<char*>(own(tiles * top.tile_bytes(problem.key_dim)));
+      top.keys = static_cast<char*>(own(tiles * dense_tile_bytes(problem.key_dim)));
       top.scales = static_cast<float*>(own(tiles * kDenseTileNodes * sizeof(float)));
-      top.scaled = int8 ? nullptr : static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
-      continue;
-    }
-    const auto own_spans = [&](int64_t num_parents, bool in_int8) {
-      PackedSpans spans{nullptr, static_cast<int>(rows), num_parents, in_int8};
-      spans.blocks = static_cast<char*>(own(problem.batch * problem.num_kv_heads * num_parents * rows *
-                                            spans.block_bytes(problem.key_dim)));
-      return spans;
-    };
-    if (int8) {
-      layer.int8_spans = own_spans(std::min(layer.num_parents, problem.args.top_k), true);
-    }
-    // Where some lists are not full, these are scored as without int8: by the stored mean if a node has one mean.
-    if (rows > 1 && (!int8 || full_list_tokens(problem, layer_idx) < problem.num_keys)) {
-      layer.spans = own_spans(layer.num_parents, false);
+      top.scaled = static_cast<int32_t*>(own(tiles * sizeof(int32_t)));
+    } else {
+      const int64_t blocks = problem.batch * problem.num_kv_heads * layer.num_parents * rows;
+      layer.spans = {static_cast<char*>(own(blocks * packed_span_bytes(problem.key_dim))),
+                     static_cast<int>(rows), layer.num_parents};
     }
   }
   C10_CUDA_CHECK(run_prepare(call, stream));
@@ -210,7 +197,6 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   args.scale = problem.args.scale;
   args.importance = problem.args.importance;
   args.selection_span = problem.args.selection_span;
-  args.selection_dtype = problem.args.selection_dtype;
   args.open_next = problem.args.open_next;
   return args;
 }

@@ -30,8 +30,8 @@ CudaTree build_cuda_tree(const Tensor& k, const Tensor& v, const AttentionArgs& 
 
 // A call as the tensor-core path sees it, and the device memory that it owns: one packed copy of K and V in
 // all layers (up to 16/15 of their size, and 4 bytes per node) and the rotation tables. With selection_span
-// also the span means: for each layer above the tokens, K divided by the span, and in int8 half of it. The
-// launches that fill all of it are on `stream` when this returns.
+// also the span means: for each layer above the tokens, K divided by the span. The launches that fill all of
+// it are on `stream` when this returns.
 struct TensorCoreTree {
   TreeCall call;
   std::vector<Tensor> memory;

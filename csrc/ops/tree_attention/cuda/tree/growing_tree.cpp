@@ -44,7 +44,7 @@ TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& co
     layer.node_span = node_span(kTensorCoreRate, i);
     layer.packed = at.packed[i];
     if (packs_spans(problem, hopper, i)) {
-      layer.spans = {at.spans[i], static_cast<int>(room.span_rows[i]), room.parents[i], /*int8=*/false};
+      layer.spans = {at.spans[i], static_cast<int>(room.span_rows[i]), room.parents[i]};
     }
     call.layers.push_back(layer);
   }

@@ -1,25 +1,19 @@
 // Copies of the span means, by which nodes are scored instead of their stored means (selection_span, see
 // docs/semantics/tree_attention.md §1.15). A span mean is summed in fp32 and rounded once to the input's
 // type, as the tree rounds its nodes. Then it is rotated to the position of its node and stored in fp16,
-// scaled by a power of two of its own as in packed_layer.cuh. For scores in int8 it is rounded after the rotation,
-// and its scale is the step of int8_rows.cuh.
+// scaled by a power of two of its own as in packed_layer.cuh.
 //
 //   packed spans  of a gathered layer: for each parent, block j holds span mean j of each of the 16 children,
 //                 laid out as the keys and scales of a packed parent
 //   span tiles    of the top layer: tiles of 128 rows as in dense_layer.cuh, without values. span_place()
 //                 says which row holds which mean: a thread of the product gets all rows of its nodes.
-//
-// In int8 a row takes half as many bytes, and it is laid out as an fp16 row of that many bytes: of 64 at least in a
-// block, and of 128 in a tile, of which the first kDim are used.
 #pragma once
 
 #include <algorithm>
 
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
-#include "device/rotary.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/int8_rows.cuh"
 #include "ops/tree_attention/cuda/tree/copies.h"
 #include "ops/tree_attention/cuda/tree/dense_layer.cuh"
 
@@ -50,16 +44,18 @@ struct SpanMean {
   int64_t position;
 };
 
-// Computes the elements `dim` and `dim` + 1 of both halves of a span mean. Returns whether they exist; if not they
-// are zeros.
-template <typename T, int kDim>
-__device__ __forceinline__ bool load_span_mean(const SpanCopyParams& p, const SpanMean& mean, int dim,
-                                               float (&low)[2], float (&high)[2]) {
+// Computes, rotates and scales one span mean. store(dim, x, y) stores the elements `dim` and `dim` + 1
+// of the rotated row. Returns the row's power of two and its inverse. Rows without a token are zero.
+// Whole warps must call.
+template <typename T, int kDim, typename Store>
+__device__ __forceinline__ PowerOfTwo copy_span_mean(const SpanCopyParams& p, const SpanMean& mean,
+                                                     Store store) {
   constexpr int kHalf = kDim / 2;
+  const int dim = 2 * (threadIdx.x % 32);
   const int64_t left = p.num_tokens - mean.first_token;
   const int count = left < p.span ? static_cast<int>(max(left, int64_t{0})) : p.span;
   const bool active = count > 0 && dim < kHalf;
-  low[0] = low[1] = high[0] = high[1] = 0.f;
+  float low[2] = {}, high[2] = {};
   const T* token = static_cast<const T*>(p.tokens.data) + mean.batch * p.tokens.batch +
                    mean.first_token * p.tokens.row + mean.head * p.tokens.head;
   for (int i = 0; active && i < count; ++i, token += p.tokens.row) {
@@ -74,19 +70,6 @@ __device__ __forceinline__ bool load_span_mean(const SpanCopyParams& p, const Sp
     low[e] = device::to_acc(device::from_acc<T>(low[e] / static_cast<float>(count)));
     high[e] = device::to_acc(device::from_acc<T>(high[e] / static_cast<float>(count)));
   }
-  return active;
-}
-
-// Computes, rotates and scales one span mean. store(dim, x, y) stores the elements `dim` and `dim` + 1
-// of the rotated row. Returns the row's power of two and its inverse. Rows without a token are zero.
-// Whole warps must call.
-template <typename T, int kDim, typename Store>
-__device__ __forceinline__ PowerOfTwo copy_span_mean(const SpanCopyParams& p, const SpanMean& mean,
-                                                     Store store) {
-  constexpr int kHalf = kDim / 2;
-  const int dim = 2 * (threadIdx.x % 32);
-  float low[2], high[2];
-  const bool active = load_span_mean<T, kDim>(p, mean, dim, low, high);
   float largest = 0.f;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -109,42 +92,11 @@ __device__ __forceinline__ PowerOfTwo copy_span_mean(const SpanCopyParams& p, co
   return power;
 }
 
-// Computes, rotates and rounds one span mean. store(dim, pair) stores the bytes `dim` and `dim` + 1 of the row.
-// Returns its step. Whole warps must call.
-template <typename T, int kDim, typename Store>
-__device__ __forceinline__ float round_span_mean(const SpanCopyParams& p, const SpanMean& mean, Store store) {
-  constexpr int kHalf = kDim / 2;
-  const int dim = 2 * (threadIdx.x % 32);
-  float low[2], high[2];
-  const bool active = load_span_mean<T, kDim>(p, mean, dim, low, high);
-  uint32_t largest = 0;
-#pragma unroll
-  for (int e = 0; active && e < 2; ++e) {
-    const float2 rotation = p.rope[mean.position * kHalf + dim + e];
-    device::rotate_pair(low[e], high[e], rotation.x, rotation.y);
-    largest = max(largest, max(magnitude_bits(low[e]), magnitude_bits(high[e])));
-  }
-  const RowRounding rounding(largest_of_lanes<32>(largest));
-  if (dim < kHalf) {
-    store(dim, rounding.pair(low[0], low[1]));
-    store(kHalf + dim, rounding.pair(high[0], high[1]));
-  }
-  return rounding.step;
-}
-
 constexpr int kSpanCopyWarps = 8;
 
-// The elements of a row of a packed block as chunk_offset() counts them, 2 bytes each.
-template <int kDim, bool kInt8>
-constexpr int kSpanRowDims = !kInt8      ? kDim
-                             : kDim > 64 ? kDim / 2
-                                         : 32;
-
 // One warp copies one row (batch, kv head, parent, mean of a child, child).
-template <typename T, int kDim, bool kInt8>
+template <typename T, int kDim>
 __global__ void __launch_bounds__(kSpanCopyWarps * 32) pack_spans_kernel(SpanCopyParams p) {
-  constexpr int kRowDims = kSpanRowDims<kDim, kInt8>;
-  constexpr int64_t kBlockBytes = kInt8 ? packed_int8_span_bytes(kDim) : packed_span_bytes(kDim);
   const int64_t row = int64_t{blockIdx.x} * kSpanCopyWarps + threadIdx.x / 32;
   const int child = static_cast<int>(row % kParentRows);
   const int64_t block_idx = row / kParentRows;
@@ -154,30 +106,20 @@ __global__ void __launch_bounds__(kSpanCopyWarps * 32) pack_spans_kernel(SpanCop
   if (head_index >= p.num_batches * p.num_kv_heads) {
     return;
   }
-  char* block = p.packed.blocks + block_idx * kBlockBytes;
-  const int64_t node = parent * kParentRows + child;
+  char* block = p.packed.blocks + block_idx * packed_span_bytes(kDim);
   const SpanMean from{head_index / p.num_kv_heads, head_index % p.num_kv_heads,
-                      node * p.node_span + mean * p.span, kInt8 ? node : child};
-  float scale;
-  if constexpr (kInt8) {
-    scale = round_span_mean<T, kDim>(p, from, [&](int at, uint32_t pair) {
-      *reinterpret_cast<uint16_t*>(block + chunk_offset<kRowDims>(child, at / 16) + at % 16) =
-          static_cast<uint16_t>(pair);
-    });
-  } else {
-    const PowerOfTwo power = copy_span_mean<T, kDim>(p, from, [&](int at, float x, float y) {
-      *reinterpret_cast<uint32_t*>(block + chunk_offset<kDim>(child, at / 8) + at % 8 * 2) =
-          device::pack_pair<__half>(x, y);
-    });
-    scale = power.inverse;
-  }
+                      (parent * kParentRows + child) * p.node_span + mean * p.span, child};
+  const PowerOfTwo power = copy_span_mean<T, kDim>(p, from, [&](int at, float x, float y) {
+    *reinterpret_cast<uint32_t*>(block + chunk_offset<kDim>(child, at / 8) + at % 8 * 2) =
+        device::pack_pair<__half>(x, y);
+  });
   if (threadIdx.x % 32 == 0) {
-    *reinterpret_cast<float*>(block + kParentKeyBytes<kRowDims> + child * 4) = scale;
+    *reinterpret_cast<float*>(block + kParentKeyBytes<kDim> + child * 4) = power.inverse;
   }
 }
 
 // A thread block fills one tile of a (batch, kv head), a warp one row at a time.
-template <typename T, int kDim, bool kInt8>
+template <typename T, int kDim>
 __global__ void __launch_bounds__(kSpanCopyWarps * 32) tile_spans_kernel(SpanCopyParams p) {
   const int64_t tile_index = blockIdx.x;
   const int64_t head_index = tile_index / p.tiles.num_tiles;
@@ -185,36 +127,25 @@ __global__ void __launch_bounds__(kSpanCopyWarps * 32) tile_spans_kernel(SpanCop
   const SpanTiling& tiling = p.tiles.tiling;
   const int64_t first_node = (tile >> tiling.tiles_log2) << tiling.nodes_log2;
   const int64_t first_mean = (tile & ((1 << tiling.tiles_log2) - 1)) << tiling.rows_log2;
-  char* keys = p.tiles.keys + tile_index * (kInt8 ? kInt8TileBytes : kTopTileBytes<kDim>);
+  char* keys = p.tiles.keys + tile_index * kTopTileBytes<kDim>;
   bool scaled = false;
   for (int row = threadIdx.x / 32; row < kDenseTileNodes; row += kSpanCopyWarps) {
     const SpanPlace place = span_place(row, tiling.rows_log2);
     const int64_t node = first_node + place.node;
     const SpanMean from{head_index / p.num_kv_heads, head_index % p.num_kv_heads,
                         node * p.node_span + (first_mean + place.mean) * p.span, node};
-    float scale;
-    if constexpr (kInt8) {
-      scale = round_span_mean<T, kDim>(p, from, [&](int at, uint32_t pair) {
-        *reinterpret_cast<uint16_t*>(keys + panel_offset(kDenseTileNodes, row, at / 16) + at % 16) =
-            static_cast<uint16_t>(pair);
-      });
-    } else {
-      const PowerOfTwo power = copy_span_mean<T, kDim>(p, from, [&](int at, float x, float y) {
-        *reinterpret_cast<uint32_t*>(keys + panel_offset(kDenseTileNodes, row, at / 8) + at % 8 * 2) =
-            device::pack_pair<__half>(x, y);
-      });
-      scaled |= power.scale != 1.f;
-      scale = power.inverse;
-    }
+    const PowerOfTwo power = copy_span_mean<T, kDim>(p, from, [&](int at, float x, float y) {
+      *reinterpret_cast<uint32_t*>(keys + panel_offset(kDenseTileNodes, row, at / 8) + at % 8 * 2) =
+          device::pack_pair<__half>(x, y);
+    });
+    scaled |= power.scale != 1.f;
     if (threadIdx.x % 32 == 0) {
-      p.tiles.scales[tile_index * kDenseTileNodes + row] = scale;
+      p.tiles.scales[tile_index * kDenseTileNodes + row] = power.inverse;
     }
   }
-  if constexpr (!kInt8) {
-    scaled = __syncthreads_or(scaled);
-    if (threadIdx.x == 0) {
-      p.tiles.scaled[tile_index] = scaled;
-    }
+  scaled = __syncthreads_or(scaled);
+  if (threadIdx.x == 0) {
+    p.tiles.scaled[tile_index] = scaled;
   }
 }
 
@@ -222,18 +153,16 @@ template <typename T, int kDim>
 cudaError_t launch_pack_spans(const SpanCopyParams& params, cudaStream_t stream) {
   const int64_t rows =
       params.num_batches * params.num_kv_heads * params.packed.num_parents * params.packed.rows * kParentRows;
-  const auto kernel =
-      params.packed.int8 ? pack_spans_kernel<T, kDim, true> : pack_spans_kernel<T, kDim, false>;
-  return launch_kernel(kernel, {.grid = num_blocks(rows, kSpanCopyWarps), .threads = kSpanCopyWarps * 32},
-                       stream, params);
+  return launch_kernel(pack_spans_kernel<T, kDim>,
+                       {.grid = num_blocks(rows, kSpanCopyWarps), .threads = kSpanCopyWarps * 32}, stream,
+                       params);
 }
 
 template <typename T, int kDim>
 cudaError_t launch_tile_spans(const SpanCopyParams& params, cudaStream_t stream) {
   const int64_t tiles = params.num_batches * params.num_kv_heads * params.tiles.num_tiles;
-  const auto kernel =
-      params.tiles.int8 ? tile_spans_kernel<T, kDim, true> : tile_spans_kernel<T, kDim, false>;
-  return launch_kernel(kernel, {.grid = static_cast<unsigned>(tiles), .threads = kSpanCopyWarps * 32}, stream,
+  return launch_kernel(tile_spans_kernel<T, kDim>,
+                       {.grid = static_cast<unsigned>(tiles), .threads = kSpanCopyWarps * 32}, stream,
                        params);
 }
 

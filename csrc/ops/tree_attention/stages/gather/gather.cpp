@@ -32,7 +32,6 @@ struct LayerOptions {
   const SymInt& t0;
   int64_t selection_stride = 1;
   std::optional<int64_t> selection_span = std::nullopt;
-  std::optional<std::string_view> selection_dtype = std::nullopt;
   bool open_next = false;
 };
 
@@ -61,7 +60,6 @@ inline void check_selection(const char* op, const LayerTensors& in, const LayerO
   check_list_width(op, "top_k", top_k, options.compression_rate);
   check_selection_span(op, options.selection_span, options.compression_rate,
                        parse_importance(op, importance));
-  check_selection_dtype(op, options.selection_dtype, options.selection_span, in.q.sym_size(3));
   TORCH_CHECK_VALUE(in.span_k.defined() == options.selection_span.has_value(), op,
                     ": span_k and selection_span must be given together or not at all, got span_k ",
                     in.span_k.defined() ? "alone" : "None");
@@ -160,7 +158,6 @@ LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& op
   args.selection_stride = options.selection_stride;
   args.scale = resolve_scale(options.scale, in.q.size(3));
   args.selection_span = options.selection_span.value_or(0);
-  args.selection_dtype = parse_selection_dtype(op, options.selection_dtype);
   args.open_next = options.open_next;
   return args;
 }
@@ -241,10 +238,10 @@ StateAndParents select_accumulate(const Tensor& q, const Tensor& layer_k, const 
                                   int64_t compression_rate, int64_t top_k, std::optional<double> scale,
                                   std::string_view importance, SymInt t0, int64_t selection_stride,
                                   const std::optional<Tensor>& span_k, std::optional<int64_t> selection_span,
-                                  std::optional<std::string_view> selection_dtype, bool open_next) {
+                                  bool open_next) {
   const LayerTensors in = {q, layer_k, layer_v, parents, cos, sin, span_k.value_or(Tensor())};
-  const LayerOptions options = {layer,          compression_rate, scale,    t0, selection_stride,
-                                selection_span, selection_dtype,  open_next};
+  const LayerOptions options = {layer,          compression_rate, scale, t0, selection_stride,
+                                selection_span, open_next};
   StateAndParents result = prepare_select_accumulate(in, options, top_k, importance);
   if constexpr (kKernel != nullptr) {
     const auto& [lmax, lsum, lout, next_parents] = result;
@@ -284,12 +281,11 @@ Tensor recompute_selection(const Tensor& q, const Tensor& layer_k, const Tensor&
                            const Tensor& sin, int64_t layer, int64_t compression_rate, int64_t top_k,
                            std::optional<double> scale, std::string_view importance, SymInt t0,
                            int64_t selection_stride, const std::optional<Tensor>& span_k,
-                           std::optional<int64_t> selection_span,
-                           std::optional<std::string_view> selection_dtype, bool open_next) {
+                           std::optional<int64_t> selection_span, bool open_next) {
   const Tensor no_values;
   const LayerTensors in = {q, layer_k, no_values, parents, cos, sin, span_k.value_or(Tensor())};
-  const LayerOptions options = {layer,          compression_rate, scale,    t0, selection_stride,
-                                selection_span, selection_dtype,  open_next};
+  const LayerOptions options = {layer,          compression_rate, scale, t0, selection_stride,
+                                selection_span, open_next};
   Tensor next_parents = prepare_recompute_selection(in, options, top_k, importance);
   if constexpr (kKernel != nullptr) {
     LayerArgs args = resolve("recompute_selection", in, options, top_k);
@@ -334,7 +330,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "int layer, int compression_rate=16, int top_k=512, float? scale=None, str "
           "importance=\"lse_causal\", "
           "SymInt t0=0, int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-          "str? selection_dtype=None, bool open_next=False) "
+          "bool open_next=False) "
           "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor next_parents)",
           "bottom_accumulate(Tensor q, Tensor layer_k, Tensor layer_v, Tensor parents, Tensor cos, Tensor "
           "sin, "
@@ -344,7 +340,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "int compression_rate=16, int top_k=512, float? scale=None, str importance=\"lse_causal\", SymInt "
           "t0=0, "
           "int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
-          "str? selection_dtype=None, bool open_next=False) -> Tensor next_parents",
+          "bool open_next=False) -> Tensor next_parents",
       });
 }
 

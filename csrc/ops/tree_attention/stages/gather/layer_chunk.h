@@ -8,7 +8,6 @@
 #include "ops/tree_attention/stages/cuda_tensors.h"
 #include "ops/tree_attention/stages/gather/accumulate.h"
 #include "ops/tree_attention/stages/scores/compute_scores.h"
-#include "ops/tree_attention/stages/scores/round_rows.h"
 #include "ops/tree_attention/stages/select/select_topk.h"
 
 namespace htree::tree_attention {
@@ -55,11 +54,6 @@ class LayerChunk {
     if (call.span_k.defined()) {
       span_scores_ = at::empty({leaders * row_scores}, options.dtype(at::kFloat));
       span_candidates_ = at::empty({leaders}, options.dtype(at::kInt));
-    }
-    if (scores_in_int8()) {
-      round_means();
-      query_integers_ = at::empty({leaders * call.whole.group * call.q.size(3)}, options);
-      query_steps_ = at::empty({leaders * call.whole.group}, options.dtype(at::kFloat));
     }
   }
 
@@ -220,67 +214,7 @@ class LayerChunk {
     params.means_per_node = box_.node_span / call_.args.selection_span;
     params.num_means = call_.span_k.size(1);
     params.top_k = call_.args.top_k;
-    if (scores_in_int8()) {
-      params.integers = params.row;
-      params.integers.keys = shifted(input_view<T>(mean_integers_), batch_, 0, 0);
-      params.integers.table = {};
-      params.integers.scale = 1.0f;
-      params.mean_steps = shifted(input_view<float>(mean_steps_), batch_, 0, 0);
-      round_queries(params);
-    }
     C10_CUDA_CHECK(launch_compute_span_scores(params, call_.stream));
-  }
-
-  bool scores_in_int8() const {
-    return call_.span_k.defined() && call_.args.selection_dtype == SelectionDtype::kInt8;
-  }
-
-  RoundRowsParams<T> rounding_params() const {
-    RoundRowsParams<T> params;
-    params.table = rotary_table<float>(call_.cos, call_.sin);
-    params.last_position = call_.cos.defined() ? call_.cos.size(0) - 1 : 0;
-    params.key_dim = call_.q.size(3);
-    return params;
-  }
-
-  // Rounds the means of the nodes that full lists can hold, of all batches.
-  void round_means() {
-    const Tensor& means = call_.span_k;
-    RoundRowsParams<T> params = rounding_params();
-    params.rows = input_view<T>(means);
-    params.num_batches = means.size(0);
-    params.span = call_.whole.node_span / call_.args.selection_span;
-    params.num_rows = params.span < means.size(1)
-                          ? std::min(means.size(1), call_.whole.capacity() * params.span)
-                          : means.size(1);
-    params.num_heads = means.size(2);
-    mean_integers_ =
-        at::empty({params.num_batches, params.num_rows, params.num_heads, params.key_dim}, means.options());
-    mean_steps_ = at::empty({params.num_batches, params.num_rows, params.num_heads, 1},
-                            means.options().dtype(at::kFloat));
-    params.integers = output<T>(mean_integers_);
-    params.steps = output<float>(mean_steps_);
-    C10_CUDA_CHECK(launch_round_rows(params, call_.stream));
-  }
-
-  // Rounds the queries of the leaders. Those without a full list are not read.
-  void round_queries(ComputeSpanScoresParams<T>& span) {
-    const Geometry& leaders = span.row.geometry;
-    RoundRowsParams<T> params = rounding_params();
-    params.rows = span.row.q;
-    params.num_batches = leaders.num_batches;
-    params.num_rows = leaders.num_queries;
-    params.num_heads = leaders.num_lists * leaders.group;
-    params.first = leaders.t0;
-    params.step = leaders.query_step;
-    params.span = leaders.node_span;
-    params.scale = span.row.scale;
-    params.integers = output<T>(query_integers_);
-    params.steps = output<float>(query_steps_);
-    C10_CUDA_CHECK(launch_round_rows(params, call_.stream));
-    const int64_t row = params.num_heads * params.key_dim;
-    span.integers.q = {params.integers, params.num_rows * row, row, params.key_dim};
-    span.query_steps = {params.steps, params.num_rows * params.num_heads, params.num_heads, 1};
   }
 
   View<const int32_t> positions_view() const {
@@ -294,10 +228,6 @@ class LayerChunk {
   Tensor num_candidates_;
   Tensor span_scores_;      // of the leaders
   Tensor span_candidates_;  // of the leaders
-  Tensor mean_integers_;    // [B, means, H_kv, K], where full lists are scored in int8
-  Tensor mean_steps_;       // [B, means, H_kv, 1]
-  Tensor query_integers_;   // of the leaders
-  Tensor query_steps_;      // of the leaders
   Tensor positions_;
   Geometry box_;
   int64_t batch_ = 0;

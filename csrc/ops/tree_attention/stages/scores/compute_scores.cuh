@@ -274,11 +274,9 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads)
 }
 
 // compute_scores_kernel over the span means of each candidate: one after another they take the place of its
-// key, and their scores are reduced in registers. In int8 the rows with full lists have a launch of their own: their
-// means and queries are rotated already, and sums of products of integers are exact.
-enum class SpanRows { kAll, kNotFull, kFullInInt8 };
-template <SpanRows kRows, typename T, int kHeads, int kPack>
-__global__ void __launch_bounds__(ScoresTraits::kThreads, kRows == SpanRows::kAll ? 0 : 4)
+// key, and their scores are reduced in registers.
+template <typename T, int kHeads, int kPack>
+__global__ void __launch_bounds__(ScoresTraits::kThreads)
     compute_span_scores_kernel(const ComputeSpanScoresParams<T> params) {
   using Traits = ScoresTraits;
   __shared__ ScoresShared<kHeads> shared;
@@ -292,13 +290,8 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads, kRows == SpanRows::kAl
   if (num_candidates <= params.top_k) {
     return;
   }
-  constexpr bool kInt8 = kRows == SpanRows::kFullInInt8;
-  if (kRows != SpanRows::kAll && full_list<Traits::kThreads>(info) != kInt8) {
-    return;
-  }
-  const ScoresParams<T>& source = kInt8 ? params.integers : params.row;
-  const T* keys = at_row(source.keys, row.batch, 0, geometry.kv_head(row.list));
-  const T* queries = at_row(source.q, row.batch, row.query, row.list * geometry.group);
+  const T* keys = at_row(params.row.keys, row.batch, 0, geometry.kv_head(row.list));
+  const T* queries = at_row(params.row.q, row.batch, row.query, row.list * geometry.group);
   float* scores = params.row.scores + static_cast<int64_t>(blockIdx.x) * geometry.capacity() * geometry.group;
   const int64_t pairs = params.row.key_dim / 2;
   const int64_t num_means = min(params.means_per_node, params.num_means);
@@ -325,25 +318,13 @@ __global__ void __launch_bounds__(ScoresTraits::kThreads, kRows == SpanRows::kAl
             shared.nodes[threadIdx.x] = present ? static_cast<int32_t>(mean) : -1;
             __syncthreads();
           }
-          stage_keys<FullWork, kPack>(source, keys, tile, first_pair, shared);
+          stage_keys<FullWork, kPack>(params.row, keys, tile, first_pair, shared);
           if (i == 0 || pairs > Traits::kPairs) {
-            stage_queries<FullWork>(source, queries + first_head * source.q.head, num_heads,
+            stage_queries<FullWork>(params.row, queries + first_head * params.row.q.head, num_heads,
                                     num_candidates - 1, first_pair, shared);
           }
           __syncthreads();
           multiply_slice(shared, products);
-        }
-        if (kInt8 && present) {
-          const float mean_step = *at_row(params.mean_steps, row.batch, mean, geometry.kv_head(row.list));
-          const float* query_steps =
-              at_row(params.query_steps, row.batch, row.query, row.list * geometry.group + first_head);
-#pragma unroll
-          for (int head = 0; head < kHeads; ++head) {
-            if (head < num_heads) {
-              products[head] *= mean_step;
-              products[head] *= query_steps[head];
-            }
-          }
         }
 #pragma unroll
         for (int head = 0; head < kHeads; ++head) {
@@ -420,18 +401,10 @@ cudaError_t launch_compute_span_scores(const ComputeSpanScoresParams<T>& params,
     return cudaSuccess;
   }
   return dispatch_heads(params.row.geometry.group, [&](auto heads) {
-    const auto launch = [&](auto rows) {
-      constexpr SpanRows kRows = decltype(rows)::value;
-      const auto kernel = wide_loads(params.row)
-                              ? compute_span_scores_kernel<kRows, T, heads.value, device::kPackOf<T>>
-                              : compute_span_scores_kernel<kRows, T, heads.value, 1>;
-      return launch_kernel(kernel, score_launch(params.row), stream, params);
-    };
-    if (params.integers.scores == nullptr) {
-      return launch(std::integral_constant<SpanRows, SpanRows::kAll>{});
-    }
-    const cudaError_t error = launch(std::integral_constant<SpanRows, SpanRows::kNotFull>{});
-    return error != cudaSuccess ? error : launch(std::integral_constant<SpanRows, SpanRows::kFullInInt8>{});
+    const auto kernel = wide_loads(params.row)
+                            ? compute_span_scores_kernel<T, heads.value, device::kPackOf<T>>
+                            : compute_span_scores_kernel<T, heads.value, 1>;
+    return launch_kernel(kernel, score_launch(params.row), stream, params);
   });
 }
 

@@ -36,11 +36,6 @@ struct ComputeSpanScoresParams {
   int64_t means_per_node = 1;  // node i has the means from i * means_per_node on
   int64_t num_means = 0;
   int64_t top_k = 0;  // rows with no more candidates get no scores: all are selected
-  // The same for the rows with full lists where these are scored in int8: keys and q as launch_round_rows() writes
-  // them, to be read without a rotation, and their steps. Without scores: none.
-  ScoresParams<T> integers;
-  View<const float> mean_steps;   // [B, the means of nodes of full lists, H_kv]
-  View<const float> query_steps;  // [B, T_q, S * G], times the scale
 };
 
 // T is float, __half or __nv_bfloat16.
