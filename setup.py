@@ -28,6 +28,9 @@ ROOMS = (
     "gated_mlp",
     "hadamard",
     "rmsnorm_rope",
+    "selection",
+    "sparse_attention",
+    "tree",
     "tree_attention",
     "tree_cache",
 )

@@ -25,9 +25,9 @@
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
+#include "ops/tree/plan/growing_tree.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
-#include "ops/tree_attention/plan/growing_tree.h"
 #include "ops/tree_attention/plan/varlen.h"
 #include "ops/tree_cache/decode/decode_plan.h"
 

@@ -10,6 +10,7 @@ what it defines, so an error points at that header. ``python csrc/instances.py F
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -308,8 +309,8 @@ TENSOR_CORE: Mapping[str, Sequence[Type | int]] = {"T": HALF_TYPES, "D": HEAD_DI
 
 
 def instance_name(header: str) -> str:
-    """``forward/per_list/attend.cuh`` is forward_per_list_attend: names are unique within the library."""
-    return Path(header).with_suffix("").as_posix().replace("/", "_")
+    """``sparse_attention/cuda/sm90/forward/per_list/attend.cuh`` is sparse_attention_forward_per_list_attend."""
+    return re.sub(r"/cuda/sm\d+/", "/", Path(header).with_suffix("").as_posix()).replace("/", "_")
 
 
 def tensor_core(header: str, *launchers: str) -> Cuda:
@@ -318,7 +319,7 @@ def tensor_core(header: str, *launchers: str) -> Cuda:
     for launcher in launchers:
         name, params = launcher.rstrip(")").split("(")
         code.append(f"cudaError_t {name}<{{T}}, {{D}}>(const {params}&, cudaStream_t)")
-    return Cuda(instance_name(header) + "_{T}_d{D}", f"ops/tree_attention/cuda/{header}", code, TENSOR_CORE)
+    return Cuda(instance_name(header) + "_{T}_d{D}", f"ops/{header}", code, TENSOR_CORE)
 
 
 def tensor_core_copy(header: str, *launchers: str) -> Cuda:
@@ -332,7 +333,7 @@ TREE_ATTENTION: Table = [
     # the stages one by one
     Cuda(
         "tree_build",
-        "ops/tree_attention/stages/build/tree_build.cuh",
+        "ops/tree/cuda/any/tree_build.cuh",
         [
             f"cudaError_t {name}(const TreeBuildParams<{dtype.cpp}>&, cudaStream_t)"
             for name in ("launch_tree_build", "launch_tree_build_backward")
@@ -341,7 +342,7 @@ TREE_ATTENTION: Table = [
     ),
     Cuda(
         "rope",
-        "ops/tree_attention/stages/rope/rope.cuh",
+        "ops/tree/cuda/any/rope.cuh",
         [
             *(
                 f"cudaError_t launch_rope(const RopeParams<{x.cpp}, float>&, cudaStream_t)"
@@ -352,25 +353,25 @@ TREE_ATTENTION: Table = [
     ),
     Cuda(
         "{W}_compute_scores_{T}",
-        "ops/tree_attention/stages/scores/compute_scores.cuh",
+        "ops/selection/cuda/any/compute_scores.cuh",
         ["cudaError_t launch_compute_scores<{W}>(const ScoresParams<{T}>&, cudaStream_t)"],
         {"W": (FULL, IO_ONLY), "T": FLOAT_TYPES},
     ),
     Cuda(
         "compute_span_scores_{T}",
-        "ops/tree_attention/stages/scores/compute_scores.cuh",
+        "ops/selection/cuda/any/compute_scores.cuh",
         ["cudaError_t launch_compute_span_scores(const ComputeSpanScoresParams<{T}>&, cudaStream_t)"],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "{W}_select_topk",
-        "ops/tree_attention/stages/select/select_topk.cuh",
+        "ops/selection/cuda/any/select_topk.cuh",
         ["cudaError_t launch_select_topk<{W}>(const SelectParams&, cudaStream_t)"],
         {"W": (FULL, IO_ONLY)},
     ),
     Cuda(
         "next_parents",
-        "ops/tree_attention/stages/select/next_parents.cuh",
+        "ops/selection/cuda/any/next_parents.cuh",
         [
             f"cudaError_t launch_compute_next_parents<{work.cpp}>(const NextParentsParams&, cudaStream_t)"
             for work in (FULL, IO_ONLY)
@@ -378,13 +379,13 @@ TREE_ATTENTION: Table = [
     ),
     Cuda(
         "accumulate_{T}",
-        "ops/tree_attention/stages/gather/accumulate.cuh",
+        "ops/sparse_attention/cuda/any/accumulate.cuh",
         ["cudaError_t launch_accumulate(const AccumulateParams<{T}>&, cudaStream_t)"],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "merge",
-        "ops/tree_attention/stages/merge/merge.cuh",
+        "ops/sparse_attention/cuda/any/merge.cuh",
         [
             f"cudaError_t {name}<{dtype.cpp}>&, cudaStream_t)"
             for name in (
@@ -395,28 +396,43 @@ TREE_ATTENTION: Table = [
         ],
     ),
     # the whole operator on tensor cores
-    tensor_core_copy("tree/packed_layer.cuh", "launch_pack_layer(PackParams)"),
-    tensor_core_copy("tree/dense_layer.cuh", "launch_dense_layer(DenseLayerParams)"),
+    tensor_core_copy("tree/cuda/sm80/packed_layer.cuh", "launch_pack_layer(PackParams)"),
+    tensor_core_copy("tree/cuda/sm90/dense_layer.cuh", "launch_dense_layer(DenseLayerParams)"),
     tensor_core_copy(
-        "tree/span_copies.cuh", "launch_pack_spans(SpanCopyParams)", "launch_tile_spans(SpanCopyParams)"
+        "tree/cuda/sm90/span_copies.cuh",
+        "launch_pack_spans(SpanCopyParams)",
+        "launch_tile_spans(SpanCopyParams)",
     ),
-    tensor_core("select/list_scores.cuh", "launch_list_scores(ListScoreParams)"),
-    tensor_core("select/span_list_scores.cuh", "launch_span_list_scores(ListScoreParams)"),
-    tensor_core("select/span_scores.cuh", "launch_span_scores(SpanScoreParams)"),
+    tensor_core("selection/cuda/sm80/list_scores.cuh", "launch_list_scores(ListScoreParams)"),
+    tensor_core("selection/cuda/sm80/span_list_scores.cuh", "launch_span_list_scores(ListScoreParams)"),
+    tensor_core("selection/cuda/sm90/span_scores.cuh", "launch_span_scores(SpanScoreParams)"),
     tensor_core(
-        "select/dense_selection.cuh",
+        "selection/cuda/sm90/dense_selection.cuh",
         "launch_dense_references(DenseReferenceParams)",
         "launch_dense_importances(DenseImportanceParams)",
     ),
-    tensor_core("forward/dense_top/attend.cuh", "launch_dense_attend(DenseAttendParams)"),
-    tensor_core("forward/dense_rows/attend.cuh", "launch_dense_rows(DenseAttendParams)"),
-    tensor_core("forward/masked_rows/attend.cuh", "launch_masked_rows(MaskedAttendParams)"),
-    tensor_core("forward/per_query/attend.cuh", "launch_per_query_attend(AttendParams)"),
-    tensor_core("forward/shared_gather/attend.cuh", "launch_shared_gather_attend(AttendParams)"),
-    tensor_core("forward/per_list/attend.cuh", "launch_per_list_attend(AttendParams)"),
+    tensor_core(
+        "sparse_attention/cuda/sm90/forward/dense_top/attend.cuh", "launch_dense_attend(DenseAttendParams)"
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/forward/dense_rows/attend.cuh", "launch_dense_rows(DenseAttendParams)"
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/forward/masked_rows/attend.cuh", "launch_masked_rows(MaskedAttendParams)"
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm80/forward/per_query/attend.cuh", "launch_per_query_attend(AttendParams)"
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/forward/shared_gather/attend.cuh",
+        "launch_shared_gather_attend(AttendParams)",
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/forward/per_list/attend.cuh", "launch_per_list_attend(AttendParams)"
+    ),
     Cuda(
         "backward_gradient_rows_{T}",
-        "ops/tree_attention/cuda/backward/gradient_rows.cuh",
+        "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh",
         [
             f"cudaError_t {name}<{{T}}, {dim}>(const {params}, cudaStream_t)"
             for dim in HEAD_DIMS
@@ -427,28 +443,51 @@ TREE_ATTENTION: Table = [
         ],
         {"T": HALF_TYPES},
     ),
-    tensor_core("backward/per_query/query_gradient.cuh", "launch_query_gradient(QueryGradientParams)"),
     tensor_core(
-        "backward/shared_gather/query_gradient.cuh",
+        "sparse_attention/cuda/sm80/backward/per_query/query_gradient.cuh",
+        "launch_query_gradient(QueryGradientParams)",
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/backward/shared_gather/query_gradient.cuh",
         "launch_shared_gather_gradient(SharedGatherGradientParams)",
     ),
-    tensor_core("backward/per_parent/key_gradient.cuh", "launch_key_gradient(KeyGradientParams)"),
-    tensor_core("backward/per_parent/parent_gradient.cuh", "launch_parent_gradient(KeyGradientParams)"),
-    tensor_core_copy("backward/dense_rows/rows.cuh", "launch_row_tiles(DenseGradientParams)"),
-    tensor_core("backward/dense_rows/query_gradient.cuh", "launch_dense_query_gradient(DenseGradientParams)"),
-    tensor_core("backward/dense_rows/key_gradient.cuh", "launch_dense_key_gradient(DenseGradientParams)"),
     tensor_core(
-        "backward/masked_rows/gradients.cuh",
+        "sparse_attention/cuda/sm80/backward/per_parent/key_gradient.cuh",
+        "launch_key_gradient(KeyGradientParams)",
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm80/backward/per_parent/parent_gradient.cuh",
+        "launch_parent_gradient(KeyGradientParams)",
+    ),
+    tensor_core_copy(
+        "sparse_attention/cuda/sm90/backward/dense_rows/rows.cuh", "launch_row_tiles(DenseGradientParams)"
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/backward/dense_rows/query_gradient.cuh",
+        "launch_dense_query_gradient(DenseGradientParams)",
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/backward/dense_rows/key_gradient.cuh",
+        "launch_dense_key_gradient(DenseGradientParams)",
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/backward/masked_rows/gradients.cuh",
         "launch_masked_row_tiles(MaskedGradientParams)",
         "launch_masked_query_gradient(MaskedGradientParams)",
         "launch_masked_key_gradient(MaskedGradientParams)",
     ),
-    tensor_core("backward/per_list/gradient.cuh", "launch_per_list_gradient(PerListGradientParams)"),
-    tensor_core("backward/per_list/partial_sum.cuh", "launch_partial_sums(PartialSumParams)"),
+    tensor_core(
+        "sparse_attention/cuda/sm90/backward/per_list/gradient.cuh",
+        "launch_per_list_gradient(PerListGradientParams)",
+    ),
+    tensor_core(
+        "sparse_attention/cuda/sm90/backward/per_list/partial_sum.cuh",
+        "launch_partial_sums(PartialSumParams)",
+    ),
     # the backward of every dtype and shape
     Cuda(
         "general_gradient_{T}",
-        "ops/tree_attention/cuda/backward/general/general_gradient.cuh",
+        "ops/sparse_attention/cuda/any/general_gradient.cuh",
         [
             "cudaError_t launch_general_delta<{T}>(const GeneralGradientParams&, cudaStream_t)",
             "cudaError_t launch_general_query_gradient<{T}>("
@@ -460,12 +499,12 @@ TREE_ATTENTION: Table = [
     ),
     InstructionSets(
         "stage_rows",
-        ["ops/tree_attention/cpu/stages/stage_rows_impl.h"],
+        ["ops/sparse_attention/cpu/stage_rows_impl.h"],
         "constexpr StageTables kStageTables{isa} = HTREE_ISA::stage_tables()",
     ),
     InstructionSets(
         "query_kernels",
-        ["ops/tree_attention/cpu/query_kernels_impl.h"],
+        ["ops/sparse_attention/cpu/query_kernels_impl.h"],
         "constexpr QueryKernels<float> kQueryKernels{isa} = HTREE_ISA::query::query_kernels<float>()",
     ),
 ]

@@ -1,4 +1,4 @@
-"""The copies of a text that grows by chunks (csrc/ops/tree_attention/plan/growing_tree.h), on the host.
+"""The copies of a text that grows by chunks (csrc/ops/tree/plan/growing_tree.h), on the host.
 
 A copy is a row of units. Here a unit holds, for each of its nodes, whether it was finished when the unit was written;
 after every chunk the units must be those of copies that are made at once.

@@ -1,4 +1,4 @@
-"""Registers of ``per_list/``, ``dense_rows/`` and ``masked_rows/`` (csrc/ops/tree_attention/cuda).
+"""Registers of ``per_list/``, ``dense_rows/`` and ``masked_rows/`` (csrc/ops/sparse_attention/cuda/sm90).
 
 Needs nvcc and no GPU. A spill in its loops, or warpgroup products that ptxas runs one by one, costs a fifth to a half
 of the time and changes no result, so no other test sees it.
@@ -26,20 +26,20 @@ KERNEL = re.compile(
 @pytest.mark.parametrize(
     ("instance", "num_kernels"),
     [
-        ("forward_per_list_attend_bfloat16_d128", 2),  # of 64 and of 128 rows
-        ("forward_per_list_attend_half_d64", 2),
-        ("forward_dense_rows_attend_bfloat16_d128", 1),
-        ("forward_dense_rows_attend_half_d64", 1),
-        ("forward_masked_rows_attend_bfloat16_d128", 1),
-        ("forward_masked_rows_attend_half_d128", 1),
-        ("forward_masked_rows_attend_bfloat16_d64", 1),
-        ("backward_dense_rows_query_gradient_bfloat16_d128", 1),
-        ("backward_dense_rows_query_gradient_half_d64", 1),
-        ("backward_dense_rows_key_gradient_bfloat16_d128", 1),
-        ("backward_dense_rows_key_gradient_half_d128", 1),
-        ("backward_masked_rows_gradients_bfloat16_d128", 2),  # dQ, and dK with dV
-        ("backward_masked_rows_gradients_half_d128", 2),
-        ("backward_masked_rows_gradients_bfloat16_d64", 2),
+        ("sparse_attention_forward_per_list_attend_bfloat16_d128", 2),  # of 64 and of 128 rows
+        ("sparse_attention_forward_per_list_attend_half_d64", 2),
+        ("sparse_attention_forward_dense_rows_attend_bfloat16_d128", 1),
+        ("sparse_attention_forward_dense_rows_attend_half_d64", 1),
+        ("sparse_attention_forward_masked_rows_attend_bfloat16_d128", 1),
+        ("sparse_attention_forward_masked_rows_attend_half_d128", 1),
+        ("sparse_attention_forward_masked_rows_attend_bfloat16_d64", 1),
+        ("sparse_attention_backward_dense_rows_query_gradient_bfloat16_d128", 1),
+        ("sparse_attention_backward_dense_rows_query_gradient_half_d64", 1),
+        ("sparse_attention_backward_dense_rows_key_gradient_bfloat16_d128", 1),
+        ("sparse_attention_backward_dense_rows_key_gradient_half_d128", 1),
+        ("sparse_attention_backward_masked_rows_gradients_bfloat16_d128", 2),  # dQ, and dK with dV
+        ("sparse_attention_backward_masked_rows_gradients_half_d128", 2),
+        ("sparse_attention_backward_masked_rows_gradients_bfloat16_d64", 2),
     ],
 )
 def test_kernels_spill_nothing_and_overlap_their_products(

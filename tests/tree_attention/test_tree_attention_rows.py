@@ -137,7 +137,7 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
 @pytest.mark.parametrize("importance", ["lse_causal", "exp_joint"])
 @pytest.mark.parametrize("heads", [4, 32])
 def test_a_chunk_of_a_long_text_has_the_rows_of_the_whole(importance: str, heads: int) -> None:
-    """The scores of few lists take other thread blocks at the top than those of many (plan/problem.h)."""
+    """The scores of few lists take other thread blocks at the top than those of many (tree/plan/problem.h)."""
     q, k, v, _ = qkv((1, 24_576, heads, 4, 64, 64), torch.bfloat16, "cuda")
     options = (16, 2048, 128, None, 10000.0, importance, 4)
     whole = OPS.attention_rows(q, k, v, [0], *options)

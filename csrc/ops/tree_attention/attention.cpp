@@ -7,9 +7,9 @@
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
+#include "ops/tree/plan/problem.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
-#include "ops/tree_attention/plan/problem.h"
 
 namespace htree::tree_attention {
 

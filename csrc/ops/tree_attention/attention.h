@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ops/tree_attention/checks.h"
+#include "ops/tree/tree_checks.h"
 #include "ops/tree_attention/tree_options.h"
 
 namespace htree::tree_attention {

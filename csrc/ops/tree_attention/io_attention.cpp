@@ -9,7 +9,7 @@
 #include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/attention.h"
-#include "ops/tree_attention/stages/select/select.h"
+#include "ops/tree_attention/stages/select.h"
 
 namespace htree::tree_attention {
 namespace {

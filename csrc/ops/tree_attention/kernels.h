@@ -10,9 +10,9 @@
 #include <array>
 #include <vector>
 
-#include "ops/tree_attention/attention_kernels.h"
-#include "ops/tree_attention/selection_kernels.h"
-#include "ops/tree_attention/tree_kernels.h"
+#include "ops/selection/selection_kernels.h"
+#include "ops/sparse_attention/sparse_attention_kernels.h"
+#include "ops/tree/tree_kernels.h"
 
 namespace htree::tree_attention {
 

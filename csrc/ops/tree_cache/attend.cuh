@@ -11,8 +11,8 @@
 #include "device/reduce.cuh"
 #include "device/rotary.cuh"
 #include "device/work.cuh"
-#include "ops/tree_attention/stages/scores/compute_scores.cuh"
-#include "ops/tree_attention/stages/select/select_topk.cuh"
+#include "ops/selection/cuda/any/compute_scores.cuh"
+#include "ops/selection/cuda/any/select_topk.cuh"
 #include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "device/sizes.h"
-#include "ops/tree_attention/tree_args.h"
+#include "ops/tree/tree_args.h"
 
 namespace htree::tree_cache {
 

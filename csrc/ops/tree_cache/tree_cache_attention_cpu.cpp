@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-#include "ops/tree_attention/cpu/query_worker.h"
+#include "ops/sparse_attention/cpu/query_worker.h"
 #include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
 

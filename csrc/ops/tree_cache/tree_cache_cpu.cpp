@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "host/dispatch.h"
-#include "ops/tree_attention/cpu/stages/stage_cpu.h"
+#include "ops/tree/cpu/stage_cpu.h"
 #include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
 

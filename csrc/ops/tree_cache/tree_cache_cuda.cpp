@@ -14,7 +14,7 @@
 #include "host/dispatch.h"
 #include "host/env.h"
 #include "host/op_handle.h"
-#include "ops/tree_attention/cuda/tree/cuda_tree.h"
+#include "ops/tree/cuda/cuda_tree.h"
 #include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"

@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "ops/sparse_attention/cpu/query_kernels.h"
 #include "ops/tree_attention/cpu/pyramid.h"
-#include "ops/tree_attention/cpu/query_kernels.h"
 
 namespace htree::tree_attention {
 

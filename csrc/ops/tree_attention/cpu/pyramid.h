@@ -2,7 +2,7 @@
 // and what a query sees of them.
 #pragma once
 
-#include "ops/tree_attention/cpu/query_worker.h"
+#include "ops/sparse_attention/cpu/query_worker.h"
 #include "ops/tree_attention/kernels.h"
 
 namespace htree::tree_attention {

@@ -7,15 +7,15 @@
 #include <algorithm>
 
 #include "host/cuda/launch_scope.h"
-#include "ops/tree_attention/cuda/backward/dense_rows/dense_gradients.h"
-#include "ops/tree_attention/cuda/backward/general/general_backward.h"
-#include "ops/tree_attention/cuda/backward/gradients.h"
-#include "ops/tree_attention/cuda/backward/inverse_lists.h"
-#include "ops/tree_attention/cuda/backward/push_gradient.h"
-#include "ops/tree_attention/cuda/launch_params.h"
-#include "ops/tree_attention/cuda/select/select_layer.h"
-#include "ops/tree_attention/cuda/tree/copies.h"
-#include "ops/tree_attention/cuda/tree_call.h"
+#include "ops/selection/cuda/select_layer.h"
+#include "ops/sparse_attention/cuda/any/inverse_lists.h"
+#include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/sm90/backward/dense_rows/dense_gradients.h"
+#include "ops/tree/cuda/any/push_gradient.h"
+#include "ops/tree/cuda/copies.h"
+#include "ops/tree/cuda/launch_params.h"
+#include "ops/tree/cuda/tree_call.h"
+#include "ops/tree_attention/cuda/general_backward.h"
 #include "ops/tree_attention/cuda/walk.h"
 
 namespace htree::tree_attention {

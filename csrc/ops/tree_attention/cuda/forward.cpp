@@ -9,12 +9,12 @@
 #include <limits>
 
 #include "host/cuda/launch_scope.h"
-#include "ops/tree_attention/cuda/forward/attend.h"
-#include "ops/tree_attention/cuda/launch_params.h"
-#include "ops/tree_attention/cuda/select/select_layer.h"
-#include "ops/tree_attention/cuda/tree/copies.h"
-#include "ops/tree_attention/cuda/tree/cuda_tree.h"
-#include "ops/tree_attention/cuda/tree_call.h"
+#include "ops/selection/cuda/select_layer.h"
+#include "ops/sparse_attention/cuda/attend.h"
+#include "ops/tree/cuda/copies.h"
+#include "ops/tree/cuda/cuda_tree.h"
+#include "ops/tree/cuda/launch_params.h"
+#include "ops/tree/cuda/tree_call.h"
 #include "ops/tree_attention/cuda/walk.h"
 
 namespace htree::tree_attention {

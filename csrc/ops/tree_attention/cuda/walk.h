@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "ops/tree_attention/cuda/tree/cuda_tree.h"
+#include "ops/tree/cuda/cuda_tree.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/forward.h"

@@ -2,7 +2,7 @@
 // functions, so that they can be printed and tested without a GPU. No CUDA and no torch.
 #pragma once
 
-#include "ops/tree_attention/plan/dense_rows.h"
+#include "ops/tree/plan/dense_rows.h"
 #include "ops/tree_attention/plan/forward.h"
 
 namespace htree::tree_attention {

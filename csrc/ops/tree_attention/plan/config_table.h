@@ -23,7 +23,7 @@ inline std::string describe(const TreeConfig& config) {
 }
 
 // The kernels of dQ and of dK and dV below the top, then at the top, and where some rows multiply masked tiles at the
-// tokens, those of the tokens: behind a bar stand the kernels of the other rows. Names are those of cuda/backward.
+// tokens, those of the tokens: behind a bar stand the kernels of the other rows. Names are those of the folders of sparse_attention/cuda.
 inline std::string describe_gradients(const AttentionProblem& p, const BackwardConfig& config) {
   const bool general = config.path == AttentionPath::kGeneral;
   const std::string queries = general                        ? "general"

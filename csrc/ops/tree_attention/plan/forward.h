@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <numeric>
 
-#include "ops/tree_attention/plan/dense_rows.h"
-#include "ops/tree_attention/plan/score_memory.h"
-#include "ops/tree_attention/plan/tree_config.h"
-#include "ops/tree_attention/plan/workspace.h"
+#include "ops/selection/plan/score_memory.h"
+#include "ops/tree/plan/dense_rows.h"
+#include "ops/tree/plan/tree_config.h"
+#include "ops/tree/plan/workspace.h"
 
 namespace htree::tree_attention {
 

@@ -11,7 +11,7 @@
 #include <numeric>
 #include <vector>
 
-#include "ops/tree_attention/tree_args.h"
+#include "ops/tree/tree_args.h"
 
 namespace htree::tree_attention {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/rotary.cuh"
-#include "ops/tree_attention/stages/scores/compute_scores.cuh"
+#include "ops/selection/cuda/any/compute_scores.cuh"
 #include "ops/tree_cache/decode/tiles.cuh"
 
 namespace htree::tree_cache {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/hopper/cluster_memory.cuh"
-#include "ops/tree_attention/stages/select/select_topk.cuh"
+#include "ops/selection/cuda/any/select_topk.cuh"
 #include "ops/tree_cache/decode/block.cuh"
 
 namespace htree::tree_cache {

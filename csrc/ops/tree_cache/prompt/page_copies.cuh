@@ -1,15 +1,15 @@
 // The kernel that is declared in page_copies.h, for each layout that rows are copied to. Its arithmetic is that of the
-// copies of a contiguous tree (ops/tree_attention/cuda/tree), so that both have the same bytes.
+// copies of a contiguous tree (ops/tree/cuda), so that both have the same bytes.
 //
 // A block takes 32 rows of a unit or of neighbouring ones of the same (sequence, K/V head). A thread takes 8 dims of the
 // lower half of a row, their partners in the upper half, and as much of the values.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_attention/cuda/query_row.cuh"
-#include "ops/tree_attention/cuda/tree/dense_layer.cuh"
-#include "ops/tree_attention/cuda/tree/packed_layer.cuh"
-#include "ops/tree_attention/cuda/tree/span_copies.cuh"
+#include "ops/tree/cuda/sm80/packed_layer.cuh"
+#include "ops/tree/cuda/sm80/query_row.cuh"
+#include "ops/tree/cuda/sm90/dense_layer.cuh"
+#include "ops/tree/cuda/sm90/span_copies.cuh"
 #include "ops/tree_cache/prompt/page_copies.h"
 
 namespace htree::tree_cache {

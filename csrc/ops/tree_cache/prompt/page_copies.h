@@ -1,13 +1,13 @@
 // Copies of rows of pages in the layouts of the kernels of attention, which are those of
-// ops/tree_attention/cuda/tree/copies.h. No torch.
+// ops/tree/cuda/copies.h. No torch.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
-#include "ops/tree_attention/cuda/tree/copies.h"
-#include "ops/tree_attention/plan/growing_tree.h"
+#include "ops/tree/cuda/copies.h"
+#include "ops/tree/plan/growing_tree.h"
 #include "ops/tree_cache/page_layout.h"
 
 namespace htree::tree_cache {

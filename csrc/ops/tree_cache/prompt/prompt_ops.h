@@ -5,8 +5,8 @@
 #include <optional>
 #include <string_view>
 
+#include "ops/tree/plan/problem.h"
 #include "ops/tree_attention/kernels.h"
-#include "ops/tree_attention/plan/problem.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {

@@ -4,7 +4,7 @@
 #include <c10/cuda/CUDAException.h>
 
 #include "host/cuda/launch_scope.h"
-#include "ops/tree_attention/cuda/tree/growing_tree.h"
+#include "ops/tree_attention/cuda/growing_tree.h"
 #include "ops/tree_attention/cuda/walk.h"
 #include "ops/tree_cache/prompt/page_copies.h"
 #include "ops/tree_cache/prompt/prompt_ops.h"

@@ -1,0 +1,530 @@
+// dK and dV of a layer, docs/semantics/tree_attention.md §1.10, where up to 8 query heads share a kv head: a
+// warp walks the users of a (batch, kv head, parent) in a window of the lists.
+//
+// A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile,
+// streamed through shared memory. The parent's keys stay in registers as A operands and its values in shared
+// memory, so a user costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and
+// dK' += dS^T q', with the weights straight from the accumulators. Users come in pairs, so that the rows of two
+// fill the 16 of the last two products, and one waits for what the other computes. Queries are rotated in fp16 in
+// registers and transposed by movmatrix. A window keeps the rows of its users in the L2 while all parents of a
+// head walk them. The sums of the windows are added one after another.
+#pragma once
+
+#include "device/shared_memory.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
+#include "ops/tree/cuda/sm80/gather.cuh"
+#include "ops/tree/cuda/sm80/rotated_query.cuh"
+
+namespace htree::tree_attention {
+
+constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
+constexpr int kPairStages = 2;         // of two users each
+
+// One user in shared memory: its tiled record, the factors that rotate its queries, and what they
+// see of the parent.
+template <int kDim>
+struct UserStage {
+  using Record = TiledRecord<kDim>;
+  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kGradientOffset = Record::kGradientOffset;
+  static constexpr int kMetaOffset = Record::kMetaOffset;
+  static constexpr int kRotationOffset =
+      Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
+  // The last copy of a user takes 16 bytes of each lane: the numbers of its rows, the rotation, and what nobody reads.
+  static constexpr int kPresentOffset = kMetaOffset + 32 * 16;
+  static_assert(kRotationOffset + kRowBytes <= kPresentOffset);
+  static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
+  static constexpr int kPairBytes = 2 * kBytes;
+  static constexpr int kRingBytes = kPairStages * kPairBytes;
+  static constexpr int kValueBytes = kParentRows * kDim * 2;  // of the parent, behind the ring
+  static constexpr int kWarpBytes = kRingBytes + kValueBytes;
+  static_assert(PackedParent<kDim, kDim>::kBytes <= kRingBytes);
+  static constexpr int kSumBytes = 2 * kParentRows * kDim * 4;  // sums of a warp
+  static_assert(kSumBytes <= kRingBytes);
+};
+
+// The users of a parent in the window of lists [first_list, end_list): numbers of entries or, for the
+// implicit lists of the top, of lists; each stands for `stride` queries.
+struct WindowUsers {
+  uint32_t begin, num_users;
+
+  // The whole warp calls.
+  __device__ __forceinline__ WindowUsers(const KeyGradientParams& params, int64_t parent) {
+    const GatherParams& p = params.common.gather;
+    uint32_t end;
+    if (params.entries) {
+      const uint32_t* offset = params.offsets + int64_t{blockIdx.y} * (p.num_parents + 1) + parent;
+      begin = first_entry(params.entries, offset[0], offset[1], params.first_list, p.list_width);
+      end = first_entry(params.entries, begin, offset[1], params.end_list, p.list_width);
+    } else {
+      // Lists whose own parent comes before this one do not hold it, and above the bottom a list that refines
+      // everything adds nothing.
+      int64_t token = parent * kParentRows * p.node_span;
+      if (params.common.selected) {
+        token = max(token, p.list_width * p.node_span);
+      }
+      const int64_t first = max(list_of(p, token - p.t0 + p.stride - 1), int64_t{params.first_list});
+      end = params.end_list;
+      begin = static_cast<uint32_t>(min(first, int64_t{end}));
+    }
+    num_users = (end - begin) * p.stride;
+  }
+};
+
+// Copies users [begin, end) of a parent for one warp. Lane i knows user begin + 32 j + i.
+template <int kDim>
+class UserStream {
+ public:
+  using Stage = UserStage<kDim>;
+  using Record = TiledRecord<kDim>;
+
+  __device__ __forceinline__ UserStream(const KeyGradientParams& params, const WindowUsers& users,
+                                        int64_t parent, uint32_t begin, uint32_t end, uint32_t ring)
+      : params_(params),
+        users_(users),
+        parent_(parent),
+        begin_(begin),
+        end_(end),
+        lane_(threadIdx.x % 32),
+        rest_lane_(min(lane_, kRecordRows + kDim / 8 - 1)),
+        ring_(ring),
+        next_(begin) {
+    const GatherParams& p = params.common.gather;
+    records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
+    rest_ = rest_lane_ < kRecordRows
+                ? records_ + Record::kMetaOffset
+                : reinterpret_cast<const char*>(params.rotations) + (rest_lane_ - kRecordRows) * 16;
+    entry_ = read_entry(begin);
+#pragma unroll 1
+    for (uint32_t i = 0; i < kPairStages - 1; ++i) {
+      issue_pair(ring + i * Stage::kPairBytes);
+    }
+  }
+
+  // Waits for the next two users and returns the stage of the first; the second stands behind it.
+  __device__ __forceinline__ uint32_t wait() {
+    constexpr uint32_t kLast = (kPairStages - 1) * Stage::kPairBytes;
+    const uint32_t stage = ring_ + read_;
+    const uint32_t before = ring_ + (read_ == 0 ? kLast : read_ - Stage::kPairBytes);
+    device::wait_copies<kPairStages - 2>();
+    __syncwarp();
+    issue_pair(before);  // no lane reads the users before these any more
+    read_ = read_ == kLast ? 0 : read_ + Stage::kPairBytes;
+    return stage;
+  }
+
+ private:
+  // The entry of user `first` + lane.
+  __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
+    const GatherParams& p = params_.common.gather;
+    const uint32_t user = first + lane_;
+    if (user >= end_) {
+      return 0;
+    }
+    const uint32_t at = users_.begin + static_cast<uint32_t>(list_of(p, user));
+    return params_.entries ? params_.entries[at] : at * p.list_width + static_cast<uint32_t>(parent_);
+  }
+
+  // For this lane's user among the next 32: what it sees of the parent, its position and its query.
+  __device__ __forceinline__ void look_up() {
+    const GradientParams& common = params_.common;
+    const GatherParams& p = common.gather;
+    const uint32_t user = next_ + lane_;
+    const uint32_t entry = entry_;
+    entry_ = read_entry(next_ + 32);
+    const uint32_t list_row = entry / p.list_width;
+    const int slot = static_cast<int>(entry % p.list_width);
+    query_ = list_row * p.stride + (user & (p.stride - 1));
+    present_ = 0;
+    position_ = 0;
+    if (user >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
+      query_ = 0;
+      return;
+    }
+    const int batch = blockIdx.y / p.num_kv_heads, kv_head = blockIdx.y % p.num_kv_heads;
+    const int64_t list_idx = (batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head;
+    const int64_t rightmost = node_of(p, p.t0 + query_);
+    const int count =
+        params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kParentRows) + 1;
+    const int position = (count - 1 - slot) * kParentRows + static_cast<int>(rightmost % kParentRows);
+    // Above the bottom a query's own node is always refined.
+    const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
+                             rightmost + 1 - parent_ * kParentRows);
+    present_ = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
+    if (common.selected) {
+      present_ &= ~static_cast<unsigned>(
+          reinterpret_cast<const uint16_t*>(common.selected + list_idx * common.mask_words)[slot]);
+    }
+    position_ = static_cast<unsigned>(max(position, 0));
+  }
+
+  // Begins the copies of the next two users. Behind the last user they are copies that nobody reads: without a branch
+  // the products of the users before hide what the addresses wait for.
+  __device__ __forceinline__ void issue_pair(uint32_t stage) {
+    const int from = static_cast<int>((next_ - begin_) % 32);  // even
+    if (from == 0) {
+      look_up();
+    }
+    issue(stage, from);
+    issue(stage + Stage::kBytes, from + 1);
+    next_ += 2;
+    device::commit_copies();
+  }
+  __device__ __forceinline__ void issue(uint32_t stage, int from) const {
+    const unsigned query = __shfl_sync(device::kFullMask, query_, from);
+    const unsigned present = __shfl_sync(device::kFullMask, present_, from);
+    const unsigned position = __shfl_sync(device::kFullMask, position_, from);
+    const uint32_t to = stage + lane_ * 16;
+    const char* record = records_ + uint64_t{query} * Record::kBytes;
+#pragma unroll
+    for (int at = 0; at < Record::kMetaOffset; at += 512) {
+      device::copy_async_16(to + at, record + at);
+    }
+    // The numbers of the rows, and behind them the factors of the rotation; lanes beyond copy the last of these again.
+    device::copy_async_16(to + Record::kMetaOffset,
+                          rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
+                                      (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
+    if (lane_ == 0) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + Stage::kPresentOffset), "r"(present) : "memory");
+    }
+  }
+
+  const KeyGradientParams& params_;
+  const WindowUsers& users_;
+  int64_t parent_;
+  uint32_t begin_, end_;
+  int lane_, rest_lane_;
+  uint32_t ring_;
+  const char* records_;  // of the head, from this lane's 16-byte chunk on
+  const char* rest_;     // what this lane copies behind the two tiles, for record 0 or position 0
+  uint32_t next_, entry_ = 0;
+  uint32_t read_ = 0;  // stage to be read next
+  unsigned query_ = 0, present_ = 0, position_ = 0;
+};
+
+// Loads fragments of 8 rows. x[c] holds dims 8 c + 2 (lane % 4) and the next of row lane / 4, c counted from `first`.
+template <int kDim>
+__device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile, int first) {
+  const int lane = threadIdx.x % 32;
+  device::load_matrices(x, tile + chunk_offset<kDim>(lane % 8, first + lane / 8));
+}
+
+// Rotates the queries of a user to their position, in place.
+template <int kDim>
+__device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t rotations) {
+  constexpr int kPairs = kDim / 16;
+  __half2 cosine[kPairs], sine[kPairs];
+  const uint32_t at = rotations + threadIdx.x % 4 * 16;
+#pragma unroll
+  for (int i = 0; i < kPairs; i += 2) {
+    // The cos of two pairs, then their sin.
+    const uint4 pack = device::load_shared_16(at + i * 32);
+    cosine[i] = *reinterpret_cast<const __half2*>(&pack.x);
+    cosine[i + 1] = *reinterpret_cast<const __half2*>(&pack.y);
+    sine[i] = *reinterpret_cast<const __half2*>(&pack.z);
+    sine[i + 1] = *reinterpret_cast<const __half2*>(&pack.w);
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    __half2& low = *reinterpret_cast<__half2*>(&q[i]);
+    __half2& high = *reinterpret_cast<__half2*>(&q[i + kPairs]);
+    const __half2 rotated = __hfma2(low, cosine[i], __hneg2(__hmul2(high, sine[i])));
+    high = __hfma2(high, cosine[i], __hmul2(low, sine[i]));
+    low = rotated;
+  }
+}
+
+// A user in shared memory, by addresses: its record, the factors that rotate its queries, and the word of what they see
+// of the parent.
+struct UserRows {
+  uint32_t record, rotations, present;
+};
+
+template <typename T, int kDim>
+class ParentGradient {
+ public:
+  using Block = PackedParent<kDim, kDim>;
+  using Record = TiledRecord<kDim>;
+  using Stage = UserStage<kDim>;
+  static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
+
+  // Loads the keys of the parent into registers, by way of `ring`, the shared memory of this warp, and its values into the
+  // place behind the ring.
+  __device__ __forceinline__ void load(const char* block, uint32_t ring) {
+    const int lane = threadIdx.x % 32;
+    values_ = ring + Stage::kRingBytes;
+    for (int at = lane * 16; at < Block::kBytes; at += 512) {
+      const int value = at - Block::kValueOffset;
+      const bool is_value = value >= 0 && value < Stage::kValueBytes;
+      device::copy_async_16(is_value ? values_ + value : ring + at, block + at);
+    }
+    device::commit_copies();
+    device::wait_copies<0>();
+    __syncwarp();
+    const TileAddress<kDim> address;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      device::load_matrices(keys_[i], ring + address.plain(i));
+    }
+    load_row_scales(ring + Block::kScaleOffset, row_unscale_);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        key_sum_[i][e] = value_sum_[i][e] = 0.f;
+      }
+    }
+  }
+
+  // Adds two users. Where `alone`, the second is the first once more and counts nothing.
+  __device__ __forceinline__ void add_pair(const UserRows (&users)[2], bool alone, float score_scale,
+                                           float gradient_scale) {
+    uint32_t q[2][kChunks];
+#pragma unroll
+    for (int user = 0; user < 2; ++user) {
+#pragma unroll
+      for (int i = 0; i < kChunks; i += 4) {
+        load_four_chunks<kDim>(reinterpret_cast<uint32_t(&)[4]>(q[user][i]), users[user].record, i);
+      }
+      rotate_user<kDim>(q[user], users[user].rotations);
+    }
+    // The even and the odd steps of each sum are chains of their own: one hides the latency of the others.
+    float dp[2][2][4] = {}, s[2][2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 4) {
+      uint32_t x[2][4];
+#pragma unroll
+      for (int user = 0; user < 2; ++user) {
+        load_four_chunks<kDim>(x[user], users[user].record + Record::kGradientOffset, i);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int step = i / 2 + j;
+        uint32_t value[4];
+        device::load_matrices(value, values_ + TileAddress<kDim>().plain(step));
+#pragma unroll
+        for (int user = 0; user < 2; ++user) {
+          device::mma_16x8x16<T>(dp[user][j], value, x[user][2 * j], x[user][2 * j + 1]);
+          device::mma_16x8x16<__half>(s[user][j], keys_[step], q[user][2 * step], q[user][2 * step + 1]);
+        }
+      }
+    }
+    uint32_t weights[4], gradients[4];
+#pragma unroll
+    for (int user = 0; user < 2; ++user) {
+      float(&weight)[4] = s[user][0];
+      float(&gradient)[4] = dp[user][0];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        weight[e] += s[user][1][e];
+        gradient[e] += dp[user][1][e];
+      }
+      weigh(users[user], user == 1 && alone, score_scale, gradient_scale, weight, gradient);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        weights[2 * user + half] = device::pack_pair<T>(weight[2 * half], weight[2 * half + 1]);
+        gradients[2 * user + half] = device::pack_pair<__half>(gradient[2 * half], gradient[2 * half + 1]);
+      }
+    }
+    // A load brings two chunks of both users, as the products take them.
+    const int lane = threadIdx.x % 32;
+    const uint32_t gradient_rows = (lane / 8 % 2 == 0 ? users[0] : users[1]).record + Record::kGradientOffset;
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 2) {
+      uint32_t x[2][2];
+      device::load_matrices_transposed(reinterpret_cast<uint32_t(&)[4]>(x),
+                                       gradient_rows + chunk_offset<kDim>(lane % 8, i + lane / 16));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        device::mma_16x8x16<T>(value_sum_[i + j], weights, x[j][0], x[j][1]);
+        device::mma_16x8x16<__half>(key_sum_[i + j], gradients, device::transpose_matrix(q[0][i + j]),
+                                    device::transpose_matrix(q[1][i + j]));
+      }
+    }
+  }
+
+  // Leaves the sums in shared memory, lane after lane, for the warp that adds the sums of all.
+  __device__ __forceinline__ void leave(uint32_t ring) const {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      store_sum(ring, 2 * i, key_sum_[i]);
+      store_sum(ring, 2 * i + 1, value_sum_[i]);
+    }
+  }
+  __device__ __forceinline__ void add_left(uint32_t ring) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      add_sum(ring, 2 * i, key_sum_[i]);
+      add_sum(ring, 2 * i + 1, value_sum_[i]);
+    }
+  }
+
+  // Adds the result to the running sums. dK is rotated back by the child's place under its parent.
+  __device__ __forceinline__ void store(const KeyGradientParams& params, int64_t parent, float factor) const {
+    const GatherParams& p = params.common.gather;
+    const int lane = threadIdx.x % 32;
+    const int64_t first_row = (int64_t{blockIdx.y} * p.num_parents + parent) * kParentRows;
+    // All loads of a row come before its first store, which might go to the same address.
+    const auto read = [&](const float* from) {
+      return params.add ? *reinterpret_cast<const float2*>(from) : make_float2(0.f, 0.f);
+    };
+    const auto write = [&](float* to, float2 old, float x, float y) {
+      *reinterpret_cast<float2*>(to) = make_float2(old.x + x, old.y + y);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
+      const int64_t at = (first_row + row) * kDim + lane % 4 * 2;
+      if (params.keys) {
+        float* to = params.keys + at;
+        float4 rotation[kChunks / 2];
+        float2 old[kChunks];
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          old[i] = read(to + i * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks / 2; ++i) {
+          rotation[i] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + i * 8 + lane % 4 * 2);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks / 2; ++i) {
+          const float* low = key_sum_[i] + 2 * half;
+          const float* high = key_sum_[i + kChunks / 2] + 2 * half;
+          write(to + i * 8, old[i], (low[0] * rotation[i].x + high[0] * rotation[i].y) * factor,
+                (low[1] * rotation[i].z + high[1] * rotation[i].w) * factor);
+          write(to + i * 8 + kDim / 2, old[i + kChunks / 2],
+                (high[0] * rotation[i].x - low[0] * rotation[i].y) * factor,
+                (high[1] * rotation[i].z - low[1] * rotation[i].w) * factor);
+        }
+      }
+      if (params.values) {
+        float* to = params.values + at;
+        float2 old[kChunks];
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          old[i] = read(to + i * 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+          write(to + i * 8, old[i], value_sum_[i][2 * half], value_sum_[i][2 * half + 1]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Turns the scores of a user into weights and its dP^T into dS^T.
+  __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale,
+                                        float gradient_scale, float (&s)[4], float (&dp)[4]) const {
+    const int lane = threadIdx.x % 32;
+    unsigned present;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(user.present) : "memory");
+    present = unseen ? 0 : present;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 bits = device::load_shared_16(user.record + Record::kMetaOffset + (lane % 4 * 2 + i) * 16);
+      const float unscale = __uint_as_float(bits.z);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int e = i + 2 * half;
+        const bool here = present >> (lane / 4 + 8 * half) & 1;
+        const float score = s[e] * row_unscale_[half] * (unscale * score_scale);
+        const float weight = here ? device::exp2_flushed(score - __uint_as_float(bits.x)) : 0.f;
+        s[e] = weight;
+        dp[e] = here ? weight * (dp[e] - __uint_as_float(bits.y)) * (unscale * gradient_scale) : 0.f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t sum_at(uint32_t ring, int i) {
+    return ring + (i * 32 + threadIdx.x % 32) * 16;
+  }
+  __device__ __forceinline__ static void store_sum(uint32_t ring, int i, const float (&x)[4]) {
+    device::store_shared_16(sum_at(ring, i), make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                        __float_as_uint(x[2]), __float_as_uint(x[3])));
+  }
+  __device__ __forceinline__ static void add_sum(uint32_t ring, int i, float (&x)[4]) {
+    const uint4 bits = device::load_shared_16(sum_at(ring, i));
+    x[0] += __uint_as_float(bits.x), x[1] += __uint_as_float(bits.y);
+    x[2] += __uint_as_float(bits.z), x[3] += __uint_as_float(bits.w);
+  }
+
+  uint32_t keys_[kSteps][4];
+  uint32_t values_;  // their address
+  float row_unscale_[2];
+  float key_sum_[kChunks][4], value_sum_[kChunks][4];
+};
+
+// Grid: x = parents, y = batch * kv head. The warps of a block share the users of its parent in equal runs,
+// whose sums are added in the order of the warps. A block has several warps where few parents have many users
+// each, as at the top. Elsewhere it has one, so that no warp waits for one whose parent has more users.
+template <typename T, int kDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
+  using Stage = UserStage<kDim>;
+  extern __shared__ __align__(128) char shared[];
+  const GradientParams& common = params.common;
+  const GatherParams& p = common.gather;
+  const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
+  const int64_t parent = blockIdx.x;
+  const WindowUsers users(params, parent);
+  if (users.num_users == 0 && params.add) {
+    return;
+  }
+  const PowerOfTwo power = parent_power(common, parent);
+  const uint32_t rings = device::shared_address(shared);
+  const uint32_t ring = rings + warp * Stage::kWarpBytes;
+  const uint32_t run = (users.num_users + kWarps - 1) / kWarps;
+  const uint32_t begin = min(warp * run, users.num_users);
+  const uint32_t end = min(begin + run, users.num_users);
+  ParentGradient<T, kDim> sums;
+  sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
+            ring);
+  UserStream<kDim> stream(params, users, parent, begin, end, ring);
+  for (uint32_t user = begin; user < end; user += 2) {
+    const uint32_t stage = stream.wait();
+    const bool alone = user + 1 == end;
+    const uint32_t stages[2] = {stage, alone ? stage : stage + Stage::kBytes};
+    UserRows rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rows[i] = {stages[i], stages[i] + Stage::kRotationOffset, stages[i] + Stage::kPresentOffset};
+    }
+    sums.add_pair(rows, alone, p.score_scale, power.scale);
+  }
+  device::wait_copies<0>();  // those behind the last user
+  if constexpr (kWarps > 1) {
+    __syncwarp();
+    if (warp > 0) {
+      sums.leave(ring);
+    }
+    __syncthreads();
+    if (warp > 0) {
+      return;
+    }
+    for (int other = 1; other < kWarps; ++other) {
+      sums.add_left(rings + other * Stage::kWarpBytes);
+    }
+  }
+  sums.store(params, parent, power.inverse * common.scale);
+}
+
+template <typename T, int kDim, int kWarps>
+cudaError_t launch_parent_gradient_warps(const KeyGradientParams& params, cudaStream_t stream) {
+  const GatherParams& p = params.common.gather;
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
+                          .threads = kWarps * 32,
+                          .shared_bytes = kWarps * UserStage<kDim>::kWarpBytes};
+  return launch_kernel(parent_gradient_kernel<T, kDim, kWarps>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_parent_gradient(const KeyGradientParams& params, cudaStream_t stream) {
+  return params.entries ? launch_parent_gradient_warps<T, kDim, 1>(params, stream)
+                        : launch_parent_gradient_warps<T, kDim, kSharedParentWarps>(params, stream);
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,344 @@
+// dK and dV of a parent's children: the sum of what the blocks of gradient.cuh left, in the order of the
+// lists (docs/semantics/conventions.md §0.6, docs/semantics/tree_attention.md §1.10). The bytes of the
+// partial sums bound it. Every warp keeps a ring of copies of its share on their way, so that a few parents
+// with many partial sums each keep the memory busy too.
+//
+// A partial sum lies in the order of a warp's wgmma accumulators, 16 children by all dims in bf16. The 16
+// bytes of lane i at (32 c + i) * 16 belong to children i / 4 and i / 4 + 8, to dims 16 c + 2 (i % 4) and the
+// next, and to the two dims 8 further on. Dims d and d + K/2 are in one lane, so no exchange is needed to
+// rotate dK back by the slot's position.
+#pragma once
+
+#include "device/mma.cuh"
+#include "device/shared_memory.cuh"
+#include "host/cuda/kernel_launch.h"
+#include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
+#include "ops/sparse_attention/cuda/sm90/backward/per_list/task.cuh"
+
+namespace htree::tree_attention {
+
+// The users of one parent that left partial sums in this launch.
+struct PartialUsers {
+  const uint32_t* entries;  // of the head; null: implicit lists, which hold the parent in slot `parent`
+  uint32_t begin, end;      // of entries or, without them, of lists
+  int first_list;           // the head's first list in this launch
+  int64_t first_partial;    // number of that list's first partial sum
+};
+
+// A whole warp calls.
+__device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& params, int head_index,
+                                                      int parent) {
+  const PerListGradientParams& b = params.tasks;
+  const GatherParams& p = b.gather;
+  const uint32_t per_head = p.num_lists * tasks_per_list(p);
+  const uint32_t first_task = max(b.run.first_task, head_index * per_head);
+  const uint32_t end_task = min(b.run.first_task + b.run.num_tasks, (head_index + 1) * per_head);
+  PartialUsers users;
+  users.first_list = static_cast<int>((first_task - head_index * per_head) / tasks_per_list(p));
+  const int end_list = static_cast<int>((end_task - head_index * per_head) / tasks_per_list(p));
+  users.first_partial = int64_t{first_task - b.run.first_task} * b.run.slots;
+  if (params.entries) {
+    const uint32_t* offsets = params.offsets + head_index * (p.num_parents + 1) + parent;
+    users.entries = params.entries;
+    users.begin = first_entry(params.entries, offsets[0], offsets[1], users.first_list, p.list_width);
+    users.end = first_entry(params.entries, users.begin, offsets[1], end_list, p.list_width);
+  } else {
+    // Lists whose own parent comes before this one do not hold it.
+    const int64_t token = parent * int64_t{kParentRows} * p.node_span - (p.t0 - b.lead);
+    const int64_t first = max(list_of(p, token + p.stride - 1), int64_t{users.first_list});
+    users.entries = nullptr;
+    users.begin = static_cast<uint32_t>(min(first, int64_t{end_list}));
+    users.end = static_cast<uint32_t>(end_list);
+  }
+  return users;
+}
+
+// Finds the partial sums of a parent, 32 at a time. All lanes of a warp call.
+class PartialPlaces {
+ public:
+  uint32_t place = 0, slot = 0;  // of the partial sum that this lane looked up
+  float factor = 0.f;            // of its dK, key_factor()
+
+  __device__ __forceinline__ PartialPlaces(const PartialSumParams& params, int head_index, int parent)
+      : params_(params),
+        users_(partial_users(params, head_index, parent)),
+        head_index_(head_index),
+        parent_(parent),
+        tasks_(tasks_per_list(params.tasks.gather)),
+        powers_(params.tasks.powers + int64_t{head_index} * params.tasks.gather.num_lists * tasks_),
+        query_power_(query_power(params.tasks, head_index)),
+        num_partials_((users_.end - users_.begin) * tasks_),
+        index_(threadIdx.x % 32) {
+    entry_ = read_entry(index_);
+  }
+
+  // Looks up the next 32 and tells in `here` which of them exist; false at the end.
+  __device__ __forceinline__ bool next(unsigned& here) {
+    if (index_ - threadIdx.x % 32 >= num_partials_) {
+      return false;
+    }
+    const uint32_t entry = entry_;
+    entry_ = read_entry(index_ + 32);
+    here = __ballot_sync(device::kFullMask, find(entry));
+    index_ += 32;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t read_entry(uint32_t index) const {
+    return users_.entries && index < num_partials_ ? users_.entries[users_.begin + index / tasks_] : 0;
+  }
+
+  __device__ __forceinline__ bool find(uint32_t entry) {
+    if (index_ >= num_partials_) {
+      return false;
+    }
+    const PerListGradientParams& b = params_.tasks;
+    const GatherParams& p = b.gather;
+    const uint32_t list = users_.entries ? entry / p.list_width : users_.begin + index_ / tasks_;
+    slot = users_.entries ? entry % p.list_width : parent_;
+    place = static_cast<uint32_t>(
+        users_.first_partial +
+        ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.run.slots + slot);
+    factor =
+        key_factor(b.scale, query_power_, powers_[int64_t{list} * tasks_ + index_ % tasks_].score_gradient);
+    // Entries past the end of a list, and lists that refine everything, left no sum.
+    const int count = taking_part(b, head_index_ / p.num_kv_heads, head_index_ % p.num_kv_heads, list);
+    return static_cast<int>(slot) < count;
+  }
+
+  const PartialSumParams& params_;
+  PartialUsers users_;
+  int head_index_, parent_;
+  uint32_t tasks_;
+  const TaskPowers* powers_;  // of the head
+  float query_power_;
+  uint32_t num_partials_, index_, entry_;
+};
+
+// A warp adds 16 of the lower dims of dK and their 16 partners in the upper half; as many warps do the same
+// for dV.
+// A warp for every 16 of the lower dims of dK, with their partners in the upper half; as many for dV.
+template <int kDim>
+struct SumShape {
+  static constexpr int kShares = kDim / 32;
+  static constexpr int kWarps = 2 * kShares;
+  static constexpr int kMatrixBytes = kParentRows * kDim * 2;
+  // A stage of a warp's ring holds its lower dims, their partners, the cos and sin that rotate them back, and the factor of
+  // the partial sum.
+  static constexpr int kHighOffset = 512;
+  static constexpr int kRotationOffset = 1024;
+  static constexpr int kFactorOffset = kRotationOffset + 128;
+  static constexpr int kStageBytes = kFactorOffset + 16;
+  static constexpr int kStages = kDim == 128 ? 5 : 8;
+  static constexpr int kWarpBytes = kStages * kStageBytes;
+  static_assert(kWarps * kWarpBytes <= 48 * 1024);
+};
+
+template <int kDim>
+class PartialSum {
+ public:
+  using Shape = SumShape<kDim>;
+  static constexpr int kShares = Shape::kShares;
+
+  // `ring`: shared address of the warp's kWarpBytes.
+  __device__ __forceinline__ PartialSum(const PartialSumParams& params, uint32_t ring)
+      : params_(params),
+        ring_(ring),
+        lane_(threadIdx.x % 32),
+        share_(threadIdx.x / 32 % kShares),
+        is_value_(threadIdx.x / 32 >= kShares) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      low_[i] = high_[i] = 0.f;
+    }
+  }
+
+  // All lanes of a warp call. Returns whether there was a partial sum.
+  __device__ __forceinline__ bool run(PartialPlaces& places) {
+    unsigned here;
+    int on_their_way = 0;
+    bool any = false;
+    while (places.next(here)) {
+      for (; here; here &= here - 1) {
+        const int from = __ffs(here) - 1;
+        if (params_.keys && params_.values) {
+          __syncthreads();  // warps in step read whole pages of memory
+        }
+        issue(__shfl_sync(device::kFullMask, places.place, from),
+              __shfl_sync(device::kFullMask, places.slot, from),
+              __shfl_sync(device::kFullMask, places.factor, from));
+        any = true;
+        if (++on_their_way > kAhead) {
+          device::wait_copies<kAhead>();
+          add();
+          --on_their_way;
+        }
+      }
+    }
+    device::wait_copies<0>();
+    for (; on_their_way > 0; --on_their_way) {
+      add();
+    }
+    return any;
+  }
+
+  // Adds the result to the running sums in memory. dK is rotated back by the child's place under its parent.
+  template <typename T>
+  __device__ __forceinline__ void store(int head_index, int parent) const {
+    float* sums = is_value_ ? params_.values : params_.keys;
+    const GatherParams& p = params_.tasks.gather;
+    const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kParentRows;
+    const float factor = is_value_ && OperandPowers<T>::kWeightShift != 0.f ? 0x1p-14f : 1.f;
+    // All loads come before the first store, which might go to the same address.
+    float4 rotation[2][2];
+    float2 old[2][2][2];
+    const auto sum_of = [&](int i, int half) {
+      const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
+      return reinterpret_cast<float2*>(sums + (first_row + row) * kDim + dim);
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        old[i][half][0] = sum_of(i, half)[0];
+        old[i][half][1] = sum_of(i, half)[kDim / 4];
+        rotation[i][half] = make_float4(1.f, 0.f, 1.f, 0.f);
+        if (!is_value_) {
+          const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
+          rotation[i][half] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* low = low_ + 4 * i + 2 * half;
+        const float* high = high_ + 4 * i + 2 * half;
+        const float4 c = rotation[i][half];
+        const float2 old_low = old[i][half][0], old_high = old[i][half][1];
+        float2* to = sum_of(i, half);
+        to[0] = make_float2(old_low.x + (low[0] * c.x + high[0] * c.y) * factor,
+                            old_low.y + (low[1] * c.z + high[1] * c.w) * factor);
+        to[kDim / 4] = make_float2(old_high.x + (high[0] * c.x - low[0] * c.y) * factor,
+                                   old_high.y + (high[1] * c.z - low[1] * c.w) * factor);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static float2 unpack(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+
+  // While one stage is added, the newest copy may already go into the stage that was added before it.
+  static constexpr int kAhead = Shape::kStages - 2;
+
+  __device__ __forceinline__ static uint32_t following(uint32_t stage) {
+    return stage == (Shape::kStages - 1) * Shape::kStageBytes ? 0 : stage + Shape::kStageBytes;
+  }
+
+  __device__ __forceinline__ void issue(uint32_t place, uint32_t slot, float factor) {
+    const uint32_t to = ring_ + write_ + lane_ * 16;
+    const char* from = params_.tasks.run.partials + place * int64_t{2 * Shape::kMatrixBytes} +
+                       (is_value_ ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
+    device::copy_async_16(to, from);
+    device::copy_async_16(to + Shape::kHighOffset, from + kShares * 512);
+    if (!is_value_ && lane_ < 8) {
+      device::copy_async_16(
+          to + Shape::kRotationOffset,
+          params_.tasks.gather.rope + int64_t{slot} * (kParentRows * kDim / 2) + share_ * 16 + lane_ * 2);
+    }
+    if (!is_value_ && lane_ == 0) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(ring_ + write_ + Shape::kFactorOffset), "f"(factor)
+                   : "memory");
+    }
+    device::commit_copies();
+    write_ = following(write_);
+  }
+
+  // Adds the oldest of the copies on their way, which has arrived.
+  __device__ __forceinline__ void add() {
+    __syncwarp();
+    const uint32_t stage = ring_ + read_;
+    read_ = following(read_);
+    const uint4 low_bits = device::load_shared_16(stage + lane_ * 16);
+    const uint4 high_bits = device::load_shared_16(stage + Shape::kHighOffset + lane_ * 16);
+    const uint32_t low[4] = {low_bits.x, low_bits.y, low_bits.z, low_bits.w};
+    const uint32_t high[4] = {high_bits.x, high_bits.y, high_bits.z, high_bits.w};
+    const uint32_t rotations = stage + Shape::kRotationOffset + lane_ % 4 * 16;
+    float factor = 1.f;
+    if (!is_value_) {
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(stage + Shape::kFactorOffset) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint4 rotation = {};
+      if (!is_value_) {
+        rotation = device::load_shared_16(rotations + i * 64);
+      }
+      const float cos[2] = {__uint_as_float(rotation.x) * factor, __uint_as_float(rotation.z) * factor};
+      const float sin[2] = {__uint_as_float(rotation.y) * factor, __uint_as_float(rotation.w) * factor};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 x = unpack(low[2 * i + j]), y = unpack(high[2 * i + j]);
+        float* x_sum = low_ + 4 * i + 2 * j;
+        float* y_sum = high_ + 4 * i + 2 * j;
+        if (is_value_) {
+          x_sum[0] += x.x, x_sum[1] += x.y, y_sum[0] += y.x, y_sum[1] += y.y;
+        } else {
+          x_sum[0] += x.x * cos[0] + y.x * sin[0];
+          x_sum[1] += x.y * cos[1] + y.y * sin[1];
+          y_sum[0] += y.x * cos[0] - x.x * sin[0];
+          y_sum[1] += y.y * cos[1] - x.y * sin[1];
+        }
+      }
+    }
+  }
+
+  const PartialSumParams& params_;
+  uint32_t ring_, read_ = 0, write_ = 0;
+  int lane_, share_;
+  bool is_value_;
+  float low_[8], high_[8];  // lower dims and their partners in the upper half
+};
+
+// Grid: x = parents, y = the heads that the tasks touch.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
+    partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
+  using Shape = SumShape<kDim>;
+  __shared__ __align__(128) char rings[Shape::kWarps * Shape::kWarpBytes];
+  const GatherParams& p = params.tasks.gather;
+  const int first_head = static_cast<int>(params.tasks.run.first_task /
+                                          (static_cast<uint32_t>(p.num_lists) * tasks_per_list(p)));
+  const int head_index = first_head + blockIdx.y, parent = blockIdx.x;
+  const int warp = threadIdx.x / 32;
+  if (!(warp >= Shape::kShares ? params.values : params.keys)) {
+    return;
+  }
+  PartialPlaces places(params, head_index, parent);
+  PartialSum<kDim> sum(params, device::shared_address(rings) + warp * Shape::kWarpBytes);
+  if (sum.run(places)) {
+    sum.template store<T>(head_index, parent);
+  }
+}
+
+template <typename T, int kDim>
+cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t stream) {
+  const PerListGradientParams& b = params.tasks;
+  const int64_t per_head = int64_t{b.gather.num_lists} * tasks_per_list(b.gather);
+  const int64_t heads = (b.run.first_task + b.run.num_tasks - 1) / per_head - b.run.first_task / per_head + 1;
+  // Only parents up to the last list's own have partial sums.
+  const int64_t last_list = (b.run.first_task + b.run.num_tasks - 1) % per_head / tasks_per_list(b.gather);
+  const int64_t reached =
+      heads > 1 ? b.gather.num_parents
+                : (b.gather.t0 - b.lead + last_list * b.gather.stride) / b.gather.node_span / kParentRows + 1;
+  const dim3 grid(static_cast<unsigned>(reached), static_cast<unsigned>(heads));
+  return launch_kernel(partial_sum_kernel<T, kDim>, {.grid = grid, .threads = SumShape<kDim>::kWarps * 32},
+                       stream, params);
+}
+
+}  // namespace htree::tree_attention

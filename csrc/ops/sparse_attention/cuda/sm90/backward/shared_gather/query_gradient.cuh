@@ -1,0 +1,301 @@
+// dQ of a layer on Hopper (sm_90a), docs/semantics/tree_attention.md §1.10: as
+// backward/per_query/query_gradient.cuh, but neighbouring queries of a kv head share one
+// gather, as in forward/shared_gather/.
+//
+// The data path of shared memory bounds it: the keys of a slot pass through it in both directions, its
+// values once. Twelve warps of 160 registers each hold a query, its dO, its dQ and the rotation
+// factors of two slots.
+#pragma once
+
+#include "host/cuda/kernel_launch.h"
+#include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/sm80/backward/per_query/query_gradient.cuh"
+#include "ops/sparse_attention/cuda/sm90/forward/shared_gather/attend.cuh"
+#include "ops/tree/cuda/launch_params.h"
+
+namespace htree::tree_attention {
+
+template <int kDim>
+struct SharedGatherGradientShape {
+  using Block = PackedParent<kDim, kDim>;
+  static constexpr int kWarps = 12;                   // queries of a block
+  static constexpr int kThreads = (kWarps + 4) * 32;  // and a warpgroup, one warp of which copies
+  static constexpr int kRegisters = 160;
+  static constexpr int kLoaderRegisters = 32;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kWarps * 32 * kRegisters + 128 * kLoaderRegisters <= kThreads * kLaunchRegisters,
+                "raise_registers would wait for ever");
+  using Shared = UnionShared<Block, kWarps>;
+  static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
+};
+
+// The query of one warp, on its way along its list.
+template <typename T, int kDim, bool kSelected>
+class SharedGatherGradientQuery {
+ public:
+  using Block = PackedParent<kDim, kDim>;
+  static constexpr int kSteps = kDim / 16;
+
+  // `selected`: 16 bits per slot of the list.
+  __device__ __forceinline__ SharedGatherGradientQuery(const SharedGatherGradientParams& params,
+                                                       const GatherTask& task, int64_t query,
+                                                       int64_t rightmost, const uint16_t* selected)
+      : sum_(params.query.common.gather.rope),
+        rotations_(params.rotations + RotationFactors<kDim>::lane_offset()),
+        selected_(selected),
+        rows_left_(task.num_candidates - (kSelected ? 1 : 0)),  // its own node is always selected
+        rightmost_(static_cast<int>(rightmost)) {
+    if (task.num_slots == 0) {
+      return;
+    }
+    const GradientParams& common = params.query.common;
+    const GatherParams& p = common.gather;
+    const int lane = threadIdx.x % 32;
+    const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
+    const RecordRows<kDim> record(common, blockIdx.y, query);
+    q_.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
+            p.rope, task.num_candidates - 1);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int head = lane / 4, dim = step * 16 + i * 8 + lane % 4 * 2;
+        gradient_[step][i] =
+            head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
+      }
+    }
+    const KeyBound bound = common.list_bounds[int64_t{blockIdx.y} * p.num_lists + list_of(p, query)];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = lane % 4 * 2 + i;
+      const RowMeta meta = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
+      log_sum_[i] = meta.log_sum;
+      delta_[i] = meta.delta;
+      // load() scaled the record's row once more; here the record's own power of two is undone.
+      q_.unscale[0][i] *= meta.unscale;
+      power_[i] = score_gradient_scale(meta.gradient_norm, meta.delta, bound.value, bound.unscale).scale;
+    }
+    factors_.load(rotations_);
+    if constexpr (kSelected) {
+      next_selected_ = selected_[0];
+    }
+  }
+
+  // Works on the next slot of the list: `parent`, which lies in shared memory at `block`.
+  __device__ __forceinline__ void take(uint32_t block, int parent) {
+    // Whatever list the caller gave, nothing past the query's own node takes part.
+    const int rows = min(rows_left_, rightmost_ + 1 - parent * kParentRows);
+    const unsigned exist = rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
+    unsigned present = exist;
+    if constexpr (kSelected) {
+      present &= ~next_selected_;
+    }
+    float s[1][4];
+    q_.scores(factors_, at_, block, s);
+    // Factors for the next slot; the table has one slot more than the longest list.
+    rows_left_ -= kParentRows;
+    rotations_ += RotationSlots<kDim>::kSlotPairs;
+    factors_.load(rotations_);
+    if constexpr (kSelected) {
+      ++selected_;
+      next_selected_ = rows_left_ > 0 ? *selected_ : 0;
+    }
+    sum_.step_back();
+    if (present == 0) {
+      return;
+    }
+    uint32_t gradients[2];
+    score_gradients(s[0], block, present, gradients);
+    if (exist == 0xffffu) {
+      add_keys<false>(block, gradients, exist);
+    } else {
+      add_keys<true>(block, gradients, exist);
+    }
+  }
+
+  // Rotates dQ back by the query's place under its parent and adds it to dQ of the layers above.
+  __device__ __forceinline__ void store(const QueryGradientParams& params, const GatherTask& task,
+                                        int64_t query) {
+    const GradientParams& common = params.common;
+    const GatherParams& p = common.gather;
+    const int lane = threadIdx.x % 32;
+    const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
+    const int place = rightmost_ % kParentRows;
+    float* partial = params.partial + (task.batch * int64_t{p.num_queries} + query) * num_heads * kDim;
+    T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch + query * num_heads * kDim;
+    const auto place_of = [&](int i, int e) {
+      const int64_t head = int64_t{task.kv_head} * p.group + lane % 4 * 2 + (e & 1);
+      return head * kDim + i * 16 + e / 2 * 8 + lane / 4;
+    };
+    // All loads come before the first store, which might go to the same address.
+    float2 rotations[kSteps / 2][2];
+    float old[kSteps / 2][4][2] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        rotations[i][j] = p.rope[place * (kDim / 2) + i * 16 + j * 8 + lane / 4];
+      }
+    }
+    if (!params.first) {
+#pragma unroll
+      for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (lane % 4 * 2 + (e & 1) < p.group) {
+            old[i][e][0] = partial[place_of(i, e)];
+            old[i][e][1] = partial[place_of(i, e) + kDim / 2];
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (lane % 4 * 2 + (e & 1) >= p.group) {
+          continue;
+        }
+        sum_.rotate_back(0, i, e, rotations[i][e / 2].x, rotations[i][e / 2].y);
+        // A query without slots has no power of two; its sum is 0.
+        const float factor = task.num_slots > 0 ? common.scale / power_[e & 1] : 0.f;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t at = place_of(i, e) + half * (kDim / 2);
+          float value = sum_.x[0][i + half * (kDim / 32)][e] * factor;
+          if (!params.first) {
+            value += old[i][e][half];
+          }
+          if (params.last) {
+            out[at] = device::from_acc<T>(value);
+          } else {
+            partial[at] = value;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  // dS of the 16 children, in fp16, as the B operand of dQ^T += K'^T dS.
+  __device__ __forceinline__ void score_gradients(float (&s)[4], uint32_t block, unsigned present,
+                                                  uint32_t (&gradients)[2]) const {
+    const int lane = threadIdx.x % 32;
+    float dp[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4];
+      device::load_matrices(a,
+                            block + Block::kValueOffset + at_.plain[step % at_.kSteps] + at_.further(step));
+      device::mma_16x8x16<T>(dp[step % 2], a, gradient_[step][0], gradient_[step][1]);
+    }
+    float row_unscale[2];
+    load_row_scales(block + Block::kScaleOffset, row_unscale);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float weight = device::exp2_flushed(s[e] - log_sum_[e & 1]);
+      const bool here = present >> (lane / 4 + e / 2 * 8) & 1;
+      s[e] =
+          here ? weight * (dp[0][e] + dp[1][e] - delta_[e & 1]) * (power_[e & 1] * row_unscale[e / 2]) : 0.f;
+    }
+    device::pack_transposed<__half>(s, gradients);
+  }
+
+  // `keep` marks the rows whose keys exist for this query, as in add_values().
+  template <bool kPartial>
+  __device__ __forceinline__ void add_keys(uint32_t block, const uint32_t (&gradients)[2], unsigned keep) {
+    const RowMask<kPartial> kept(keep);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4];
+      device::load_matrices_transposed(a, block + at_.transposed[step % at_.kSteps] + at_.further(step));
+      kept.apply(a);
+      device::mma_16x8x16<__half>(sum_.x[0][step], a, gradients[0], gradients[1]);
+    }
+  }
+
+  RotatedHalfQuery<kDim, 1> q_;
+  RotationFactors<kDim> factors_;
+  RotatingSum<kDim, 1> sum_;
+  uint32_t gradient_[kSteps][2];  // dO^T as a B operand
+  float log_sum_[2], delta_[2];
+  float power_[2];        // power of two of dS
+  StepOffsets<kDim> at_;  // offsets of keys and of values
+  const __half2* rotations_;
+  const uint16_t* selected_;
+  unsigned next_selected_ = 0;
+  int rows_left_;  // candidates from the next slot on
+  int rightmost_;
+};
+
+// Grid: x = runs of kWarps queries, the longest lists first, y = batch * kv head.
+template <typename T, int kDim, bool kSelected>
+__global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
+    shared_gather_gradient_kernel(const __grid_constant__ SharedGatherGradientParams params) {
+#if HTREE_SM90A
+  using Shape = SharedGatherGradientShape<kDim>;
+  using Block = typename Shape::Block;
+  extern __shared__ __align__(128) char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename Shape::Shared*>(shared_bytes);
+  const QueryGradientParams& gradient = params.query;
+  const GatherParams& p = gradient.common.gather;
+  const int warp = __shfl_sync(device::kFullMask, threadIdx.x / 32, 0);
+  const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
+  const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
+  const int num_parents = static_cast<int>(node_of(p, p.t0 + last_query) / kParentRows) + 1;
+  const char* packed = p.packed + int64_t{blockIdx.y} * p.num_parents * Block::kBytes;
+  if (threadIdx.x == 0) {
+    shared.ring.init(Shape::kWarps);
+  }
+
+  if (warp >= Shape::kWarps) {
+    device::lower_registers<Shape::kLoaderRegisters>();
+    load_unions(shared, num_parents, packed, warp);
+    return;
+  }
+  device::raise_registers<Shape::kRegisters>();
+
+  const int64_t query = min(first_query + warp, last_query);
+  const bool exists = first_query + warp <= last_query;
+  const int64_t list_row = list_of(p, query);
+  GatherTask task = gather_task(p, blockIdx.y, query, list_row);
+  const uint16_t* selected = nullptr;
+  if constexpr (kSelected) {
+    const int64_t row = (task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head;
+    selected = reinterpret_cast<const uint16_t*>(gradient.common.selected + row * gradient.common.mask_words);
+    if (task.num_candidates <= p.list_width) {
+      task.num_slots = 0;  // everything is selected
+    }
+  }
+  if (!exists) {
+    task.num_slots = 0;
+  }
+  SharedGatherGradientQuery<T, kDim, kSelected> own(params, task, query, node_of(p, task.token), selected);
+  walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
+              [&](uint32_t block, int parent) { own.take(block, parent); });
+  if (exists && (task.num_slots > 0 || gradient.first || gradient.last)) {
+    own.store(gradient, task, query);
+  }
+#else
+  __trap();  // chosen for sm_90a alone, see plan/
+#endif
+}
+
+template <typename T, int kDim, bool kSelected>
+cudaError_t launch_shared_gather_gradient_as(const SharedGatherGradientParams& params, cudaStream_t stream) {
+  using Shape = SharedGatherGradientShape<kDim>;
+  const GatherParams& p = params.query.common.gather;
+  const LaunchShape shape{
+      .grid = dim3(num_blocks(p.num_queries, Shape::kWarps), p.num_batches * p.num_kv_heads),
+      .threads = Shape::kThreads,
+      .shared_bytes = sizeof(typename Shape::Shared)};
+  return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected>, shape, stream, params);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_shared_gather_gradient(const SharedGatherGradientParams& params, cudaStream_t stream) {
+  return params.query.common.selected ? launch_shared_gather_gradient_as<T, kDim, true>(params, stream)
+                                      : launch_shared_gather_gradient_as<T, kDim, false>(params, stream);
+}
+
+}  // namespace htree::tree_attention
