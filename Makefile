@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 TORCH ?= torch==2.11.0
-# GPU runs: the folder of their logs, the seconds that one process of pytest, one sanitizer on one file or one room of
+# GPU runs: the folder of their logs, the seconds that one process of pytest, one sanitizer on one file or one family of
 # benchmarks may take, and the processes that share the GPUs in `test-gpu`: 15 for each GPU of 141 GB if it has the cores,
 # 11 for each of 80 GB. Tests that find no memory beside others run again alone.
 OUT ?= runs/gpu
@@ -26,8 +26,14 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.
 .PHONY: help demo test test-gpu test-two-gpus bench bits sanitize lint format wheel cuda-build clean preflight
 .DEFAULT_GOAL := help
 
-# Shows which file a build compiles and keeps what it prints: $(WATCH) LOG COMMAND...
-WATCH = $(PY) htree_ops/bench/progress.py
+# A build that keeps what it prints in a log and shows what is compiled, errors and what setup.py decides:
+# $(call logged,LOG,COMMAND)
+SHELL := bash
+define logged
+@mkdir -p $(dir $(1))
+@set -o pipefail; $(2) 2>&1 | tee $(1) | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\]\) .* -c \([^ ]*\).*/\1 \2/p; /\berror: /p; /^ *htree_ops: /p' \
+  || { tail -n 20 $(1); echo "failed; $(1) has every line"; exit 1; }
+endef
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -51,7 +57,7 @@ bench: $(READY) ## every benchmark beside its baseline: OUT=folder for results
 	benchmarks/run.sh "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)
 
 bits: $(READY) ## digests of what every op computes, against those in tests/bits: ARGS=--help
-	$(PY) -m htree_ops.testing.bits $(ARGS)
+	$(PY) -m tests.bits $(ARGS)
 
 lint: $(VENV)/.installed ## ruff, mypy and clang-format, changing nothing
 	$(PY) -m ruff check .
@@ -65,11 +71,11 @@ format: $(VENV)/.installed ## format Python and C++ in place
 	find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
 
 wheel: $(VENV)/.installed ## an sdist and a wheel in dist/
-	$(WATCH) build/wheel.log $(PY) -m build --no-isolation --outdir dist .
+	$(call logged,build/wheel.log,$(PY) -m build --no-isolation --outdir dist .)
 	@ls -l dist
 
 cuda-build: $(VENV)/.installed ## compile the CUDA kernels into build/cuda without a GPU (TORCH_CUDA_ARCH_LIST chooses)
-	HTREE_CUDA=1 $(WATCH) build/cuda.log $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp
+	$(call logged,build/cuda.log,HTREE_CUDA=1 $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp)
 
 clean: ## remove builds, keep the environment
 	rm -rf build dist htree_ops.egg-info htree_ops/*.so htree_ops/_build_info.json $(VENV)/.built
@@ -93,5 +99,5 @@ $(VENV)/.installed: pyproject.toml | preflight
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	@echo "compiling htree_ops; build/install.log has every line"
-	@$(WATCH) build/install.log $(PY) -m pip install --verbose --no-build-isolation --no-deps --editable .
+	$(call logged,build/install.log,$(PY) -m pip install --verbose --no-build-isolation --no-deps --editable .)
 	touch $@

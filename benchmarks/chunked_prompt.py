@@ -1,6 +1,6 @@
 """A prompt that enters a tree cache in chunks, as a multiple of one call of tree attention over it.
 
-Run: ``python benchmarks/chunked_prompt.py --csv PATH`` on a GPU with 40 GB; ``--quick`` leaves out a million tokens.
+Run: ``python -m benchmarks.chunked_prompt --csv PATH`` on a GPU with 40 GB; ``--quick`` leaves out a million tokens.
 B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. A chunk is appended and attended;
 the time of all chunks of a text is added up. ``peak_bytes`` is the most that the allocator held during the chunks
 beyond the inputs and the cache. Figures are reported, never asserted. ``--profile`` prints instead what each kernel
@@ -21,11 +21,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
 from htree_ops import TreeKVCache, tree_attention
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.cases import normal
+from htree_ops.info import source_commit
+from tests.support.cases import normal
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
 #: T, chunk, selection_stride, selection_span, rounds.

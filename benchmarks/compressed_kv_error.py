@@ -1,6 +1,6 @@
 """What compression does to attention: outputs of compressed decode attention against the uncompressed cache.
 
-Run: ``python benchmarks/compressed_kv_error.py --csv PATH``. Queries and values are standard normal. So are the keys,
+Run: ``python -m benchmarks.compressed_kv_error --csv PATH``. Queries and values are standard normal. So are the keys,
 or one channel in 29 is ten times as large, as keys of language models have it. The reference is float64 attention over
 the same keys and values before they are pruned and quantised. Figures are reported, never asserted: they depend on the
 data.
@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from htree_ops.bench.plain_rows import print_rows
-from htree_ops.bench.progress import progress
+from benchmarks.harness.plain_rows import print_rows
+from benchmarks.harness.progress import progress
 from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compressed_kv_cases import rows_with_outliers
+from tests.support.cases import normal
+from tests.support.compressed_kv_cases import rows_with_outliers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Tree attention with the text on several GPUs against the same text on one.
 
-Run: ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py --csv PATH`` on GPUs with 100 GB: about two minutes.
+Run: ``torchrun --nproc-per-node 2 -m benchmarks.context_parallel --csv PATH`` on GPUs with 100 GB: about two minutes.
 Every rank measures both: the whole text on its own GPU, and its part of the text together with the others. A time is
 the median of the rounds, each of which counts the slowest rank. Figures are reported; with ``--bars`` the status is 1
 where a length misses its efficiency under every balance.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,18 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lm.parallel import leave
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
-from lm.parallel import leave
-
+from benchmarks.harness.plain_rows import print_rows
 from htree_ops import tree_attention
-from htree_ops.bench.plain_rows import print_rows
-from htree_ops.bench.results import source_commit
 from htree_ops.distributed import shard_sequence, tree_attention_cp
 from htree_ops.distributed.collectives import added, all_gather, cut, exchange, group_of, join, waited
 from htree_ops.distributed.context_parallel import choose_steps
+from htree_ops.info import source_commit
 from htree_ops.ops.tree_attention.attention import BALANCES
 
 #: Tokens, what is measured, and the efficiency that two H200s should reach at selection_stride 16.

@@ -1,6 +1,6 @@
 """What tree attention costs on many GPUs, computed from times of one and from the speed of a link.
 
-Run: ``python benchmarks/context_parallel_cost.py``; it prints the table of docs/distributed.md, needs no GPU and
+Run: ``python -m benchmarks.context_parallel_cost``; it prints the table of docs/distributed.md, needs no GPU and
 measures nothing. The work of a token in the forward is that of the top layer, of each layer that selects, and of the
 tokens; the three costs are fitted to the forwards of ``benchmarks/results/tree_attention_h200.csv`` from 131 072 tokens
 on. The backward is a multiple of the forward, the one measured at 131 072. A rank has its share of that, and all of

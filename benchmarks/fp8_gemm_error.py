@@ -1,6 +1,6 @@
 """What the sums of FP8 products cost and lose: ``fp8_gemm``, ``fp8_gemm_exact`` and both accumulations of cuBLASLt.
 
-Run: ``python benchmarks/fp8_gemm_error.py --csv PATH`` on a GPU with FP8 tensor cores. The reference is the float64
+Run: ``python -m benchmarks.fp8_gemm_error --csv PATH`` on a GPU with FP8 tensor cores. The reference is the float64
 product of the codes. ``gamma`` is the largest error of an fp32 result beyond its own rounding, relative to the sum of
 magnitudes Σ|a·b| of its element: property 4 (docs/semantics §3.5) allows 2^-20. Times are of a bf16 result. Figures
 are reported, never asserted.
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.tuning.clock import clock_for
 
 FP8 = torch.float8_e4m3fn
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -122,7 +123,7 @@ def time_methods(size: int) -> dict[str, tuple[float, float]]:
     calls: dict[str, list[timing.Call]] = {
         name: [functools.partial(f, a, b, torch.bfloat16) for a, b in operands] for name, f in METHODS.items()
     }
-    clock, effort = timing.clock_for("cuda"), timing.Effort(rounds=6)
+    clock, effort = clock_for("cuda"), timing.Effort(rounds=6)
     events = timing.measure(calls, clock, effort)
     replays, counts = {}, {}
     for name, some in calls.items():

@@ -1,6 +1,6 @@
 """``fp8_gemm`` against ``torch._scaled_mm`` over the matrix sizes of transformers: where cuBLASLt is faster.
 
-Run: ``python benchmarks/fp8_gemm_grid.py --csv PATH`` on a GPU with FP8 tensor cores; about a minute. Both get the same
+Run: ``python -m benchmarks.fp8_gemm_grid --csv PATH`` on a GPU with FP8 tensor cores; about a minute. Both get the same
 codes and one scale per operand, cuBLASLt its reciprocal, and give bf16 without fast accumulation. They alternate and
 are timed by graph replays of a few milliseconds. Figures are reported, never asserted.
 """
@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
-from htree_ops.bench import results, timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.testing.fp8_gemm_cases import FP8GemmCase
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.info import Environment, collect_environment
+from htree_ops.tuning.clock import clock_for, copy_bandwidth
+from tests.support.fp8_gemm_cases import FP8GemmCase
 
 #: (n, k) of the weights and the rows that meet them: projections of models with 2048 to 8192 channels, and long sums.
 FEW = (1, 16, 32, 64, 96, 128)
@@ -65,7 +67,7 @@ class GridRow:
     speedup: float
 
 
-def measure(environment: results.Environment, m: int, n: int, k: int, milliseconds: float) -> GridRow:
+def measure(environment: Environment, m: int, n: int, k: int, milliseconds: float) -> GridRow:
     """Times one size by alternating graph replays of about ``milliseconds`` each."""
     case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
     inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
@@ -74,7 +76,7 @@ def measure(environment: results.Environment, m: int, n: int, k: int, millisecon
         partial(torch._scaled_mm, a, b, 1 / a_scale, 1 / b_scale, out_dtype=dtype)
         for a, b, a_scale, b_scale, dtype in inputs
     ]
-    clock = timing.clock_for("cuda")
+    clock = clock_for("cuda")
     replays: dict[str, list[timing.Call]] = {}
     counts = {}
     for name, calls in (("ours", ours), ("cuBLASLt", cublas)):
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--milliseconds", type=float, default=2.0, help="length of a replay")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parse_for_gpu(parser, argv)
-    here = results.collect_environment("cuda", timing.copy_bandwidth("cuda"))
+    here = collect_environment("cuda", copy_bandwidth("cuda"))
     shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
     names = progress(shapes, lambda shape: "x".join(map(str, shape)))
     rows = print_rows((measure(here, *shape, arguments.milliseconds) for shape in names), arguments.csv)

@@ -1,6 +1,6 @@
 """What a call costs on the host: microseconds from Python until the call returns, for every op, beside plain ATen ops.
 
-Run: ``python benchmarks/host_cost.py --csv PATH`` on a GPU; ``--bursts 5`` for a look. Tensors are small, and nothing
+Run: ``python -m benchmarks.host_cost --csv PATH`` on a GPU; ``--bursts 5`` for a look. Tensors are small, and nothing
 waits for the device while a burst is queued. An op that launches more kernels takes longer for each of them, so the
 time of as many launches of an empty kernel is taken away from both sides. An op is compared with an ATen op of as
 many tensors, arguments and results together: ``neg`` has two, ``add`` three, ``addcmul`` four, ``cat`` any number.
@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import htree_ops  # noqa: F401 - registers the ops
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing import compressed_kv_cases, rmsnorm_rope_cases
-from htree_ops.testing.row_calls import row_calls
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import percentile
+from tests.support import compressed_kv_cases, rmsnorm_rope_cases
+from tests.support.row_calls import row_calls
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import TreeAttentionCase
 
 Call = Callable[[], Any]
 BURST = 50
@@ -146,7 +146,7 @@ def host_us(call: Call, device: str, bursts: int) -> float:
         for _ in range(BURST):
             call()
         samples.append((time.perf_counter() - start) / BURST * 1e6)
-    return timing.percentile(samples, 50)
+    return percentile(samples, 50)
 
 
 def launch_us(device: str, bursts: int) -> float:

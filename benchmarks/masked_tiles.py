@@ -1,6 +1,6 @@
 """Tree attention with positions of its own (``rope_base=None``) where lists cover much of the text, beside cuDNN.
 
-Run: ``python benchmarks/masked_tiles.py --csv PATH`` on a GPU: about a minute; ``--quick`` for 32768 tokens alone, and
+Run: ``python -m benchmarks.masked_tiles --csv PATH`` on a GPU: about a minute; ``--quick`` for 32768 tokens alone, and
 ``--backward`` for the gradients alone, under stored lists.
 H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, B = 1. Each row has three figures of one run, interleaved:
 the package's own choice, which multiplies tiles of tokens under the bits of the lists up to 4 k r tokens; the same
@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
 from htree_ops import tree_attention
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import clock_for
+from tests.support.tree_attention_cases import TreeAttentionCase
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
 EFFORT = timing.Effort(rounds=6, candidate_ms=600.0, warm_up_ms=50.0)
@@ -112,7 +113,7 @@ def measure(length: int, stride: int, correlation: float, backward: bool) -> Mas
             calls[kind] = [partial(tree, kind, stride, *x) for x in sets]
         calls["cudnn"] = [partial(dense, *x) for x in dense_sets]
         error = difference(*(tree(kind, stride, *sets[0]) for kind in ("auto", "gathered")))
-    found = timing.measure_undisturbed(calls, timing.clock_for("cuda"), EFFORT)
+    found = timing.measure_undisturbed(calls, clock_for("cuda"), EFFORT)
     times = {name: found[name].median_us / 1000 for name in calls}
     return MaskedRow(
         gpu=torch.cuda.get_device_name(),

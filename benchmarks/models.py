@@ -1,6 +1,6 @@
 """A training step and a prefill of a Llama-shaped model, with the ways in which one would run it.
 
-Run: ``python benchmarks/models.py --csv PATH`` on a GPU with 120 GB; needs transformers. ``--quick`` takes the shortest
+Run: ``python -m benchmarks.models --csv PATH`` on a GPU with 120 GB; needs transformers. ``--quick`` takes the shortest
 text and what need not be compiled, for a look. Eight layers of 4096 channels,
 bf16, one sequence of random tokens. A training step is forward, backward and AdamW without the language model's head:
 the loss is the mean square of the last hidden states. From 64k tokens on, every way checkpoints the activations of each
@@ -26,12 +26,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.command_line import regular_expression
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.cli import regular_expression
+from htree_ops.info import source_commit
 from htree_ops.integrations import patch_model_
+from htree_ops.tuning.clock import clock_for
 
 LENGTHS = (8_192, 32_768, 131_072)
 CHECKPOINT_FROM = 65_536
@@ -157,7 +158,7 @@ def measure(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     call = make_call(way, phase, size, tokens, device, dtype)
-    clock = timing.clock_for(device)
+    clock = clock_for(device)
     times = timing.measure_undisturbed({way.name: [call]}, clock, effort)[way.name]
     sustained = timing.sustained([call], clock, times.median_us, effort).median_us
     peak = torch.cuda.max_memory_allocated() if on_gpu else None

@@ -1,6 +1,6 @@
 """Time of tree attention that selects by span means, as a multiple of the same call without a span.
 
-Run: ``python benchmarks/selection_span.py --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look, without the text of
+Run: ``python -m benchmarks.selection_span --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look, without the text of
 10^6 tokens. B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs; ``--device cpu`` takes
 smaller ones. All spans of a length and stride are timed in turns in one process, then one by one under load
 ("sustained"). ``--open-next`` times each of the first settings with and without ``open_next``. Figures are reported,
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import clock_for
+from tests.support.tree_attention_cases import TreeAttentionCase
 
 #: T, selection_stride, spans, rounds.
 SETTINGS = {
@@ -77,7 +78,7 @@ def times_of(
     case: TreeAttentionCase, ways: Sequence[dict[str, Any]], device: str, effort: timing.Effort
 ) -> list[tuple[functools.partial[object], float, float]]:
     """For each way to call ``attention`` the call, its median in ms, and that under load; all are timed in turns."""
-    inputs, clock = (*case.make_qkv(device), *case.op_options()), timing.clock_for(device)
+    inputs, clock = (*case.make_qkv(device), *case.op_options()), clock_for(device)
     calls = [
         functools.partial(torch.ops.htree.attention, *inputs, store_parents=False, **way) for way in ways
     ]

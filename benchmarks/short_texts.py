@@ -1,6 +1,6 @@
 """Tree attention of texts that are no longer than max_top_nodes, beside cuDNN: every row is dense causal attention.
 
-Run: ``python benchmarks/short_texts.py --csv PATH`` on a GPU: about a minute; ``--quick`` for a look at the forward.
+Run: ``python -m benchmarks.short_texts --csv PATH`` on a GPU: about a minute; ``--quick`` for a look at the forward.
 H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. cuDNN gets rotated queries and keys; the
 time of ``htree_ops`` has its rotation in it. The backward is that of autograd after a forward that is not timed.
 Every candidate has copies of all sets of inputs, so that none finds in the L2 what another has just read. Figures are
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
 from htree_ops import tree_attention
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.cases import normal
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import clock_for
+from tests.support.cases import normal
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
 LENGTHS, BATCHES, STRIDES = (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16), (1, 2, 4, 16)
@@ -93,7 +94,7 @@ def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[
     for stride in strides:
         ours = partial(tree_attention, selection_stride=stride)
         calls[str(stride)] = [prepared(ours, [x.clone() for x in tensors]) for tensors in sets]
-    found = timing.measure_undisturbed(calls, timing.clock_for("cuda"), EFFORT)
+    found = timing.measure_undisturbed(calls, clock_for("cuda"), EFFORT)
     return [
         ShortRow(
             gpu=torch.cuda.get_device_name(),

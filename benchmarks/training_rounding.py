@@ -1,6 +1,6 @@
 """How far losses of training drift apart by rounding alone, beside those of two ranks, on the CPU.
 
-Run: ``python benchmarks/training_rounding.py --csv PATH``: half an hour on two cores. A model as that of
+Run: ``python -m benchmarks.training_rounding --csv PATH``: half an hour on two cores. A model as that of
 ``examples/train_distributed.py``, but small, is trained by one process. Then it is trained again, by one process with
 other roundings and by two that share texts, tokens or heads. A row has the largest differences of the losses from the
 first run. Figures are reported, never asserted; docs/distributed.md has the table.
@@ -21,17 +21,14 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-
 from lm import parallel
 from lm.settings import Settings
 from lm.text import Text, default_folder, load_text
+from torch import Tensor
 
-from htree_ops.bench.plain_rows import print_rows
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.gloo import use_one_worker
+from benchmarks.harness.plain_rows import print_rows
+from htree_ops.info import source_commit
+from tests.support.gloo import use_one_worker
 
 #: As a run on two GPUs, at sizes of a CPU.
 SETTINGS = Settings(

@@ -1,6 +1,6 @@
 """What it costs to keep the tokens of a tree cache in 8 or 4 bits while its nodes stay in 16 (docs/quality.md).
 
-Run: ``python benchmarks/tree_cache_leaves.py errors --csv PATH``, then ``model``, ``memory`` and ``time``. The first
+Run: ``python -m benchmarks.tree_cache_leaves errors --csv PATH``, then ``model``, ``memory`` and ``time``. The first
 two fill a cache with 16-bit tokens, so that its nodes are those of the tokens as they were, and then put in the place
 of the tokens what rows of ``kv_compress`` give back. ``errors`` compares attention from such a cache with that of the
 untouched one on random data, ``model`` evaluates small models (some minutes on a CPU), ``memory`` counts bytes of
@@ -23,14 +23,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.quality.study import corpus, evaluation, pieces
+from benchmarks.quality.study.session import Session, Setup
+from benchmarks.quality.study.settings import SCALES, Attention, Substitute, Training
 from htree_ops import TreeKVCache
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
 from htree_ops.ops.compressed_kv import kv_compress, kv_decompress
 from htree_ops.ops.tree_cache import cache_layers, page_rows
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compressed_kv_cases import rows_with_outliers
+from tests.support.cases import normal
+from tests.support.compressed_kv_cases import rows_with_outliers
 
 RATE = 16
 PAGE = 256
@@ -164,11 +167,6 @@ def models(scale: str, device: str) -> Iterator[ModelRow]:
     The search trains twice as long as the piece, so that both scores have learned it. The language model has 2 layers
     of width 256, 4 query heads and 1 K/V head of 64; 300 steps of 8 texts of 512 bytes, k = 4, M = 32.
     """
-    sys.path.insert(0, str(Path(__file__).resolve().parent / "quality"))
-    from study import corpus, evaluation, pieces  # a program beside this one
-    from study.session import Session, Setup
-    from study.settings import SCALES, Attention, Substitute, Training
-
     steps = 600 if scale == "full" else 6
     search = replace(SCALES[scale].search, steps=steps, evaluate_every=0, width=128, heads=2, kv_heads=1)
     language = Training(

@@ -1,6 +1,6 @@
 """Time and peak memory of the backward of tree attention with stored lists and with lists selected again.
 
-Run: ``python benchmarks/tree_memory.py --csv PATH`` on a GPU with 20 GB. The table of docs/usage.md is of an H200:
+Run: ``python -m benchmarks.tree_memory --csv PATH`` on a GPU with 20 GB. The table of docs/usage.md is of an H200:
 B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, bf16. Figures are reported, never asserted.
 """
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import clock_for
+from tests.support.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
 
 LENGTHS = (32_768, 131_072)
 
@@ -75,7 +76,7 @@ def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
         gradients, peak = peak_of(call)
         peaks[name] = peak - sum(x.numel() * x.element_size() for x in gradients)
         del gradients
-    clock = timing.clock_for("cuda")
+    clock = clock_for("cuda")
     times = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
     nodes = sum(case.sizes)  # of all layers
     values = case.B * nodes * case.H_kv * (case.K + case.V)

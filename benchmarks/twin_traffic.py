@@ -3,10 +3,10 @@
 Run on a GPU:
 
     ncu --profile-from-start off --csv --page raw --print-units base \\
-        --metrics $(python benchmarks/twin_traffic.py --metrics) \\
+        --metrics $(python -m benchmarks.twin_traffic --metrics) \\
         --kernel-name regex:'compute_scores|select_topk|next_parents|accumulate_kernel' \\
-        python benchmarks/twin_traffic.py > traffic.csv
-    python benchmarks/twin_traffic.py --parse traffic.csv --json traffic.json
+        python -m benchmarks.twin_traffic > traffic.csv
+    python -m benchmarks.twin_traffic --parse traffic.csv --json traffic.json
 
 "asked" are the sectors that the loads ask of the first cache: the kernel's code and its inputs determine them. What
 reaches L2 and DRAM also depends on when thread blocks run: neighbours on one multiprocessor with the same positions
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
-from htree_ops.bench.results import source_commit
-from htree_ops.command_line import OneLineParser, at_least, output_file
+from htree_ops.cli import OneLineParser, at_least, output_file
+from htree_ops.info import source_commit
 
 SECTOR = 32  # bytes of a sector
 NAME = "device__attribute_display_name"

@@ -1,6 +1,6 @@
 """Packed documents of different lengths, beside what each would take in a full batch, and beside dense attention.
 
-Run: ``python benchmarks/varlen_batches.py --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look at fewer documents.
+Run: ``python -m benchmarks.varlen_batches --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look at fewer documents.
 Three questions, forward and backward, each with a yardstick that ``multiple`` divides by:
 
 * ``spread``, documents of very different lengths: the sum over documents of the time of a batch of that length that
@@ -27,12 +27,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import htree_ops  # noqa: F401 - registers the ops
-from htree_ops.bench import timing
-from htree_ops.bench.plain_rows import parse_for_gpu, print_rows
-from htree_ops.bench.progress import progress
-from htree_ops.bench.results import source_commit
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_varlen_cases import BENCHMARK_CASES, VarlenCase
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import clock_for
+from tests.support.cases import normal
+from tests.support.tree_attention_varlen_cases import BENCHMARK_CASES, VarlenCase
 
 #: Tokens of a batch that fills the GPU.
 FULL_BATCH = 65_536
@@ -100,7 +101,7 @@ def attend_densely(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor
 
 def times_of(calls: dict[str, Call], device: str, effort: timing.Effort) -> dict[str, float]:
     """Milliseconds of each call, taken in turns."""
-    clock = timing.clock_for(device)
+    clock = clock_for(device)
     found = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
     return {name: found[name].median_us / 1e3 for name in calls}
 

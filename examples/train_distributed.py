@@ -26,7 +26,7 @@ try:
     import matplotlib as mpl
     from lm import parallel, settings, text
 
-    from htree_ops.testing.devices import cuda_missing
+    from htree_ops.info import cuda_missing
 except ImportError as error:
     print(
         f"train_distributed.py: {error}; run 'make demo' once, which installs what is missing",

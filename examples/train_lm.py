@@ -20,7 +20,7 @@ import torch
 try:
     from lm import copies, report, settings, text, training
 
-    from htree_ops.testing.devices import cuda_missing
+    from htree_ops.info import cuda_missing
 except ImportError as error:
     remedy = {"htree_ops": "pip install --no-build-isolation .", "matplotlib": "pip install matplotlib"}
     remedy |= {"tqdm": "pip install tqdm"}

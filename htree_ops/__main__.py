@@ -1,4 +1,4 @@
-"""The command line ``python -m htree_ops``; every other entry point of the package calls these commands."""
+"""The command line ``python -m htree_ops``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from htree_ops import info
-from htree_ops.bench import command as bench
-from htree_ops.bench import compare, io_only, report
-from htree_ops.command_line import Command, OneLineParser
-from htree_ops.testing import correctness
+from htree_ops import correctness, info
+from htree_ops.bench import io_only
+from htree_ops.cli import Command, OneLineParser
 from htree_ops.tuning import command as tune
 
 COMMANDS: tuple[Command, ...] = (
     info.COMMAND,
     tune.COMMAND,
-    bench.COMMAND,
-    compare.COMMAND,
-    report.COMMAND,
     io_only.COMMAND,
     correctness.COMMAND,
 )

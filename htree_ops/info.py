@@ -1,21 +1,37 @@
-"""What is installed: versions, how the library was built, the GPUs, the ops and their compiled kernels."""
+"""What is installed and where it runs: versions, how the library was built, GPUs, ops, compiled kernels."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
+import os
 import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from htree_ops._load import build_info
-from htree_ops.command_line import Command
+from htree_ops._load import PACKAGE, build_info
+from htree_ops.cli import Command, UsageError
 from htree_ops.version import __version__
 
-__all__ = ["COMMAND", "collect", "format_text", "op_names"]
+__all__ = [
+    "COMMAND",
+    "Environment",
+    "collect",
+    "collect_environment",
+    "cuda_missing",
+    "format_text",
+    "op_names",
+    "source_commit",
+]
+
+#: The checkout that this file belongs to; None where it is installed, even inside a checkout of something else.
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "setup.py").is_file() else None
 
 
 def op_names() -> list[str]:
@@ -107,6 +123,94 @@ def format_text(facts: dict[str, Any]) -> str:
         for kernel, variants in sorted(facts["kernel_configurations"].items()):
             lines += [f"  {kernel}", *(f"    {variant}" for variant in variants)]
     return "\n".join(lines)
+
+
+def cuda_missing() -> str | None:
+    """Why the CUDA kernels cannot run here, or None when they can."""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    built = build_info()
+    if built and not built["cuda"]:
+        return f"htree_ops is built without CUDA: {built['reason']}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where a row was measured.
+
+    Attributes:
+        gpu: name of the GPU, ``"none"`` for a CPU run.
+        cpu: name of the processor and the threads torch used.
+        torch: version of torch.
+        cuda: CUDA version of torch, ``"none"`` for a CPU run.
+        driver: version of the GPU driver, ``"none"`` for a CPU run.
+        commit: commit of the measured source, with ``-dirty`` where files were changed.
+        ceiling_gb_per_s: copy bandwidth measured in the same run, GB/s of read plus write.
+    """
+
+    gpu: str
+    cpu: str
+    torch: str
+    cuda: str
+    driver: str
+    commit: str
+    ceiling_gb_per_s: float
+
+
+def source_commit(folder: Path | None = None) -> str:
+    """The commit that is measured: ``HTREE_COMMIT``, else the checkout's, else that of the library's build.
+
+    A library that was built from a source distribution, which has no commit, is named by its version.
+
+    Raises:
+        UsageError: no commit is known, and a figure that does not say what was measured is not recorded.
+    """
+    if given := os.environ.get("HTREE_COMMIT"):
+        return given
+    where = folder or CHECKOUT
+    head = _output_of(["git", "-C", str(where), "rev-parse", "HEAD"]) if where else None
+    if head is not None:
+        changed = _output_of(["git", "-C", str(where), "status", "--porcelain", "--untracked-files=no"])
+        return f"{head}-dirty" if changed else head
+    built = build_info()
+    if not built:
+        raise UsageError("the measured commit is unknown: run inside the git checkout or set HTREE_COMMIT")
+    return str(built.get("commit") or f"version {built['version']}")
+
+
+def _output_of(command: list[str]) -> str | None:
+    """Standard output without its last newline, None where the program is absent or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def collect_environment(device: str, ceiling_gb_per_s: float) -> Environment:
+    """Facts about this run on ``device`` (``"cpu"`` or a CUDA device)."""
+    on_gpu = torch.device(device).type == "cuda"
+    driver = (
+        _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if on_gpu else None
+    )
+    return Environment(
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "none",
+        cpu=_cpu_name(),
+        torch=torch.__version__,
+        cuda=str(torch.version.cuda) if on_gpu else "none",
+        driver=driver.splitlines()[0] if driver else "none",
+        commit=source_commit(),
+        ceiling_gb_per_s=ceiling_gb_per_s,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

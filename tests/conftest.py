@@ -21,7 +21,8 @@ import hypothesis
 import pytest
 import torch
 
-from htree_ops.testing.devices import cuda_missing, poisoned_memory, require_cuda
+from htree_ops.info import cuda_missing
+from tests.support.devices import poisoned_memory, require_cuda
 
 # deadline: the first call of an op compiles, loads or warms up. derandomize: a run in CI must be repeatable.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=100)

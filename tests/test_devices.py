@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_fuzz_calls import row_calls, tensors_of
 
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_calls import Call, calls
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.cases import normal
+from tests.support.tree_attention_calls import Call, calls
+from tests.support.tree_attention_cases import SHAPES
+from tests.test_fuzz_calls import row_calls, tensors_of
 
 #: The general kernels, and in bf16 those of tensor cores with and without shared lists.
 TREES = {"ragged_everywhere": torch.float32, "head_128": torch.bfloat16, "stride16": torch.bfloat16}

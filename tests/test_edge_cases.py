@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from htree_ops.testing.cases import normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.cases import normal
+from tests.support.devices import poisoned_memory
+from tests.support.layouts import LAYOUTS
 
 ops = torch.ops.htree
 HALF = (torch.float16, torch.bfloat16)

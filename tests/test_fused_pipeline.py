@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from htree_ops import FP8Linear, FusedGatedMLP, FusedRMSNormRoPE, quantize_model_
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compare import assert_no_worse_than_eager
+from tests.support.cases import normal
+from tests.support.compare import assert_no_worse_than_eager
 
 HIDDEN, HEAD, INNER = 256, 64, 192
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from htree_ops.testing.layouts import in_larger
-from htree_ops.testing.row_calls import row_calls
-from htree_ops.testing.tree_attention_calls import Call, calls
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.layouts import in_larger
+from tests.support.row_calls import row_calls
+from tests.support.tree_attention_calls import Call, calls
+from tests.support.tree_attention_cases import SHAPES
 
 CALLS_PER_SEED = 300
 SEEDS = range(8)  # 2400 calls

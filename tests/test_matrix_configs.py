@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from htree_ops.testing.fp8_gemm_cases import KERNEL_CASES
-from htree_ops.testing.gated_mlp_cases import GRADIENT_CASES, TILE_CASES, TURNED_CASES, WIDE_CASES
+from tests.support.fp8_gemm_cases import KERNEL_CASES
+from tests.support.gated_mlp_cases import GRADIENT_CASES, TILE_CASES, TURNED_CASES, WIDE_CASES
 
 try:
     from htree_ops import _host

@@ -13,7 +13,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 import htree_ops
-from htree_ops import seed_api
+from htree_ops import compat
+from htree_ops.ops.hadamard import hadamard_transform_
 from htree_ops.ops.tree_attention import attention_backward, attention_forward
 
 op = torch.ops.htree
@@ -176,7 +177,10 @@ WRONG_TYPES = {
     "group float": (lambda x: htree_ops.grouped_hadamard(x, 2.0), "group must be an int, got float"),
     "group text": (lambda x: htree_ops.grouped_hadamard(x, "2"), "group must be an int, got str"),
     "scale text": (lambda x: htree_ops.hadamard_transform(x, "1"), "scale must be a number, got str"),
-    "scale complex": (lambda x: htree_ops.hadamard_transform_(x, 1j), "scale must be a number, got complex"),
+    "scale complex": (
+        lambda x: hadamard_transform_(x, 1j),
+        "scale must be a number, got complex",
+    ),
     "block size float": (
         lambda x: htree_ops.causal_softmax(x[0], 512.0),
         "block_size must be an int, got float",
@@ -375,18 +379,18 @@ def test_large_ints_for_numbers_are_not_finite(scale: int) -> None:
 def test_a_count_keeps_its_word_where_an_argument_is_renamed() -> None:
     x, empty = torch.randn(1, 2, 9, 4), torch.ones(0, 2)
     with pytest.raises(htree_ops.ShapeMismatchError, match="cos must hold at least 1 positions, got"):
-        seed_api.apply_rotary_pos_emb_q(x, empty, empty, torch.arange(9))
+        compat.apply_rotary_pos_emb_q(x, empty, empty, torch.arange(9))
     table = torch.ones(9, 2)
     with pytest.raises(
         htree_ops.ShapeMismatchError, match=r"size 0 of position_ids must be 9 \(T of q\)"
     ) as caught:
-        seed_api.apply_rotary_pos_emb_q(x, table, table, torch.arange(5))
+        compat.apply_rotary_pos_emb_q(x, table, table, torch.arange(5))
     assert caught.value.tensor_name == "position_ids"
 
 
 def test_a_name_for_messages_keeps_the_facts() -> None:
     with pytest.raises(htree_ops.UnsupportedDtypeError, match=r"^foo: thing must have dtype") as caught:
-        seed_api.validate_fp8_quantize_inputs(torch.zeros(4).int(), op="foo", name="thing")
+        compat.validate_fp8_quantize_inputs(torch.zeros(4).int(), op="foo", name="thing")
     assert (caught.value.dtype, caught.value.tensor_name) == (torch.int32, "thing")
 
 

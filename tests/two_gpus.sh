@@ -102,7 +102,7 @@ for step in "${steps[@]}"; do
     bars)
       sizes=(--bars)
       [ "$device" = cuda ] || sizes=(--device cpu --tokens 2048 --rounds 1)
-      run bars "${launch[@]}" 2 benchmarks/context_parallel.py --csv "$out/context_parallel.csv" "${sizes[@]}"
+      run bars "${launch[@]}" 2 -m benchmarks.context_parallel --csv "$out/context_parallel.csv" "${sizes[@]}"
       ;;
     training) train ;;
   esac

@@ -1,6 +1,6 @@
 """Tables and pictures of what ``benchmarks/quality/run.py`` measured.
 
-Run: ``python benchmarks/quality/report.py DIR...`` prints the tables of the rows in the folders. With ``--publish`` the
+Run: ``python -m benchmarks.quality.report DIR...`` prints the tables of the rows in the folders. With ``--publish`` the
 rows go to benchmarks/results/quality as JSON and CSV, in place of earlier ones of the same runs, the pictures to
 docs/images and the tables into docs/quality.md. ``--publish`` without a folder writes pictures and tables again.
 """
@@ -16,10 +16,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 try:
-    from study import pictures, record, tables
-
-    from htree_ops.bench.readme_table import replace_section
-    from htree_ops.command_line import OneLineParser
+    from benchmarks.harness.readme_table import replace_section
+    from benchmarks.quality.study import pictures, record, tables
+    from htree_ops.cli import OneLineParser
 except ImportError as error:
     print(
         f"report.py: {error}; install the package, or run in its folder with PYTHONPATH=. set",

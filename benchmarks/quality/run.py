@@ -1,6 +1,6 @@
 """Measures what tree attention does to a language model, beside dense attention and a sliding window (docs/quality.md).
 
-Run: ``python benchmarks/quality/run.py --out DIR``. ``--list`` shows the pieces and their minutes on one H200,
+Run: ``python -m benchmarks.quality.run --out DIR``. ``--list`` shows the pieces and their minutes on one H200,
 ``--piece`` chooses, ``--quick`` takes less than 10 minutes in all, ``--limit-s`` ends a call in time and ``--resume``
 goes on after it, within a training too. Rows go to DIR/rows.jsonl, one JSON object per evaluation;
 ``benchmarks/quality/report.py`` makes tables and pictures of them.
@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 
 try:
-    from study import corpus, pieces, record
-    from study.session import WITHOUT_TEXT, Interrupted, NoTime, Progress, Session, Setup
-    from study.settings import SCALES, dense
-
-    from htree_ops.command_line import OneLineParser, UsageError, at_least, output_folder
-    from htree_ops.testing.devices import cuda_missing
+    from benchmarks.quality.study import corpus, pieces, record
+    from benchmarks.quality.study.session import WITHOUT_TEXT, Interrupted, NoTime, Progress, Session, Setup
+    from benchmarks.quality.study.settings import SCALES, dense
+    from htree_ops.cli import OneLineParser, UsageError, at_least, output_folder
+    from htree_ops.info import cuda_missing
 except ImportError as error:
     print(
         f"run.py: {error}; install the package, or run in its folder with PYTHONPATH=. set", file=sys.stderr

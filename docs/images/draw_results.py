@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from htree_ops.bench import plots
-from htree_ops.bench.readme_table import DENSE
-from htree_ops.bench.report import read_folder
+from benchmarks.harness import plots
+from benchmarks.harness.readme_table import DENSE
+from benchmarks.harness.report import read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from htree_ops import CompressedKVCache, MustafarAttention
-from htree_ops.ops.compressed_kv import apply_rotary_pos_emb_q
+from htree_ops.compat import apply_rotary_pos_emb_q
 
 from .model import Block, ByteLM
 from .training import wait_for

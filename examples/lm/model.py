@@ -19,6 +19,7 @@ __all__ = [
     "DenseAttention",
     "candidates_per_query",
     "dense_attention",
+    "draw_weights",
     "layer_sizes",
     "rotate",
     "span_means_of_last_query",
@@ -105,21 +106,20 @@ class ByteLM(nn.Module):
     Args:
         settings: sizes and options of the tree.
         attention: HTreeAttention or DenseAttention; the parameters have the same names and shapes.
+        vocabulary: 256 for bytes.
     """
 
-    def __init__(self, settings: Settings, attention: type[HTreeAttention] = HTreeAttention) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        attention: type[HTreeAttention] = HTreeAttention,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, settings.dim)
+        self.embedding = nn.Embedding(vocabulary, settings.dim)
         self.blocks = nn.ModuleList(Block(settings, attention) for _ in range(settings.layers))
         self.norm = nn.RMSNorm(settings.dim, eps=1e-6)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # what adds to the residual stream starts smaller, by the number of additions
-                adds = name.endswith(("o_proj.weight", "down.weight"))
-                deviation = parameter.shape[1] ** -0.5
-                nn.init.normal_(
-                    parameter, std=deviation / (2 * settings.layers) ** 0.5 if adds else deviation
-                )
+        draw_weights(self, settings.layers)
 
     def forward(self, tokens: Tensor, caches: Sequence[TreeKVCache] | None = None) -> Tensor:
         """tokens int64 [B, T] -> logits [B, T, 256]; with a cache for each block, those behind what the caches hold."""
@@ -127,6 +127,15 @@ class ByteLM(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[i])
         return F.linear(self.norm(x), self.embedding.weight)
+
+
+def draw_weights(model: nn.Module, layers: int, generator: torch.Generator | None = None) -> None:
+    """Normal initial values for every matrix; what adds to the residual stream starts smaller, by the layers."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            adds = name.endswith(("o_proj.weight", "down.weight"))
+            deviation = parameter.shape[1] ** -0.5 / ((2 * layers) ** 0.5 if adds else 1)
+            nn.init.normal_(parameter, std=deviation, generator=generator)
 
 
 def layer_sizes(context: int, settings: Settings) -> list[int]:

@@ -1,4 +1,7 @@
-"""Bytes of the staged pipeline, kernel by kernel (docs/semantics §2.5), from the sizes of a problem alone."""
+"""What bounds tree attention: bytes of the staged pipeline by kernel, from the sizes alone; the verdict of two times.
+
+Formulas: docs/semantics/io_twins.md §2.4, §2.5.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["PipelineProblem", "Traffic", "candidate_sums", "layer_sizes", "traffic"]
+__all__ = [
+    "PipelineProblem",
+    "Traffic",
+    "candidate_sums",
+    "layer_sizes",
+    "overhead_percent",
+    "traffic",
+    "verdict",
+]
 
 #: Query heads that a block of the scores and accumulation kernels serves: for more heads K or V is read again.
 HEADS_PER_BLOCK = 8
@@ -164,3 +175,29 @@ def traffic(problem: PipelineProblem) -> dict[tuple[int, str], Traffic]:
     last = rows * p.hq * (4 + 4 * p.v_dim + p.v_dim * e)
     found[-1, "final_normalize"] = Traffic(last, last)
     return found
+
+
+def overhead_percent(full_ms: float, io_ms: float) -> float:
+    """100 * (full - io) / full: the share of the time that the traffic does not explain.
+
+    Raises:
+        ValueError: a time is not positive and finite.
+    """
+    for time in (full_ms, io_ms):
+        if not 0 < time < float("inf"):
+            raise ValueError(f"times must be positive and finite, got {full_ms} and {io_ms}")
+    return 100.0 * (full_ms - io_ms) / full_ms
+
+
+def verdict(full_ms: float, io_ms: float) -> str:
+    """What bounds the full computation, by the unrounded overhead of :func:`overhead_percent`.
+
+    Returns:
+        "inconclusive" below 0, "IO-bound" below 20, "balanced" up to 50, else "compute-bound".
+    """
+    overhead = overhead_percent(full_ms, io_ms)
+    if overhead < 0:
+        return "inconclusive"
+    if overhead < 20:
+        return "IO-bound"
+    return "balanced" if overhead <= 50 else "compute-bound"

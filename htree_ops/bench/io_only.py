@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,11 +11,9 @@ from typing import Any
 
 import torch
 
-from htree_ops.bench import io_floor, results, timing
-from htree_ops.bench.io_model import PipelineProblem, traffic
+from htree_ops.bench.io_model import PipelineProblem, overhead_percent, traffic, verdict
 from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs, milliseconds
-from htree_ops.bench.progress import Progress
-from htree_ops.command_line import (
+from htree_ops.cli import (
     SEED,
     Command,
     UsageError,
@@ -25,7 +22,11 @@ from htree_ops.command_line import (
     bandwidth,
     free_memory,
     output_file,
+    show_progress,
 )
+from htree_ops.info import Environment, collect_environment
+from htree_ops.tuning.clock import copy_bandwidth
+from htree_ops.tuning.metrics import peak_of
 
 __all__ = ["COMMAND", "choose_rows", "format_summary"]
 
@@ -103,7 +104,7 @@ def choose_rows(problem: PipelineProblem, free_bytes: int) -> int:
 
 def format_summary(full_ms: float, io_ms: float) -> str:
     """Results and analysis in the wording of §2.4."""
-    overhead = io_floor.overhead_percent(full_ms, io_ms)
+    overhead = overhead_percent(full_ms, io_ms)
     return "\n".join(
         [
             "Results (avg ms / iter):",
@@ -114,7 +115,7 @@ def format_summary(full_ms: float, io_ms: float) -> str:
             f"  Speedup (Full/IO): {full_ms / io_ms:.2f}x",
             f"  Computation overhead: {overhead:.1f}% of total time",
             f"  IO time (approx): {io_ms:.2f} ms ({100 - overhead:.1f}% of total)",
-            f"  Verdict: {io_floor.verdict(full_ms, io_ms)}",
+            f"  Verdict: {verdict(full_ms, io_ms)}",
         ]
     )
 
@@ -186,7 +187,7 @@ def format_kernels(rows: Sequence[dict[str, Any]], peak: float, peak_source: str
 def to_json(
     arguments: argparse.Namespace,
     problem: PipelineProblem,
-    environment: results.Environment,
+    environment: Environment,
     times: dict[str, float],
     kernels: list[dict[str, Any]],
     rows: int,
@@ -213,11 +214,11 @@ def to_json(
         "baseline_median_us": times["io_ms"] * 1e3,
         "speedup": times["io_ms"] / times["full_ms"],
     }
-    overhead = io_floor.overhead_percent(times["full_ms"], times["io_ms"])
+    overhead = overhead_percent(times["full_ms"], times["io_ms"])
     summary = {
         **times,
         "overhead_percent": overhead,
-        "verdict": io_floor.verdict(times["full_ms"], times["io_ms"]),
+        "verdict": verdict(times["full_ms"], times["io_ms"]),
     }
     return {"flags": flags, "rows_per_piece": rows, "summary": summary, "kernels": kernels, "rows": [row]}
 
@@ -261,8 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: torch.device, rows: int) -> None:
     """Times both pipelines and the fused one on one set of inputs; prints, and writes the JSON file."""
     names = {"full_ms": "full pipeline", "io_ms": "IO-only twin", "fused_ms": "fused pipeline"}
-    bar = Progress(len(names) * (arguments.warmup + arguments.iters))
-    bar.show("inputs")
+    each = arguments.warmup + arguments.iters
     q, k, v = make_inputs(problem, device, arguments.seed)
     pipelines = {
         "full_ms": Pipeline(problem, rows),
@@ -273,18 +273,16 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
     calls["fused_ms"] = partial(torch.ops.htree.attention, q, k, v, *options)
     times = {}
     for name, call in calls.items():
-        bar.show(names[name])
-        done = partial(bar.advance, names[name])
+        done = partial(show_progress, f"calls of the {names[name]}", total=each)
         times[name] = milliseconds(call, device, arguments.warmup, arguments.iters, done)
-    bar.clear()
     print(format_summary(times["full_ms"], times["io_ms"]))
     print(f"\nFused pipeline (informational): {times['fused_ms']:.2f} ms")
     print("\n".join(LIMITS))
 
     kernels: list[dict[str, Any]] = []
     if arguments.per_kernel or arguments.json:
-        ceiling = timing.copy_bandwidth(device)
-        known = io_floor.peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        ceiling = copy_bandwidth(device)
+        known = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         source = "given" if arguments.peak_gbps else "data sheet" if known else "measured copy"
         peak = arguments.peak_gbps or known or ceiling
         recorded = []
@@ -296,7 +294,7 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
         if arguments.per_kernel:
             print("\n" + format_kernels(kernels, peak, source))
         if arguments.json:
-            environment = results.collect_environment(str(device), ceiling)
+            environment = collect_environment(str(device), ceiling)
             content = to_json(arguments, problem, environment, times, kernels, rows)
             arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -309,6 +307,3 @@ without the arithmetic. What the twin leaves out is about what arithmetic costs.
     add_arguments,
     run,
 )
-
-if __name__ == "__main__":
-    sys.exit(COMMAND.main())

@@ -163,30 +163,30 @@ def milliseconds(
     device: torch.device | str,
     warmup: int,
     iters: int,
-    advance: Callable[[int], None] = lambda count: None,
+    show: Callable[[int], None] = lambda done: None,
 ) -> float:
     """Average time of one of ``iters`` calls after ``warmup`` calls, by CUDA events or by the clock.
 
-    ``advance`` is called with the number of calls that have ended since, outside of the time that is measured.
+    ``show`` is called with the number of calls that have ended, outside of the time that is measured.
     """
     for _ in range(warmup):
         call()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
-        advance(warmup)
+        show(warmup)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(iters):
             call()
         stop.record()
         torch.cuda.synchronize()
-        advance(iters)
+        show(warmup + iters)
         return start.elapsed_time(stop) / iters
     spent = 0.0
-    advance(warmup)
-    for _ in range(iters):
+    show(warmup)
+    for done in range(warmup + 1, warmup + iters + 1):
         begin = time.perf_counter()
         call()
         spent += time.perf_counter() - begin
-        advance(1)
+        show(done)
     return spent * 1e3 / iters

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from htree_ops._load import build_info
-from htree_ops.bench.progress import progress_bar
-from htree_ops.command_line import Command, UsageError, at_least, free_memory, output_file, output_folder
+from htree_ops.cli import (
+    Command,
+    UsageError,
+    at_least,
+    free_memory,
+    output_file,
+    output_folder,
+    show_progress,
+)
 from htree_ops.errors import TuningFailedError
 from htree_ops.tuning import problems
 from htree_ops.tuning.cache import TuningCache, cache_dir
-from htree_ops.tuning.metrics import compute_metrics
+from htree_ops.tuning.metrics import compute_metrics, peak_of
 from htree_ops.tuning.space import SPACES
-from htree_ops.tuning.tuner import PEAK_GBPS, WORTHWHILE, AutoTuner, benchmark
+from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark
 
 __all__ = ["COMMAND", "nothing_to_tune"]
 
@@ -93,7 +100,7 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
         layout=problem.layout,
         flops=problem.flops,
         num_bytes=problem.num_bytes,
-        progress=progress_bar(f"{count} {label}", sys.stderr),
+        progress=partial(show_progress, f"configurations of {label} ({count})"),
     )
     own = benchmark(problem.call, problem.device, arguments.warmup, arguments.runs)
     try:
@@ -106,7 +113,7 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
             f"kernel's own choice; {len(result.all_results)} configurations ran"
         )
     key = tuner.key()
-    metrics = compute_metrics(own, problem.flops, problem.num_bytes, PEAK_GBPS.get(key.device, 0.0))
+    metrics = compute_metrics(own, problem.flops, problem.num_bytes, peak_of(key.device) or 0.0)
     tuner.cache.try_set(key, {}, asdict(metrics))
     ran = len(result.all_results) if result else 0
     return (

@@ -7,7 +7,27 @@ from dataclasses import dataclass, field
 
 from htree_ops.tuning.space import Config
 
-__all__ = ["KernelMetrics", "TuningResult", "compute_metrics", "gated_mlp_flops", "gemm_flops"]
+__all__ = ["KernelMetrics", "TuningResult", "compute_metrics", "gated_mlp_flops", "gemm_flops", "peak_of"]
+
+#: Memory bandwidth from data sheets in GB/s (10^9), by a part of torch's device name. The first match counts.
+PEAKS_GB_PER_S: dict[str, float] = {
+    "H200": 4800.0,
+    "H100 PCIe": 2039.0,
+    "H100 NVL": 3938.0,
+    "H100": 3352.0,
+    "H20": 4000.0,
+    "GH200": 4000.0,
+    "B200": 8000.0,
+    "A100-SXM4-80GB": 2039.0,
+    "A100 80GB": 1935.0,
+    "A100": 1555.0,
+    "L40S": 864.0,
+    "L40": 864.0,
+    "L4": 300.0,
+    "A10": 600.0,
+    "RTX 4090": 1008.0,
+    "RTX 3090": 936.0,
+}
 
 
 @dataclass(frozen=True)
@@ -84,3 +104,8 @@ def compute_metrics(
         bandwidth_gbps=gbps,
         bandwidth_utilization=100.0 * gbps / peak_gbps if peak_gbps else 0.0,
     )
+
+
+def peak_of(device_name: str) -> float | None:
+    """Data-sheet bandwidth in GB/s of a GPU by its name, None for an unknown one."""
+    return next((peak for name, peak in PEAKS_GB_PER_S.items() if name in device_name), None)

@@ -21,7 +21,6 @@ from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
-from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark, may_tune
 
 __all__ = ["configured", "forget", "tuning_mode"]
 
@@ -102,6 +101,8 @@ def choose(
         if config and set(config) != set(SPACES[kernel]):
             config = None  # it belongs to a space that has changed since
         if config is None and mode == "tune":
+            from htree_ops.tuning.tuner import may_tune
+
             if may_tune():
                 return None
             config = _search(cache, key, device, call)
@@ -115,6 +116,8 @@ def _search(
     cache: TuningCache, key: CacheKey, device: torch.device, call: Callable[[list[int] | None], Any]
 ) -> dict[str, Any]:
     """The best configuration of the space, or {} where the kernel's own choice is about as fast. Both are stored."""
+    from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark
+
     tuner = AutoTuner(
         lambda **config: call(list(config.values())),
         SPACES[key.kernel],

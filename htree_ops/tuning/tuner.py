@@ -14,20 +14,18 @@ from typing import Any
 
 import torch
 
-from htree_ops.bench.timing import clock_for, percentile
 from htree_ops.errors import DeviceError, TuningFailedError
 from htree_ops.ops.arguments import check_int, dtype_name
 from htree_ops.tuning.cache import TuningCache
+from htree_ops.tuning.clock import clock_for, percentile
 from htree_ops.tuning.key import CacheKey, source_hash
-from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops
+from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops, peak_of
 from htree_ops.tuning.space import SPACES, Config, Space, config_search, same_config
 
 __all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
 
 #: A configuration replaces the kernel's own choice where its time is below this share of it; less is noise.
 WORTHWHILE = 0.98
-#: Peak bandwidth in GB/s of devices whose utilisation is reported.
-PEAK_GBPS = {"NVIDIA H200": 4800.0, "NVIDIA H100 80GB HBM3": 3350.0, "NVIDIA A100-SXM4-80GB": 2039.0}
 
 
 def may_tune() -> str | None:
@@ -263,7 +261,7 @@ class AutoTuner:
         flops = self.flops
         if not flops and self.kernel_type == "fp8_gemm" and len(problem) == 3:
             flops = gemm_flops(*problem)
-        return compute_metrics(latency_ms, flops, self.num_bytes, PEAK_GBPS.get(key.device, 0.0))
+        return compute_metrics(latency_ms, flops, self.num_bytes, peak_of(key.device) or 0.0)
 
 
 #: The name that the design document uses.

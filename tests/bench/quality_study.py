@@ -5,43 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
+from benchmarks.quality import report, run
+from benchmarks.quality.study import (
+    choices,
+    corpus,
+    evaluation,
+    model,
+    pictures,
+    pieces,
+    recall,
+    record,
+    session,
+    settings,
+    tables,
+    training,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "benchmarks" / "quality"
 
 
 def loaded_study():
     """The scripts and their parts as modules, on one thread: at this size more of them only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        import report
-        import run
-        from study import (
-            choices,
-            corpus,
-            evaluation,
-            model,
-            pictures,
-            pieces,
-            recall,
-            record,
-            session,
-            settings,
-            tables,
-            training,
-        )
-
-        yield SimpleNamespace(
-            main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation,
-            model=model,
-            pictures=pictures,
-            pieces=pieces, recall=recall, record=record, session=session, settings=settings, tables=tables,
-            training=training,
-        )  # fmt: skip
+    yield SimpleNamespace(
+        main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation,
+        model=model, pictures=pictures, pieces=pieces, recall=recall, record=record, session=session,
+        settings=settings, tables=tables, training=training,
+    )  # fmt: skip
     torch.set_num_threads(threads)
 
 

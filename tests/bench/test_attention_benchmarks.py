@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmark_programs import program
 
-from htree_ops.bench import timing
-
-varlen_batches, selection_span = program("varlen_batches"), program("selection_span")
+from benchmarks import selection_span, varlen_batches
+from benchmarks.harness import timing
 
 
 @pytest.fixture(autouse=True)

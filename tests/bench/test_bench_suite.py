@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import json
 import math
 import subprocess
@@ -16,11 +17,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-import htree_ops.bench.__main__ as command_line
+from benchmarks import __main__ as program
+from benchmarks import tree_stages
+from benchmarks.harness import compare, results, run, suite
+from benchmarks.harness.plain_rows import print_rows
 from htree_ops import bench
-from htree_ops.bench import command, compare, results, suite, timing
-from htree_ops.bench.plain_rows import print_rows
-from htree_ops.command_line import output_file
+from htree_ops.cli import output_file
+from tests.support.causal_softmax_cases import CausalSoftmaxCase, masked_softmax
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = results.Row(
@@ -61,52 +64,10 @@ def row(**changes):
     return dataclasses.replace(ROW, **changes)
 
 
-# ---- verify (property 8)
-
-
-def test_verify_is_the_rule_of_the_specification():
-    """Feature: benchmark suite, Property 8: a single element outside the tolerance is found."""
-    expected = torch.linspace(-3, 3, 50)
-    assert bench.verify is suite.verify
-    assert bench.verify(expected.clone(), expected, 0.0, 0.0)
-    for index in (0, 17, 49):
-        off = expected.clone()
-        off[index] += 0.02 + 0.01 * abs(off[index])
-        assert not bench.verify(off, expected, 0.0099, 0.0199)
-        assert bench.verify(off, expected, 0.0101, 0.0201)
-    nan, inf = torch.tensor([math.nan]), torch.tensor([math.inf])
-    assert bench.verify(nan, nan, 0.0, 0.0)
-    assert bench.verify(inf, inf, 0.0, 0.0)
-    assert not bench.verify(nan, torch.tensor([1.0]), 1e9, 1e9)
-    assert not bench.verify(torch.tensor([1.0]), nan, 1e9, 1e9)
-    assert not bench.verify(inf, -inf, 1e9, 1e9)
-    assert not bench.verify(inf, torch.tensor([1.0]), 1e9, 1e9)
-    assert not bench.verify(expected[:-1], expected, 1e9, 1e9)
-    assert not bench.verify(expected.int(), expected, 1e9, 1e9)
-
-
-@hypothesis.given(
-    values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=30),
-    index=st.integers(0, 29),
-    rtol=st.floats(0, 0.1),
-    atol=st.floats(1e-3, 1.0),
-    outside=st.booleans(),
-)
-def test_verify_on_any_values(values, index, rtol, atol, outside):
-    """Feature: benchmark suite, Property 8: |a - e| <= atol + rtol |e| decides, element by element."""
-    expected = torch.tensor(values, dtype=torch.float64)
-    actual = expected.clone()
-    at = index % len(values)
-    actual[at] += (atol + rtol * abs(float(expected[at]))) * (1.01 if outside else 0.99)
-    assert bench.verify(actual, expected, rtol, atol) is not outside
-
-
 # ---- choosing
 
 
 def make(op, case_name, dtype, *baselines):
-    from htree_ops.testing.causal_softmax_cases import CausalSoftmaxCase
-
     case = CausalSoftmaxCase(name=case_name, dtype=dtype, shape=(4, 8, 8))
     candidates = [suite.Candidate(name, lambda x, block_size: x) for name in baselines]
     return suite.Benchmark(op, case, suite.Candidate("ours", lambda x, b: x), candidates, lambda i, r: None)
@@ -128,38 +89,45 @@ def test_selecting_by_case_dtype_and_baseline():
     ]
 
 
-ROOM = """
-import torch
-from htree_ops.bench.suite import Benchmark, Candidate
-from htree_ops.testing.causal_softmax_cases import CausalSoftmaxCase, masked_softmax
+def tiny(computed=masked_softmax):
+    """Benchmarks of one small case in two dtypes; ``computed`` is the op."""
 
-def check(inputs, result):
-    assert result.shape == inputs[0].shape and bool(torch.isfinite(result).all())
+    def check(inputs, result):
+        assert result.shape == inputs[0].shape
+        assert result.isfinite().all()
 
-def eager(x, block_size):
-    return masked_softmax(x)
+    def eager(x, block_size):
+        return masked_softmax(x)
 
-def make_benchmarks(device):
     return [
-        Benchmark("softmax", CausalSoftmaxCase(name="tiny", dtype=dtype, shape=(8, 16, 16)),
-                  Candidate("ours", eager), [Candidate("eager", eager), Candidate("again", eager)], check)
+        suite.Benchmark(
+            "softmax",
+            CausalSoftmaxCase(name="tiny", dtype=dtype, shape=(8, 16, 16)),
+            suite.Candidate("ours", lambda x, block_size: computed(x)),
+            [suite.Candidate("eager", eager), suite.Candidate("again", eager)],
+            check,
+        )
         for dtype in (torch.float32, torch.bfloat16)
     ]
-"""
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def families(monkeypatch):
+    """Which benchmarks each family has."""
+    found = {"hadamard": tiny()}
     monkeypatch.setenv("HTREE_COMMIT", "abc123")
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 10.0)
-    (tmp_path / "bench_tiny.py").write_text(ROOM)
-    return tmp_path
+    monkeypatch.setattr(run, "copy_bandwidth", lambda device: 10.0)
+    monkeypatch.setattr(run, "make_benchmarks", lambda family, device: found[family])
+    return found
 
 
-def test_flags_of_the_command_line(folder, capsys):
-    common = ["--device", "cpu", "--room", "tiny", "--folder", str(folder), "--repeat", "1"]
-    out = folder / "rows.json"
-    assert command_line.main([*common, "--dtype", "bfloat16", "--baseline", "^ag", "--json", str(out)]) == 0
+ON_THE_CPU = ["run", "hadamard", "--device", "cpu"]
+
+
+def test_flags_of_the_command_line(families, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    flags = ["--repeat", "1", "--dtype", "bfloat16", "--baseline", "^ag", "--json", str(out)]
+    assert program.main([*ON_THE_CPU, *flags]) == 0
     (got,) = results.read_json(out)
     assert (got.dtype, got.baseline) == ("bfloat16", "again")
     assert got.floor_kind == "copy"
@@ -171,23 +139,42 @@ def test_flags_of_the_command_line(folder, capsys):
     assert got.verdict in shown
 
 
-def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(folder, capsys):
-    (folder / "bench_large.py").write_text(
-        ROOM.replace("def eager(x, block_size):", "def eager(x, block_size):\n    allocate(x)")
-        + "\ndef allocate(x):\n    if x.dtype == torch.float32:\n        torch.empty(2**60)\n"
-    )
-    common = ["--device", "cpu", "--room", "large", "--folder", str(folder), "--repeat", "1"]
-    out = folder / "rows.json"
-    assert command_line.main([*common, "--json", str(out)]) == 1
+def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(families, tmp_path, capsys):
+    def large(x):
+        return torch.empty(2**60) if x.dtype == torch.float32 else masked_softmax(x)
+
+    families["hadamard"] = tiny(large)
+    out = tmp_path / "rows.json"
+    assert program.main([*ON_THE_CPU, "--repeat", "1", "--json", str(out)]) == 1
     assert {row.dtype for row in results.read_json(out)} == {"bfloat16"}
     captured = capsys.readouterr()
     assert "softmax tiny-float32: out of memory, not timed: " in captured.err
     assert "0 cases wrong, not timed; 1 cases out of memory, not timed" in captured.out
-    (folder / "bench_large.py").write_text(
-        ROOM.replace("return masked_softmax(x)", "raise RuntimeError('no')")
-    )
+
+    def broken(x):
+        raise RuntimeError("no")
+
+    families["hadamard"] = tiny(broken)
     with pytest.raises(RuntimeError, match="no"):
-        command_line.main(common)
+        program.main(ON_THE_CPU)
+
+
+def test_a_wrong_result_is_not_timed(families, tmp_path, capsys):
+    families["hadamard"] = tiny(lambda x: x[:4])
+    files = [tmp_path / "rows.json", tmp_path / "rows.csv"]
+    assert program.main([*ON_THE_CPU, "--json", str(files[0]), "--csv", str(files[1])]) == 1
+    assert "softmax tiny-float32: ours is wrong" in capsys.readouterr().err
+    families["hadamard"] = tiny()
+    assert program.main([*ON_THE_CPU, "--repeat", "1", "--json", str(files[0]), "--csv", str(files[1])]) == 0
+    rows = results.read_json(files[0])
+    assert rows == results.read_csv(files[1])
+    assert {(row.case, row.commit, row.ceiling_gb_per_s) for row in rows} == {("tiny", "abc123", 10.0)}
+    assert "copy ceiling 10 GB/s" in capsys.readouterr().out
+
+
+def test_every_family_can_be_loaded():
+    for family in run.FAMILIES:
+        assert callable(importlib.import_module(f"benchmarks.{family}").make_benchmarks)
 
 
 @pytest.mark.parametrize(
@@ -203,15 +190,14 @@ def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(folder, caps
             "argument --json: /dev/null/x cannot be written: a folder above it is a file",
         ),
         (["--csv", "/dev"], "argument --csv: /dev cannot be written: Is a directory"),
-        (["--room", "absent"], "rooms in"),
+        (["--room", "absent"], "unrecognized arguments"),
         (["--device", "tpu"], "invalid choice"),
         (["--nonsense"], "unrecognized arguments"),
     ],
 )
-def test_bad_flags_are_one_line_and_status_two(folder, capsys, flags, complaint):
-    common = ["--device", "cpu", "--room", "tiny", "--folder", str(folder)]
+def test_bad_flags_are_one_line_and_status_two(families, capsys, flags, complaint):
     try:
-        status = command_line.main([*common, *flags])
+        status = program.main([*ON_THE_CPU, *flags])
     except SystemExit as stop:
         status = stop.code
     captured = capsys.readouterr()
@@ -219,19 +205,6 @@ def test_bad_flags_are_one_line_and_status_two(folder, capsys, flags, complaint)
     assert complaint in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["--room", "fake"], ["io-only"]], ids=" ".join)
-@pytest.mark.parametrize("place", ["", "file/below"])
-def test_a_file_that_cannot_be_written_is_found_before_the_work(tmp_path, capsys, command, place):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as stop:
-        command_line.main([*command, "--json", str(tmp_path / place)])
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
-    assert "argument --json" in message
-    assert message.count("\n") == 1
 
 
 def test_trying_a_file_leaves_nothing_behind(tmp_path):
@@ -242,9 +215,9 @@ def test_trying_a_file_leaves_nothing_behind(tmp_path):
     assert output_file(str(path)).read_text() == "old"
 
 
-def test_a_gpu_that_is_not_there(folder, capsys, monkeypatch):
+def test_a_gpu_that_is_not_there(families, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command_line.main(["--device", "cuda", "--room", "tiny", "--folder", str(folder)]) == 2
+    assert program.main(["run", "hadamard", "--device", "cuda"]) == 2
     assert "sees no GPU" in capsys.readouterr().err
 
 
@@ -266,14 +239,14 @@ def test_compare_flags_what_exceeds_tolerance_and_noise(tmp_path, capsys):
         row(case="c", median_us=150.0, **quiet),
         row(case="new"),
     )
-    assert command_line.main(["compare", old, new]) == 1
+    assert program.main(["compare", old, new]) == 1
     shown = capsys.readouterr().out
     assert "3 cases compared, 1 slower" in shown
     assert [line.split()[1] for line in shown.splitlines() if line.endswith("  slower")] == ["c"]
-    assert command_line.main(["compare", old, new, "--tolerance", "25"]) == 0
-    assert command_line.main(["compare", new, old]) == 0
+    assert program.main(["compare", old, new, "--tolerance", "25"]) == 0
+    assert program.main(["compare", new, old]) == 0
     assert "faster" in capsys.readouterr().out
-    assert command_line.main(["compare", old, old]) == 0
+    assert program.main(["compare", old, old]) == 0
 
 
 def test_compare_uses_graph_times_where_both_have_them():
@@ -332,30 +305,25 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
         path.write_bytes(content.encode(errors="surrogateescape"))
         files[name] = (str(path), complaint)
     for name, (path, complaint) in files.items():
-        assert command_line.main(["compare", good, path]) == 2, name
+        assert program.main(["compare", good, path]) == 2, name
         message = capsys.readouterr().err
         assert complaint in message, name
         assert message.count("\n") == 1, name
-    assert command_line.main(["compare", good, good, "--tolerance", "-1"]) == 2
+    assert program.main(["compare", good, good, "--tolerance", "-1"]) == 2
 
 
-def test_the_module_runs_as_a_program(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "htree_ops.bench", "compare", "absent.json", "absent.json"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+def test_the_folder_runs_as_a_program():
+    command = [sys.executable, "-m", "benchmarks", "compare", "absent.json", "absent.json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.startswith("compare: absent.json")
 
 
-# ---- the room of tree attention's stages
+# ---- the stages of tree attention
 
 
 def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):
-    module = command.load_room("tree_stages")
-    for benchmark in module.make_benchmarks(device):
+    for benchmark in tree_stages.make_benchmarks(device):
         sizes = {"queries": 20, "width": 8, "top_k": 16, "rate": 4, "group": 2}
         small = dataclasses.replace(benchmark, case=dataclasses.replace(benchmark.case, **sizes))
         candidates = [small.ours, *small.baselines]

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import htree_ops.bench.__main__ as command_line
-from htree_ops.bench import command, results, suite, timing
-from htree_ops.command_line import UsageError
-from htree_ops.testing.cases import Case, normal
-from htree_ops.testing.causal_softmax_cases import CausalSoftmaxBackwardCase, CausalSoftmaxCase
-from htree_ops.testing.compare import assert_close_spec
+from benchmarks import causal_softmax
+from benchmarks.harness import results, suite, timing
+from htree_ops import info
+from htree_ops.cli import UsageError
+from htree_ops.info import Environment, source_commit
+from htree_ops.tuning.clock import CpuClock, CudaClock, clock_for, copy_bandwidth, percentile
+from tests.support.cases import Case, normal
+from tests.support.causal_softmax_cases import CausalSoftmaxBackwardCase, CausalSoftmaxCase
+from tests.support.compare import assert_close_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +61,7 @@ class SumCase(Case):
 
 
 CASE = SumCase(name="small", dtype=torch.float32, n=1 << 20)
-ENVIRONMENT = results.Environment(
+ENVIRONMENT = Environment(
     gpu="none",
     cpu="some CPU, 2 threads",
     torch="2.11",
@@ -82,19 +85,19 @@ def sum_benchmark(ours=torch.sum, baselines=None) -> suite.Benchmark:
 
 def test_percentiles_on_known_samples():
     samples = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert [timing.percentile(samples, p) for p in (0, 20, 50, 80, 90, 100)] == pytest.approx(
+    assert [percentile(samples, p) for p in (0, 20, 50, 80, 90, 100)] == pytest.approx(
         [1, 1.8, 3, 4.2, 4.6, 5]
     )
-    assert timing.percentile([7.0], 80) == 7.0
+    assert percentile([7.0], 80) == 7.0
     for samples, percent in (([], 50), ([1.0], 101), ([1.0], -1)):
         with pytest.raises(ValueError):
-            timing.percentile(samples, percent)
+            percentile(samples, percent)
     assert timing.summarise(range(1, 102)) == timing.Timing(51.0, 21.0, 81.0, 101)
 
 
 def test_measure_on_a_fake_clock():
     counter = FakeCounter()
-    clock = timing.CpuClock(counter)
+    clock = CpuClock(counter)
     candidates = {
         "fast": [counter.call(10.0)],
         "slow": [counter.call(40.0)],
@@ -127,7 +130,7 @@ def test_a_disturbed_measurement_is_taken_again():
     def measured(*times: float):
         counter = FakeCounter()
         candidates = {"steady": [counter.call(20.0)], "ours": [counter.call(*times)]}
-        return timing.measure_undisturbed(candidates, timing.CpuClock(counter), effort), counter.seconds
+        return timing.measure_undisturbed(candidates, CpuClock(counter), effort), counter.seconds
 
     quiet, seconds = measured(10.0)
     found, twice = measured(*busy, 10.0)
@@ -142,7 +145,7 @@ def test_a_disturbed_measurement_is_taken_again():
 def test_warm_up_lasts_as_long_as_asked_and_not_longer():
     counter = FakeCounter()
     calls = [counter.call(2000.0)]
-    assert timing.warm_up(calls, timing.CpuClock(counter), 25.0) == pytest.approx(2000.0)
+    assert timing.warm_up(calls, CpuClock(counter), 25.0) == pytest.approx(2000.0)
     assert counter.seconds == pytest.approx(14 * 2e-3)  # the first call, then 13 to reach 25 ms
 
 
@@ -154,7 +157,7 @@ def test_long_calls_get_short_turns():
         "very long": [counter.call(3e6)],
         "short": [counter.call(10.0)],
     }
-    measured = timing.measure(candidates, timing.CpuClock(counter), effort)
+    measured = timing.measure(candidates, CpuClock(counter), effort)
     assert {name: t.num_samples for name, t in measured.items()} == {"long": 4, "very long": 2, "short": 20}
 
 
@@ -171,7 +174,7 @@ def test_candidates_alternate_and_inputs_rotate():
 
     candidates = {name: [call(name, i) for i in range(3)] for name in ("a", "b")}
     effort = timing.Effort(rounds=3, burst=2, warm_up_ms=0.0)
-    timing.measure(candidates, timing.CpuClock(counter), effort)
+    timing.measure(candidates, CpuClock(counter), effort)
     timed = log[4:]  # the first four are warm-up calls, two of each
     assert "".join(name for name, _ in timed) == "aabb" + "bbaa" + "aabb"
     for name in candidates:
@@ -181,7 +184,7 @@ def test_candidates_alternate_and_inputs_rotate():
 def test_sustained_counts_the_last_twenty_of_twenty_five():
     counter = FakeCounter()
     heating = counter.call(*[100.0] * 5, *[200.0] * 20)
-    assert timing.sustained([heating], timing.CpuClock(counter), call_us=150.0) == timing.Timing(
+    assert timing.sustained([heating], CpuClock(counter), call_us=150.0) == timing.Timing(
         *(pytest.approx(200.0) for _ in range(3)), num_samples=20
     )
 
@@ -194,7 +197,7 @@ def test_sustained_load_has_an_end(call_ms, calls, counted):
     log = []
     heating = counter.call(*[call_ms * 1e3] * 25)
     measured = timing.sustained(
-        [lambda: (log.append(1), heating())], timing.CpuClock(counter), call_us=call_ms * 1e3
+        [lambda: (log.append(1), heating())], CpuClock(counter), call_us=call_ms * 1e3
     )
     assert (len(log), measured.num_samples) == (calls, counted)
 
@@ -207,7 +210,7 @@ def test_long_calls_take_fewer_turns():
         "long": [counter.call(*[900e3] * 200)],
         "slow": [counter.call(*[5e6] * 9)],
     }
-    measured = timing.measure(calls, timing.CpuClock(counter), effort)
+    measured = timing.measure(calls, CpuClock(counter), effort)
     assert {name: times.num_samples for name, times in measured.items()} == {
         "short": 100,
         "long": 2,
@@ -224,7 +227,7 @@ def test_cuda_outputs_rotate():
         seen.append(made.data_ptr())
         return made
 
-    timing.CudaClock().time_calls([call] * 8, keep=4)
+    CudaClock().time_calls([call] * 8, keep=4)
     assert len(set(seen[:4])) == 4
 
 
@@ -240,7 +243,7 @@ def test_enough_input_sets_to_leave_the_caches():
 def test_sustained_load_is_of_all_candidates_or_of_none():
     """A candidate just below the limit must be timed under the same load as the one above it."""
     counter = FakeCounter()
-    clock, effort = timing.CpuClock(counter), timing.Effort(sustained_from_us=1000.0)
+    clock, effort = CpuClock(counter), timing.Effort(sustained_from_us=1000.0)
     calls = {name: [counter.call(*[us] * 25)] for name, us in (("ours", 998.0), ("eager", 1002.0))}
     times = {name: timing.Timing(us, us, us, 1) for name, us in (("ours", 998.0), ("eager", 1002.0))}
     measured = suite.sustained_times(calls, times, clock, effort)
@@ -288,14 +291,14 @@ def test_inputs_that_are_read_in_part_have_more_sets(monkeypatch):
 
 
 def test_copy_bandwidth_is_of_this_world(device):
-    assert 0.5 < timing.copy_bandwidth(device, 1 << 26) < 20_000
+    assert 0.5 < copy_bandwidth(device, 1 << 26) < 20_000
 
 
 def test_clock_of_the_device_orders_short_and_long_work(device):
     sizes = {"short": 1 << 12, "long": 1 << 24}
     inputs = {name: torch.rand(n, device=device) for name, n in sizes.items()}
     candidates = {name: [lambda x=x: x.exp()] for name, x in inputs.items()}
-    measured = timing.measure(candidates, timing.clock_for(device), timing.Effort(rounds=3))
+    measured = timing.measure(candidates, clock_for(device), timing.Effort(rounds=3))
     assert 0 < measured["short"].median_us < measured["long"].median_us
     assert measured["long"].p20_us <= measured["long"].median_us <= measured["long"].p80_us
 
@@ -393,15 +396,15 @@ def test_json_and_csv_round_trip(tmp_path):
 
 def test_commit_of_the_source(tmp_path, monkeypatch):
     monkeypatch.setenv("HTREE_COMMIT", "abc123")
-    assert results.source_commit(tmp_path) == "abc123"
+    assert source_commit(tmp_path) == "abc123"
     monkeypatch.delenv("HTREE_COMMIT")
-    monkeypatch.setattr(results, "build_info", dict)
+    monkeypatch.setattr(info, "build_info", dict)
     with pytest.raises(UsageError, match="HTREE_COMMIT"):
-        results.source_commit(tmp_path)
-    monkeypatch.setattr(results, "build_info", lambda: {"commit": "built"})
-    assert results.source_commit(tmp_path) == "built"
-    monkeypatch.setattr(results, "build_info", lambda: {"commit": None, "version": "1.2"})
-    assert results.source_commit(tmp_path) == "version 1.2", "built from a source distribution"
+        source_commit(tmp_path)
+    monkeypatch.setattr(info, "build_info", lambda: {"commit": "built"})
+    assert source_commit(tmp_path) == "built"
+    monkeypatch.setattr(info, "build_info", lambda: {"commit": None, "version": "1.2"})
+    assert source_commit(tmp_path) == "version 1.2", "built from a source distribution"
 
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
@@ -415,60 +418,19 @@ def test_commit_of_the_source(tmp_path, monkeypatch):
     git("add", "file")
     git("commit", "-qm", "one")
     head = git("rev-parse", "HEAD")
-    assert results.source_commit(tmp_path) == head
+    assert source_commit(tmp_path) == head
     (tmp_path / "file").write_text("two")
-    assert results.source_commit(tmp_path) == f"{head}-dirty"
+    assert source_commit(tmp_path) == f"{head}-dirty"
 
 
-ROOM = """
-import torch
-from htree_ops.bench.suite import Benchmark, Candidate
-from htree_ops.testing.causal_softmax_cases import CausalSoftmaxCase, masked_softmax
-
-def check(inputs, result):
-    assert result.shape == inputs[0].shape and FACTOR == 1.0
-
-def make_benchmarks(device):
-    case = CausalSoftmaxCase(name="tiny", dtype=torch.float32, shape=(64, 64, 64))
-    baseline = Candidate("eager", lambda x, block_size: masked_softmax(x))
-    ours = Candidate("ours", lambda x, block_size: masked_softmax(x))
-    return [Benchmark("softmax", case, ours, [baseline], check)]
-"""
-
-
-def test_command_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HTREE_COMMIT", "abc123")
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 10.0)
-    common = ["--device", "cpu", "--rounds", "2", "--folder", str(tmp_path)]
-    files = ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv")]
-    (tmp_path / "bench_good.py").write_text("FACTOR = 1.0" + ROOM)
-    (tmp_path / "bench_bad.py").write_text("FACTOR = 2.0" + ROOM)
-
-    assert command_line.main([*common, "--room", "good", *files]) == 0
-    rows = results.read_json(tmp_path / "out.json")
-    assert rows == results.read_csv(tmp_path / "out.csv")
-    assert [(row.op, row.case, row.commit, row.ceiling_gb_per_s) for row in rows] == [
-        ("softmax", "tiny", "abc123", 10.0)
-    ]
-    assert "copy ceiling 10 GB/s" in capsys.readouterr().out
-
-    assert command_line.main([*common, "--room", "bad"]) == 1
-    assert "ours is wrong" in capsys.readouterr().err
-    assert command_line.main([*common, "--room", "good", "--case", "^nothing"]) == 2
-    assert "no case matches" in capsys.readouterr().err
-    assert command_line.main([*common, "--room", "absent"]) == 2
-    assert "bad good" in capsys.readouterr().err
-
-
-def test_the_causal_softmax_room_passes_its_own_gate(device):
+def test_causal_softmax_passes_its_own_gate(device):
     """Ours and the eager baselines, forward and backward, on a small problem, without torch.compile."""
-    module = command.load_room("causal_softmax")
     small = CausalSoftmaxCase(name="small", dtype=torch.bfloat16, shape=(2, 100, 300))
     cases = {
         "causal_softmax": small,
         "causal_softmax_backward": CausalSoftmaxBackwardCase(name="small", dtype=small.dtype, forward=small),
     }
-    benchmarks = {b.op: b for b in module.make_benchmarks(device)}
+    benchmarks = {b.op: b for b in causal_softmax.make_benchmarks(device)}
     assert set(benchmarks) == set(cases)
     for op, case in cases.items():
         benchmark = dataclasses.replace(benchmarks[op], case=case)

@@ -6,26 +6,19 @@ import itertools
 from pathlib import Path
 
 import pytest
-from benchmark_programs import program
+
+from benchmarks import context_parallel
+from benchmarks import context_parallel_cost as cost
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def cost():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import context_parallel_cost
-
-        yield context_parallel_cost
-
-
-def test_the_document_has_the_table(cost, capsys):
+def test_the_document_has_the_table(capsys):
     assert cost.main([]) == 0
     assert capsys.readouterr().out.strip() in (ROOT / "docs" / "distributed.md").read_text()
 
 
-def test_the_fit_gives_back_the_measured_times(cost):
+def test_the_fit_gives_back_the_measured_times():
     costs = cost.measured()
     for tokens, measured in ((131072, 50.274), (262144, 147.552), (524288, 333.948), (1048576, 755.862)):
         assert costs.forward(tokens) / 1e3 == pytest.approx(measured, rel=0.05)
@@ -34,13 +27,13 @@ def test_the_fit_gives_back_the_measured_times(cost):
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(131_072, "97.7 %"), (524_288, "98.6 %")])
-def test_the_document_has_what_is_computed_for_two_gpus(cost, tokens, computed):
+def test_the_document_has_what_is_computed_for_two_gpus(tokens, computed):
     assert f"{100 * cost.cost(cost.measured(), 2, tokens).efficiency:.1f} %" == computed
     words = f"{computed} at {tokens:_} tokens".replace("_", " ")
     assert words in " ".join((ROOT / "docs" / "distributed.md").read_text().split())
 
 
-def test_overlap_and_more_ranks_behave(cost):
+def test_overlap_and_more_ranks_behave():
     assert cost.overlapped(1, 10, 4, 2) == 16  # one step: nothing is hidden
     assert cost.overlapped(4, 12, 4, 4) == 14  # work rules: a part in, a part out
     assert cost.overlapped(4, 4, 12, 4) == 17  # the link rules
@@ -54,9 +47,8 @@ def test_overlap_and_more_ranks_behave(cost):
 
 @pytest.mark.parametrize(("best", "met"), [(0.97, True), (0.959, False)])
 def test_a_bar_is_met_by_the_better_balance(best, met, capsys):
-    measured = program("context_parallel")
     rows = [
-        measured.Row(
+        context_parallel.Row(
             device="gpu",
             commit="0",
             ranks=2,
@@ -75,5 +67,5 @@ def test_a_bar_is_met_by_the_better_balance(best, met, capsys):
         )
         for balance, efficiency in (("head_tail", 0.9), ("contiguous", best))
     ]
-    assert measured.bars_met(rows, {524_288: 0.96}) is met
+    assert context_parallel.bars_met(rows, {524_288: 0.96}) is met
     assert ("MISSED" in capsys.readouterr().out) is not met

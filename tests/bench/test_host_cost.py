@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_programs import program
 
-host_cost = program("host_cost")
+from benchmarks import host_cost
 
 
 @pytest.mark.parametrize(

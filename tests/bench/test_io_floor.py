@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -11,16 +12,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-import htree_ops  # noqa: F401
-import htree_ops.bench.__main__ as command_line
+from benchmarks.harness import io_floor, timing
+from htree_ops import __main__ as program
 from htree_ops import bench
-from htree_ops.bench import io_floor, io_only, timing
+from htree_ops.bench import io_only
 from htree_ops.bench.io_model import PipelineProblem, Traffic, candidate_sums, layer_sizes, traffic
 from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs
-from htree_ops.testing.cases import Case, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import SHAPES
+from htree_ops.tuning.metrics import peak_of
+from tests.support.cases import Case, normal
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import SHAPES
 
 SMALL = PipelineProblem(
     seq_len=700, hq=4, h_kv=2, k_dim=8, v_dim=12, compression_rate=4, max_top_nodes=32, top_k=8
@@ -85,10 +87,10 @@ def test_verdict_refuses_impossible_times(full, io):
 
 
 def test_peaks_by_name():
-    assert io_floor.peak_of("NVIDIA H200") == 4800.0
-    assert io_floor.peak_of("NVIDIA H100 PCIe") == 2039.0
-    assert io_floor.peak_of("NVIDIA H100 80GB HBM3") == 3352.0
-    assert io_floor.peak_of("Some GPU") is None
+    assert peak_of("NVIDIA H200") == 4800.0
+    assert peak_of("NVIDIA H100 PCIe") == 2039.0
+    assert peak_of("NVIDIA H100 80GB HBM3") == 3352.0
+    assert peak_of("Some GPU") is None
 
 
 # ---- floors
@@ -111,14 +113,14 @@ class ScoresCase(Case):
 
 def test_floor_of_bytes_and_of_a_twin(monkeypatch):
     case = ScoresCase(name="rows", dtype=torch.float32)
-    assert bench.floor("softmax", case, "cpu", 10.0) == io_floor.Floor(case.bytes() / 10.0 / 1e3, "copy")
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 20.0)
-    assert bench.floor("softmax", case) == io_floor.Floor(case.bytes() / 20.0 / 1e3, "copy")
-    twin = bench.floor("select_topk", case, "cpu", 10.0, QUICK)
+    assert io_floor.floor("softmax", case, "cpu", 10.0) == io_floor.Floor(case.bytes() / 10.0 / 1e3, "copy")
+    monkeypatch.setattr(io_floor, "copy_bandwidth", lambda device: 20.0)
+    assert io_floor.floor("softmax", case) == io_floor.Floor(case.bytes() / 20.0 / 1e3, "copy")
+    twin = io_floor.floor("select_topk", case, "cpu", 10.0, QUICK)
     assert twin.kind == "twin"
     assert twin.us > 0
     with pytest.raises(ValueError, match="bandwidth"):
-        bench.floor("softmax", case, "cpu", 0.0)
+        io_floor.floor("softmax", case, "cpu", 0.0)
 
 
 def test_every_twin_takes_the_arguments_of_its_op():
@@ -238,7 +240,9 @@ def test_rows_that_fit():
 
 
 def test_defaults_of_the_flags():
-    flags = vars(io_only.COMMAND.make_parser().parse_args([]))
+    parser = argparse.ArgumentParser()
+    io_only.COMMAND.fill(parser)
+    flags = vars(parser.parse_args([]))
     assert flags == {
         "batch": 1, "seq_len": 120_000, "hq": 16, "h_kv": 1, "k_dim": 16, "v_dim": 16, "compression_rate": 16,
         "max_top_nodes": 8192, "top_k": 512, "warmup": 3, "iters": 10, "dtype": "float32", "gpu": None, "seed": 42,
@@ -262,7 +266,7 @@ TINY = ["io-only", *(f"--{name}={value}" for name, value in (SIZES | EFFORT).ite
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_run_on_the_cpu(tmp_path, monkeypatch, capsys, dtype):
     monkeypatch.setenv("HTREE_COMMIT", "abc123")
-    monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 10.0)
+    monkeypatch.setattr(io_only, "copy_bandwidth", lambda device: 10.0)
     path = tmp_path / "new" / "io.json"
     flags = [
         "--dtype",
@@ -274,7 +278,7 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch, capsys, dtype):
         "stratified",
         "--map-positions",
     ]
-    assert command_line.main([*TINY, *flags]) == 0
+    assert program.main([*TINY, *flags]) == 0
     text = capsys.readouterr().out
     pattern = (
         r"Results \(avg ms / iter\):\n  Full Computation: [\d.]+ ms\n  IO-Only        : [\d.]+ ms\n\nAnalysis:\n"
@@ -319,7 +323,7 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch, capsys, dtype):
 )
 def test_bad_use_is_one_line_and_status_two(capsys, flags, complaint):
     try:
-        status = command_line.main([*TINY, *flags])
+        status = program.main([*TINY, *flags])
     except SystemExit as stop:
         status = stop.code
     message = capsys.readouterr().err

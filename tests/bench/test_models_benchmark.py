@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_programs import program
 
-models = program("models")
+from benchmarks import models
 
 TINY = models.Size(1, 32, 48, 4, 2, 61)
 HERE = [way for way in models.WAYS if not way.liger]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 
 import pytest
 import torch
-from benchmark_programs import program
 
-from htree_ops.bench.plain_rows import parse_for_gpu
+from benchmarks.harness.plain_rows import parse_for_gpu
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def no_gpu(monkeypatch):
 )
 def test_a_gpu_is_needed(name, no_gpu, capsys):
     with pytest.raises(SystemExit) as ended:
-        program(name).main([])
+        importlib.import_module(f"benchmarks.{name}").main([])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("error: torch sees no GPU\n")
 
@@ -30,7 +30,7 @@ def test_a_gpu_is_needed(name, no_gpu, capsys):
 @pytest.mark.parametrize("name", ["host_cost", "models", "selection_span", "varlen_batches"])
 def test_the_cpu_is_the_other_choice(name, no_gpu, capsys):
     with pytest.raises(SystemExit) as ended:
-        program(name).main([])
+        importlib.import_module(f"benchmarks.{name}").main([])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("torch sees no GPU: --device cpu measures this machine\n")
 

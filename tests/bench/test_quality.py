@@ -504,7 +504,7 @@ def test_scales_are_shown_apart(study, whole, tmp_path, capsys):
 def test_the_page_shows_the_published_rows(study):
     page = (ROOT / "docs" / "quality.md").read_text()
     rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
-    assert study.report.page_with(page, rows) == page, "run python benchmarks/quality/report.py --publish"
+    assert study.report.page_with(page, rows) == page, "run python -m benchmarks.quality.report --publish"
     named = {f"{name}_{theme}.png" for name in study.report.SHOWN.values() for theme in ("light", "dark")}
     assert {path.name for path in (ROOT / "docs" / "images").glob("quality_*.png")} <= named
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 from test_bench_suite import row
 
-import htree_ops.bench.__main__ as command_line
-from htree_ops.bench import plots, report, results
+from benchmarks import __main__ as program
+from benchmarks.harness import plots, report, results
 
 pytest.importorskip("matplotlib")
 
@@ -47,22 +47,10 @@ def png_size(data: bytes) -> tuple[int, int]:
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
-def test_rows_of_two_machines_name_both():
-    rows = [
-        row(commit="a" * 40),
-        row(gpu="none", cpu="AMD EPYC(TM), 2 threads", torch="2.12.0", commit="b" * 40),
-    ]
-    assert plots.place(rows[:1]) == f"{rows[0].gpu} · torch {rows[0].torch} · commit aaaaaaa"
-    both = (
-        f"{rows[0].gpu} and AMD EPYC, 2 threads · torch {rows[0].torch} and 2.12.0 · commits aaaaaaa, bbbbbbb"
-    )
-    assert plots.place(rows) == both
-
-
 def test_a_page_and_pictures_per_machine(tmp_path, capsys):
     results.write_json(tmp_path / "in" / "a.json", ROWS)
     (tmp_path / "in" / "io.json").write_text(json.dumps({"kernels": [], "rows": []}))
-    assert command_line.main(["report", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    assert program.main(["report", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
     written = capsys.readouterr().out.split()
     names = {name.rsplit("/", 1)[1] for name in written}
     assert names == {
@@ -97,62 +85,6 @@ def test_floor_of_rows_with_and_without_the_columns():
     assert report.with_floor(dataclasses.replace(old, bytes=0)) == (None, "-")
 
 
-def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
-    """Rows of other widths, dtypes and inputs, and problems of one length, do not move its points."""
-    wide = SHAPES.format(T=65536, s=1).replace("H=32/4", "H=64/4")
-    slow = {"median_us": 1e9, "p80_us": 1e9}
-    others = [
-        dataclasses.replace(TREE[-1], case="T65536_h64_s16", shapes=wide, **slow),
-        dataclasses.replace(TREE[-1], dtype="float16", **slow),
-        *(dataclasses.replace(r, case=r.case.replace("_s", "_correlated_s"), **slow) for r in TREE),
-    ]
-    drawn: dict[str, list[float]] = {}
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
-    assert plots.lengths([*others, *TREE], tmp_path / "lengths.png")
-    assert drawn == {
-        "htree_ops, stride 1": pytest.approx([32.768e-3, 65.536e-3]),
-        "htree_ops, stride 16": pytest.approx([16 * 32.768e-3, 16 * 65.536e-3]),
-        "dense SDPA, cuDNN": pytest.approx([8.192e-3, 16.384e-3]),
-        "dense SDPA, FlashAttention-2": pytest.approx([8.192e-3, 16.384e-3]),
-    }
-    assert plots.lengths([r for r in TREE if "T=32768" in r.shapes], tmp_path / "point.png") is None
-
-
-def test_a_baseline_on_one_head_counts_for_all_of_them(monkeypatch, tmp_path):
-    """A time of one of 32 heads is drawn 32 times as long, and the curve's name says so."""
-    alone = [
-        dataclasses.replace(
-            TREE[0],
-            shapes=SHAPES.format(T=131072, s=stride),
-            baseline="dense SDPA, cuDNN, 1 of 32 heads",
-            baseline_median_us=10.0,
-        )
-        for stride in (1, 16)
-    ]
-    drawn: dict[str, list[float]] = {}
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
-    path = plots.lengths([*TREE, *alone], tmp_path / "a.png", theme="dark", baseline="dense SDPA, cuDNN")
-    assert path == tmp_path / "a.png"
-    assert drawn["dense SDPA, cuDNN, computed from one head"] == pytest.approx([0.32])
-    assert not any("1 of" in name or "FlashAttention" in name for name in drawn)
-
-
-def curves(figure):
-    return {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
-
-
-def test_the_roofline_shows_what_copies_and_products_reach(monkeypatch, tmp_path):
-    product = row(op="fp8_gemm", dtype="bfloat16", flops=10**12, tflops=500.0, baseline_median_us=1000.0)
-    drawn: dict[str, list[float]] = {}
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
-    assert plots.roofline([product, *TREE], tmp_path / "roofline.png")
-    assert set(drawn) == {"copy, 4.00 TB/s", "FP8 products of torch, 1000 TFLOP/s"}
-    assert drawn["FP8 products of torch, 1000 TFLOP/s"] == [1000.0, 1000.0]
-
-
 def test_pictures_without_anything_to_show(tmp_path):
     only_yardsticks = [row(baseline_computes_the_same=False, flops=0)]
     for draw in (plots.bars, plots.lengths, plots.roofline):
@@ -169,7 +101,7 @@ def test_many_bars_are_cut_to_a_legible_number(tmp_path):
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
     results.write_json(tmp_path / "a.json", ROWS)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command_line.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 2
+    assert program.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
         "report: the report draws with matplotlib, which is not installed: "
         "pip install 'htree_ops[report]' or matplotlib\n"
@@ -187,7 +119,7 @@ def test_bad_input_is_one_line_and_status_two(tmp_path, capsys):
         ([str(tmp_path / "empty")], "no results in"),
         ([str(tmp_path / "good.json"), "--out", str(tmp_path / "file")], "exists"),
     ):
-        assert command_line.main(["report", *arguments]) == 2
+        assert program.main(["report", *arguments]) == 2
         message = capsys.readouterr().err
         assert complaint in message
         assert message.count("\n") == 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
 import sys
+from pathlib import Path
 
-from benchmark_programs import FOLDER, program
+from benchmarks import training_rounding as rounding
 
-RESULTS = FOLDER / "results" / "training_rounding_cpu.csv"
-DOCUMENT = FOLDER.parent / "docs" / "distributed.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "training_rounding_cpu.csv"
+DOCUMENT = ROOT / "docs" / "distributed.md"
 
 
 def test_the_document_has_the_largest_differences():
@@ -36,17 +37,16 @@ def test_roundings_differ_and_two_ranks_train(tmp_path):
 
     After two, all losses can still be equal. Every node is opened: a node selected in one run alone is no rounding.
     """
-    rounding = program("training_rounding")
     flags = ["--steps", "10", "--open-all", "--dtypes", "fp32", "--learning-rates", "0.003", "--seeds", "1"]
     command = [
         sys.executable,
-        str(FOLDER / "training_rounding.py"),
+        "-m",
+        "benchmarks.training_rounding",
         *flags,
         "--csv",
         str(tmp_path / "rows.csv"),
     ]
-    env = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    subprocess.run(command, env=env, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == [

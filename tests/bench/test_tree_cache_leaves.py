@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_programs import FOLDER, program
 
+from benchmarks import tree_cache_leaves as leaves
 from htree_ops import TreeKVCache
 
-leaves = program("tree_cache_leaves")
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "quality.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "quality.md").read_text()
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    with (FOLDER / "results" / f"tree_cache_leaves_{name}.csv").open(newline="") as file:
+    with (ROOT / "benchmarks" / "results" / f"tree_cache_leaves_{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from benchmark_programs import program
 
-twin_traffic = program("twin_traffic")
+from benchmarks import twin_traffic
 
 
 def profile(path, launches, unit="Mbyte"):

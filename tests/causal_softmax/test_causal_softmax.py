@@ -13,8 +13,8 @@ from hypothesis import given
 import htree_ops  # noqa: F401  (registers torch.ops.htree)
 from htree_ops.reference.causal_softmax import causal_softmax as reference
 from htree_ops.reference.causal_softmax import causal_softmax_backward as reference_backward
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.causal_softmax_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.causal_softmax_cases import (
     BACKWARD_CASES,
     CASES,
     DTYPES,
@@ -23,9 +23,9 @@ from htree_ops.testing.causal_softmax_cases import (
     CausalSoftmaxCase,
     tolerance,
 )
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.layouts import LAYOUTS
 
 op = torch.ops.htree.causal_softmax
 op_ = torch.ops.htree.causal_softmax_

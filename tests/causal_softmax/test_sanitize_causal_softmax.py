@@ -11,9 +11,9 @@ import torch
 import htree_ops  # noqa: F401
 from htree_ops.reference.causal_softmax import causal_softmax as reference_softmax
 from htree_ops.reference.causal_softmax import causal_softmax_backward as reference_softmax_backward
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.cases import normal
+from tests.support.compare import assert_close_spec
+from tests.support.layouts import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 

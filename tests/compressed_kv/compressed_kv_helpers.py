@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from htree_ops import CompressedKVCache
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compressed_kv_cases import rows_with_outliers
+from tests.support.cases import normal
+from tests.support.compressed_kv_cases import rows_with_outliers
 
 BATCH, HEADS, WIDTH, CAPACITY = 3, 4, 64, 130
 KINDS: dict[str, dict[str, Any]] = {

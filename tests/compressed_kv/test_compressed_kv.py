@@ -9,15 +9,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from instruction_sets import ISAS, run_with
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import htree_ops
+import htree_ops.compat
 from htree_ops.ops.compressed_kv import CompressedKV
 from htree_ops.reference import compressed_kv as reference
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compressed_kv_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.compressed_kv_cases import (
     COMPRESS_CASES,
     DTYPES,
     LAYOUT_CASES,
@@ -25,8 +25,9 @@ from htree_ops.testing.compressed_kv_cases import (
     assert_rows_within_bounds,
     rows_with_outliers,
 )
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.devices import poisoned_memory
+from tests.support.instruction_sets import ISAS, run_with
+from tests.support.layouts import LAYOUTS
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +121,7 @@ def test_more_nan_than_stay_for_every_instruction_set(isa: str) -> None:
         "for dtype in (torch.float16, torch.bfloat16, torch.float32):\n"
         "    x = torch.full((1, 1, 2, 128), float('nan'), dtype=dtype)\n"
         "    x[0, 0, 1, :100] = 1.0\n"
-        "    bitmap = htree_ops.kv_prune(x, 3)[1]\n"
+        "    bitmap = htree_ops.ops.compressed_kv.kv_prune(x, 3)[1]\n"
         "    assert bitmap.tolist() == [[[[7, 0], [0, 7 << 36]]]], (dtype, bitmap)\n"
     )
     ran = run_with(isa, script)
@@ -214,19 +215,19 @@ def test_python_functions_and_names(device: str) -> None:
     rows = htree_ops.kv_compress(x, 20, 4, weight)
     assert isinstance(rows, CompressedKV)
     assert_same_bits(rows, ops.kv_compress(x, 20, 4, weight))
-    assert torch.equal(rows.bitmap, htree_ops.kv_prune(x, 20, weight)[1])
-    assert_same_bits(htree_ops.convert_key_batched_quant(x, 20), ops.kv_compress(x, 20, 8))
+    assert torch.equal(rows.bitmap, htree_ops.ops.compressed_kv.kv_prune(x, 20, weight)[1])
+    assert_same_bits(htree_ops.compat.convert_key_batched_quant(x, 20), ops.kv_compress(x, 20, 8))
     decoded = htree_ops.kv_decompress(*rows, 64, 20, 4)
     assert decoded.dtype == torch.float16
     assert torch.equal(decoded, ops.kv_decompress(*rows, 64, 20, 4, torch.float16))
-    grouped = htree_ops.apply_grouped_hadamard(x, 2)
+    grouped = htree_ops.compat.apply_grouped_hadamard(x, 2)
     assert torch.equal(grouped, htree_ops.grouped_hadamard(x, 2))
     cos, sin = torch.ops.htree.rope_cache(9, 64, device=device)
     positions = torch.tensor([0, 3, 8, 1, 2], device=device)
-    rotated = htree_ops.apply_rotary_pos_emb_q(x, cos, sin, positions)
+    rotated = htree_ops.compat.apply_rotary_pos_emb_q(x, cos, sin, positions)
     expected = torch.ops.htree.rope(x.transpose(1, 2).contiguous(), cos, sin, positions).transpose(1, 2)
     assert torch.equal(rotated, expected)
-    assert torch.equal(htree_ops.apply_rotary_pos_emb_k(x, cos, sin, positions), expected)
+    assert torch.equal(htree_ops.compat.apply_rotary_pos_emb_k(x, cos, sin, positions), expected)
     assert torch.equal(rotated[:, :, 0], x[:, :, 0])  # position 0
 
 
@@ -253,7 +254,7 @@ def round_trip(x: Tensor, weight: Tensor | None, bits: int) -> tuple[Any, ...]:
     """Compression and decompression of views, through the Python functions."""
     heads = x.transpose(1, 2)[:, :, 1:]
     rows = htree_ops.kv_compress(heads, 39, bits, weight)
-    pruned, bitmap = htree_ops.kv_prune(heads, 39, weight)
+    pruned, bitmap = htree_ops.ops.compressed_kv.kv_prune(heads, 39, weight)
     return (*rows, htree_ops.kv_decompress(*rows, 128, 39, bits, torch.float16), pruned, bitmap)
 
 

@@ -17,9 +17,9 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeEr
 from htree_ops.ops.compressed_kv.attention import key_weight_from_queries
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.tree_attention.rotary import rope, rope_cache
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.compressed_kv_cases import rows_with_outliers
+from tests.support.cases import normal
+from tests.support.compare import assert_close_spec
+from tests.support.compressed_kv_cases import rows_with_outliers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, KV_HEADS, WIDTH = 2, 8, 4, 64

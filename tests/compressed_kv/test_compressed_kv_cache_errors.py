@@ -21,7 +21,7 @@ from compressed_kv_helpers import (
 
 from htree_ops import CompressedKVCache
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from htree_ops.testing.devices import EVEN_CLUSTERS, H100_CLUSTERS
+from tests.support.devices import EVEN_CLUSTERS, H100_CLUSTERS
 
 try:
     from htree_ops import _host as host

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import htree_ops
+import htree_ops.compat
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.compressed_kv_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.compressed_kv_cases import (
     DECODE_CASES,
     DTYPES,
     DecodeCase,
@@ -27,7 +28,7 @@ from htree_ops.testing.compressed_kv_cases import (
     decode_tolerance,
     rows_with_outliers,
 )
-from htree_ops.testing.devices import poisoned_memory
+from tests.support.devices import poisoned_memory
 
 ops = torch.ops.htree
 op = ops.kv_decode_attention
@@ -437,7 +438,7 @@ def test_python_function_and_its_other_name(device: str) -> None:
         case = next(c for c in DECODE_CASES if c.name == name)
         inputs = case.make_inputs(device)
         expected = run(case, inputs)
-        for function in (htree_ops.kv_decode_attention, htree_ops.mustafar_attention):
+        for function in (htree_ops.kv_decode_attention, htree_ops.compat.mustafar_attention):
             for a, e in zip(function(*inputs, **case.options()), expected, strict=True):
                 assert torch.equal(a, e)
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import htree_ops
+import htree_ops.compat
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.testing.compressed_kv_cases import DecodeCase
+from tests.support.compressed_kv_cases import DecodeCase
 
 ops = torch.ops.htree
 X = torch.randn(2, 2, 5, 64)
@@ -84,7 +85,7 @@ def test_prune(name: str, layer: str) -> None:
     def without_bits(function: Any) -> Call:
         return lambda x, keep, bits, *weight: function(x, keep, *weight)
 
-    functions = (without_bits(htree_ops.kv_prune), without_bits(ops.kv_prune))
+    functions = (without_bits(htree_ops.ops.compressed_kv.kv_prune), without_bits(ops.kv_prune))
     assert_refused(call, kind, message, functions, layer)
 
 
@@ -186,11 +187,11 @@ def test_no_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
         htree_ops.kv_compress([1.0], 20)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="keep must be an int, got float"):
-        htree_ops.kv_prune(X, 20.0)  # type: ignore[arg-type]
+        htree_ops.ops.compressed_kv.kv_prune(X, 20.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="q must be a Tensor, got NoneType"):
         htree_ops.kv_decode_attention(None, *CASE.make_inputs("cpu")[1:], **CASE.options())  # type: ignore[arg-type]
     table = torch.ops.htree.rope_cache(5, 64)
     with pytest.raises(ShapeMismatchError, match="apply_rotary_pos_emb_q: q must be 4-D"):
-        htree_ops.apply_rotary_pos_emb_q(X[0], *table, torch.arange(5))
+        htree_ops.compat.apply_rotary_pos_emb_q(X[0], *table, torch.arange(5))
     with pytest.raises(ShapeMismatchError, match="apply_rotary_pos_emb_k: k must be 4-D"):
-        htree_ops.apply_rotary_pos_emb_k(X[0], *table, torch.arange(5))
+        htree_ops.compat.apply_rotary_pos_emb_k(X[0], *table, torch.arange(5))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compressed_kv_cases import DecodeCase, assert_decode, decode_tolerance
+from tests.support.cases import case_id, normal
+from tests.support.compressed_kv_cases import DecodeCase, assert_decode, decode_tolerance
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from htree_ops.ops.compressed_kv import format as row_format
 from htree_ops.ops.compressed_kv.storage import RowFormat
 from htree_ops.reference import compressed_kv as reference
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.compressed_kv_cases import COMPRESS_CASES, CompressCase, assert_rows_within_bounds
+from tests.support.cases import case_id
+from tests.support.compressed_kv_cases import COMPRESS_CASES, CompressCase, assert_rows_within_bounds
 
 
 def as_float(x: float) -> float:

@@ -26,9 +26,9 @@ from torch import Tensor
 from htree_ops import CompressedKVCache
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.reference import compressed_kv as reference
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.compressed_kv_cases import decode_tolerance
+from tests.support.cases import normal
+from tests.support.compare import assert_close_spec
+from tests.support.compressed_kv_cases import decode_tolerance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 #: Sequences see this many tokens at most, query heads per key head.

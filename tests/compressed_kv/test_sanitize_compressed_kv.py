@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.reference import compressed_kv as reference
-from htree_ops.testing.compressed_kv_cases import DecodeCase, assert_decode, rows_with_outliers
+from tests.support.compressed_kv_cases import DecodeCase, assert_decode, rows_with_outliers
 
 pytestmark = pytest.mark.gpu
 

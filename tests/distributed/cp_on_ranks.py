@@ -20,7 +20,7 @@ from htree_ops.distributed import (
     unshard_sequence,
 )
 from htree_ops.distributed.collectives import parts_of
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import htree_ops
 from htree_ops.distributed import shard_sequence, tree_attention_varlen_cp, unshard_sequence
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 Sizes = tuple[int, int, int, int, int]  # N, H, H_kv, K, V
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from htree_ops.testing.gloo import use_one_worker
+from tests.support.gloo import use_one_worker
 
 COLLECTIVE_SECONDS = 300
 ANSWER_SECONDS = 600

@@ -26,7 +26,7 @@ from htree_ops.distributed import (
     sharding,
     unshard_sequence,
 )
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 import htree_ops
+from htree_ops.compat import (
+    FP8GEMMInput,
+    validate_fp8_gemm_inputs,
+    validate_fp8_quantize_inputs,
+)
 from htree_ops.errors import (
     DeviceError,
     NumericalOverflowError,
@@ -23,13 +28,8 @@ from htree_ops.ops.fp8 import (
     handle_fp8_overflow,
 )
 from htree_ops.reference import fp8 as reference
-from htree_ops.seed_api import (
-    FP8GEMMInput,
-    validate_fp8_gemm_inputs,
-    validate_fp8_quantize_inputs,
-)
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.fp8_cases import CASES, LAYOUT_CASES, FP8Case, codes_of
+from tests.support.cases import case_id, normal
+from tests.support.fp8_cases import CASES, LAYOUT_CASES, FP8Case, codes_of
 
 ops = torch.ops.htree
 
@@ -187,7 +187,7 @@ PYTHON_BAD = {
     "dtype": (lambda: fp8_dequantize(Q, torch.ones(()), "half"), TypeError, "dtype must be a torch.dtype"),
     "large scale": (lambda: fp8_quantize(X, 1e39), ValueError, r"scale must be positive and finite.*1e\+39"),
     "scale that rounds to 0": (lambda: fp8_quantize(X, 1e-46), ValueError, "scale must be positive"),
-    "inverse": (lambda: htree_ops.fp8_scale_inv(4.0), TypeError, "scale must be a Tensor, got float"),
+    "inverse": (lambda: htree_ops.ops.fp8.fp8_scale_inv(4.0), TypeError, "scale must be a Tensor, got float"),
 }
 
 

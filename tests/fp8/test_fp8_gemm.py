@@ -18,9 +18,9 @@ from htree_ops.errors import (
 from htree_ops.ops.fp8 import fp8_quantize
 from htree_ops.ops.fp8.gemm import COMPILED_CONFIGS, KEYS, fp8_gemm, fp8_gemm_exact
 from htree_ops.reference import fp8 as reference
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.fp8_gemm_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.fp8_gemm_cases import (
     CASES,
     EXACT_SUM,
     KERNEL_CASES,

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from instruction_sets import ISAS, run_with
 from torch import Tensor
 
 from htree_ops.reference import fp8 as reference
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.fp8_gemm_cases import EXACT_SUM, OUTPUTS, FP8GemmCase, assert_product
+from tests.support.devices import poisoned_memory
+from tests.support.fp8_gemm_cases import EXACT_SUM, OUTPUTS, FP8GemmCase, assert_product
+from tests.support.instruction_sets import ISAS, run_with
 
 op = torch.ops.htree.fp8_gemm
 

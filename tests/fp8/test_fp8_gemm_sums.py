@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from htree_ops.testing.fp8_gemm_cases import ANY_SUM, assert_product
+from tests.support.fp8_gemm_cases import ANY_SUM, assert_product
 
 FP8 = torch.float8_e4m3fn
 Codes = Callable[[tuple[int, int], int], Tensor]

@@ -14,9 +14,9 @@ from torch import nn
 from htree_ops import FP8Linear, HTreeAttention, calibrate_activation_scales, quantize_model_
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.reference import fp8 as reference
-from htree_ops.testing.cases import normal
-from htree_ops.testing.fp8_cases import codes_of
-from htree_ops.testing.fp8_gemm_cases import sum_error
+from tests.support.cases import normal
+from tests.support.fp8_cases import codes_of
+from tests.support.fp8_gemm_cases import sum_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DELTA = 1 / 17

@@ -18,9 +18,9 @@ from htree_ops.ops.fp8 import (
     fp8_scale_inv,
 )
 from htree_ops.reference import fp8 as reference
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.fp8_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.fp8_cases import (
     CASES,
     DTYPES,
     LAYOUT_CASES,
@@ -30,7 +30,7 @@ from htree_ops.testing.fp8_cases import (
     every_pattern,
     round_trip_bound,
 )
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS
 
 compute_scale = torch.ops.htree.fp8_compute_scale
 quantize = torch.ops.htree.fp8_quantize

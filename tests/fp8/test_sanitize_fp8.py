@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from htree_ops.reference import fp8 as reference
-from htree_ops.testing.cases import normal
-from htree_ops.testing.fp8_cases import DTYPES, codes_of
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.cases import normal
+from tests.support.fp8_cases import DTYPES, codes_of
+from tests.support.layouts import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 

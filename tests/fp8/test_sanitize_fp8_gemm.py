@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from htree_ops.ops.fp8.gemm import COMPILED_CONFIGS
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.fp8_gemm_cases import (
+from tests.support.cases import case_id
+from tests.support.fp8_gemm_cases import (
     EXACT_SUM,
     KERNEL_CASES,
     OUTPUTS,

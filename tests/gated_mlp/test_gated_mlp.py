@@ -13,10 +13,10 @@ from torch import Tensor
 
 from htree_ops.ops.gated_mlp import COMPILED_CONFIGS, FusedGatedMLP, gated_mlp
 from htree_ops.reference import gated_mlp as reference
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.gated_mlp_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.gated_mlp_cases import (
     ACTIVATIONS,
     CASES,
     DTYPES,
@@ -27,7 +27,7 @@ from htree_ops.testing.gated_mlp_cases import (
     assert_forward,
     assert_gradients,
 )
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS
 
 op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree.gated_mlp_forward

@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
-from instruction_sets import ISAS, run_with
 
 from htree_ops.reference import gated_mlp as reference
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.gated_mlp_cases import RTOL, GatedMLPCase, assert_forward
-from htree_ops.testing.layouts import with_strides
+from tests.support.cases import normal
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.gated_mlp_cases import RTOL, GatedMLPCase, assert_forward
+from tests.support.instruction_sets import ISAS, run_with
+from tests.support.layouts import with_strides
 
 op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree.gated_mlp_forward
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_among_few_and_many(isa: str) -> None:
     script = (
         "import torch\n"
         "from test_gated_mlp_cpu import op\n"
-        "from htree_ops.testing.gated_mlp_cases import GatedMLPCase\n"
+        "from tests.support.gated_mlp_cases import GatedMLPCase\n"
         "for dtype in (torch.float16, torch.bfloat16):\n"
         "    for inner, hidden in ((5, 40), (50, 33), (61, 1059)):\n"
         "        case = GatedMLPCase(name='cpu', dtype=dtype, rows=(130,), inner=inner, hidden=hidden)\n"

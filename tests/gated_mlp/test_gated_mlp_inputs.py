@@ -11,23 +11,18 @@ import torch
 from torch import nn
 
 import htree_ops
+from htree_ops.compat import GatedMLPInput, validate_gated_mlp_inputs
 from htree_ops.errors import (
     ArchitectureNotSupportedError,
     DeviceError,
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from htree_ops.ops.gated_mlp import (
-    COMPILED_CONFIGS,
-    FusedGatedMLP,
-    GatedMLPInput,
-    gated_mlp,
-    validate_gated_mlp_inputs,
-)
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.gated_mlp_cases import CASES, GatedMLPCase
+from htree_ops.ops.gated_mlp import COMPILED_CONFIGS, FusedGatedMLP, gated_mlp
 from htree_ops.tuning.space import GATED_MLP, config_search
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.gated_mlp_cases import CASES, GatedMLPCase
 
 op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree.gated_mlp_forward

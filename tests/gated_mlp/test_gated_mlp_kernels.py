@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.gated_mlp_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.gated_mlp_cases import (
     GRADIENT_CASES,
     TILE_CASES,
     TURNED_CASES,

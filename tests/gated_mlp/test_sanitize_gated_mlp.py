@@ -7,8 +7,8 @@ import torch
 
 import htree_ops  # noqa: F401
 from htree_ops.ops.gated_mlp import COMPILED_CONFIGS
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.gated_mlp_cases import (
+from tests.support.cases import case_id
+from tests.support.gated_mlp_cases import (
     ACTIVATIONS,
     GRADIENT_CASES,
     TILE_CASES,

@@ -17,10 +17,10 @@ from htree_ops.ops.hadamard import (
     hadamard_transform_,
 )
 from htree_ops.reference import hadamard as reference
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.hadamard_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.hadamard_cases import (
     CASES,
     DTYPES,
     GROUPED_CASES,
@@ -32,7 +32,7 @@ from htree_ops.testing.hadamard_cases import (
     grouped_tolerance,
     tolerance,
 )
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.layouts import LAYOUTS
 
 op = torch.ops.htree.hadamard_transform
 op_ = torch.ops.htree.hadamard_transform_

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from htree_ops.ops.hadamard import grouped_hadamard, hadamard_transform
 from htree_ops.reference.hadamard import hadamard_matrix
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 HEADS, LENGTH, WIDTH = 4, 12, 16
 EXACT = 1e-12

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from htree_ops.reference import hadamard as reference
-from htree_ops.testing.cases import normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.hadamard_cases import DTYPES, LENGTHS, grouped_tolerance, tolerance
-from htree_ops.testing.layouts import LAYOUTS
+from tests.support.cases import normal
+from tests.support.compare import assert_close_spec
+from tests.support.hadamard_cases import DTYPES, LENGTHS, grouped_tolerance, tolerance
+from tests.support.layouts import LAYOUTS
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 import htree_ops
 from htree_ops import gated_mlp, tree_attention
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 
 def differentiable_calls(device: str):

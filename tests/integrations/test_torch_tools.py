@@ -15,8 +15,8 @@ import htree_ops
 from htree_ops import HTreeAttention, fp8_gemm, gated_mlp, tree_attention
 from htree_ops.flops import FORMULAS
 from htree_ops.info import op_names
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.cases import normal
+from tests.support.tree_attention_cases import SHAPES
 
 OPTIONS = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 

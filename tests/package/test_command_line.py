@@ -1,4 +1,4 @@
-"""One program for all commands: its help, the older entry points, and what an installed package does elsewhere."""
+"""The commands of the package: their help, one-line errors, and what an installed package does elsewhere."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 import htree_ops
+from benchmarks import __main__ as benchmarks
 from htree_ops import __main__ as program
 from htree_ops._load import PACKAGE
-from htree_ops.bench import __main__ as old_bench
-from htree_ops.bench import command, io_only
-from htree_ops.command_line import Command, UsageError
-from htree_ops.testing import correctness
+from htree_ops.cli import Command, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
@@ -36,49 +34,21 @@ def test_help_lists_every_command_in_one_line(capsys: pytest.CaptureFixture[str]
     for known in program.COMMANDS:
         assert f"  {known.name:<13}{known.about}" in lines
         assert len(known.about) < 70
-    assert {known.name for known in program.COMMANDS} >= {
-        "info",
-        "tune",
-        "bench",
-        "report",
-        "io-only",
-        "correctness",
-    }
+    assert [known.name for known in program.COMMANDS] == ["info", "tune", "io-only", "correctness"]
 
 
-@pytest.mark.parametrize("known", program.COMMANDS, ids=lambda known: known.name)
+@pytest.mark.parametrize("known", [*program.COMMANDS, *benchmarks.COMMANDS], ids=lambda known: known.name)
 def test_help_of_a_command_is_complete(known: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of([known.name], capsys)
+    parser = argparse.ArgumentParser()
+    known.fill(parser)
+    text = parser.format_help()
     assert known.description in text
-    for action in known.make_parser()._actions:
+    for action in parser._actions:
         assert action.help, action.dest
         assert all(option in text for option in action.option_strings)
         number = isinstance(action.default, (int, float)) and not isinstance(action.default, bool)
         if number and not isinstance(action, argparse._HelpAction):
             assert f"(default {action.default})" in " ".join(text.split()), action.dest
-
-
-def test_the_older_names_run_the_same_commands(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-
-    def record(words: list[str]) -> int:
-        seen.append(words)
-        return 0
-
-    monkeypatch.setattr(program, "main", record)
-    for words in (["--room", "fp8"], ["io-only", "--gpu", "-1"], ["compare", "a", "b"], ["report"], []):
-        old_bench.main(words)
-    assert seen == [
-        ["bench", "--room", "fp8"],
-        ["io-only", "--gpu", "-1"],
-        ["compare", "a", "b"],
-        ["report"],
-        ["bench"],
-    ]
-    assert io_only.COMMAND in program.COMMANDS
-    assert correctness.COMMAND in program.COMMANDS
 
 
 def test_wrong_use_and_a_lack_of_memory_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,14 +64,6 @@ def test_wrong_use_and_a_lack_of_memory_are_one_line(capsys: pytest.CaptureFixtu
         assert capsys.readouterr().err == message
     with pytest.raises(RuntimeError, match="a bug"):
         failing.execute(argparse.Namespace(error=RuntimeError("a bug")))
-
-
-def test_every_room_of_the_package_can_be_loaded() -> None:
-    assert len(command.room_names()) >= 9
-    for room in command.room_names():
-        assert callable(command.load_room(room).make_benchmarks)
-    with pytest.raises(UsageError, match="no benchmarks of 'absent'; rooms: causal_softmax "):
-        command.load_room("absent")
 
 
 @pytest.fixture(scope="module")
@@ -120,26 +82,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "status", "said"),
     [
         (["info"], 0, f"htree_ops        {htree_ops.__version__}"),
-        (["bench", "--help"], 0, "--room ROOM"),
-        (
-            [
-                "bench",
-                "--room=fp8",
-                "--device=cpu",
-                "--case=fp8_dequantize/.*_tensor-bfloat16",
-                "--baseline=^eager",
-                "--repeat=1",
-            ],
-            0,
-            "0 cases wrong, not timed",
-        ),
         (
             ["io-only", *TREE, "--top-k=4", "--gpu=-1", "--warmup=0", "--iters=1"],
             0,
             "Results (avg ms / iter)",
         ),
         (["correctness", *TREE, "--top-k-per-layer=4", "--h-kv=1", "--device=cpu"], 0, "PASS"),
-        (["report"], 2, "report: no results: name JSON files that bench wrote"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.layouts import LAYOUTS
-from htree_ops.testing.rmsnorm_rope_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.layouts import LAYOUTS
+from tests.support.rmsnorm_rope_cases import (
     BACKWARD_CASES,
     CASES,
     DTYPES,

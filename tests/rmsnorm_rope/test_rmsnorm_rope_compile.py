@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import htree_ops
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.rmsnorm_rope_cases import (
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.rmsnorm_rope_cases import (
     CASES,
     DTYPES,
     RMSNormRoPEBackwardCase,

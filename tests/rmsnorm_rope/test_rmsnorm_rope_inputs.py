@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import htree_ops
+import htree_ops.compat
 from htree_ops.errors import (
     ArchitectureNotSupportedError,
     DeviceError,
@@ -15,7 +16,7 @@ from htree_ops.errors import (
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from htree_ops.testing.rmsnorm_rope_cases import assert_forward, tables
+from tests.support.rmsnorm_rope_cases import assert_forward, tables
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
@@ -79,13 +80,13 @@ def test_validation_names_tensor_and_class(
     changes: dict[str, Any], kind: type[Exception], message: str, name: str
 ) -> None:
     given = arguments(**changes)
-    for call in (htree_ops.validate_rmsnorm_rope_inputs, htree_ops.rmsnorm_rope):
+    for call in (htree_ops.compat.validate_rmsnorm_rope_inputs, htree_ops.rmsnorm_rope):
         with pytest.raises(kind, match=message) as caught:
             call(**given)
         assert isinstance(caught.value, HTreeKernelError)
         assert caught.value.tensor_name == name  # type: ignore[attr-defined]
     with pytest.raises(kind, match=message):
-        htree_ops.RMSNormRoPEInput(**given).validate()
+        htree_ops.compat.RMSNormRoPEInput(**given).validate()
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
@@ -108,17 +109,17 @@ def test_order_of_the_checks() -> None:
         for _, change in reversed(wrong[first:]):
             changes |= change
         with pytest.raises(kind):
-            htree_ops.validate_rmsnorm_rope_inputs(**arguments(**changes))
+            htree_ops.compat.validate_rmsnorm_rope_inputs(**arguments(**changes))
 
 
 def test_cuda_is_required_only_on_request() -> None:
     given = arguments()
-    htree_ops.validate_rmsnorm_rope_inputs(**given)
+    htree_ops.compat.validate_rmsnorm_rope_inputs(**given)
     with pytest.raises(DeviceError, match="x must be on a CUDA device, got cpu") as caught:
-        htree_ops.validate_rmsnorm_rope_inputs(**given, require_cuda=True)
+        htree_ops.compat.validate_rmsnorm_rope_inputs(**given, require_cuda=True)
     assert caught.value.expected_device == "cuda"
     with pytest.raises(DeviceError):
-        htree_ops.RMSNormRoPEInput(**given).validate(require_cuda=True)
+        htree_ops.compat.RMSNormRoPEInput(**given).validate(require_cuda=True)
 
 
 def test_what_is_not_a_tensor_is_a_type_error() -> None:
@@ -153,7 +154,7 @@ def test_validation_per_head(
 def test_dataclass_has_the_fields_and_the_default_of_the_document() -> None:
     given = arguments()
     del given["eps"]
-    value = htree_ops.RMSNormRoPEInput(**given)
+    value = htree_ops.compat.RMSNormRoPEInput(**given)
     assert list(vars(value)) == ["x", "weight", "cos", "sin", "eps"]
     assert value.eps == 1e-6
     value.validate()
@@ -363,7 +364,7 @@ def test_errors_name_argument_requirement_and_value(name: str) -> None:
 def test_ranks_come_before_shapes() -> None:
     x, weight, cos = torch.zeros(1, 2, 8), torch.zeros(3), torch.zeros(2, 4)
     with pytest.raises(htree_ops.ShapeMismatchError, match=r"cos must be 2-D \[S, hd\] or 4-D"):
-        htree_ops.validate_rmsnorm_rope_inputs(x, weight, cos[0], cos)
+        htree_ops.compat.validate_rmsnorm_rope_inputs(x, weight, cos[0], cos)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

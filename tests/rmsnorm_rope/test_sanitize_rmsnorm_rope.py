@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import htree_ops  # noqa: F401
-from htree_ops.testing.rmsnorm_rope_cases import (
+from tests.support.rmsnorm_rope_cases import (
     RMSNormRoPEBackwardCase,
     RMSNormRoPECase,
     assert_forward,

@@ -22,11 +22,11 @@ import htree_ops
 import htree_ops.reference.tree_attention as ref
 from htree_ops.ops.tree_attention import attention_backward, attention_forward
 from htree_ops.ops.tree_attention.stages import rope_cache
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import FREQUENCY_CASES, FREQUENCY_SHAPES
-from htree_ops.testing.tree_attention_checks import (
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import FREQUENCY_CASES, FREQUENCY_SHAPES
+from tests.support.tree_attention_checks import (
     assert_epsilon_optimal,
     assert_gradients,
     assert_lists,
@@ -365,7 +365,7 @@ def functions(device):
         ),
         "attention_forward": lambda **o: attention_forward(q, k, v, 4, 8, 2, **o),
         "attention_backward": lambda **o: attention_backward(state[0], q, k, v, *state, 4, 8, 2, **o),
-        "tree_cache_attention": lambda **o: htree_ops.tree_cache_attention(
+        "tree_cache_attention": lambda **o: htree_ops.ops.tree_cache.tree_cache_attention(
             q[0], *pages, page_size=8, **OPTIONS, **o
         ),
     }

@@ -11,9 +11,9 @@ from tree_attention_helpers import on, place, refused, stages_of, stretch, wide
 import htree_ops.reference.tree_attention as ref
 from htree_ops import parallel_io_only as io
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import LAYOUTS, SHAPES, TreeAttentionCase
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_cases import LAYOUTS, SHAPES, TreeAttentionCase
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.usefixtures("one_thread")

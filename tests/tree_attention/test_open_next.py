@@ -18,11 +18,11 @@ from tree_attention_strategies import seeds
 
 import htree_ops
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import NEXT_CASES, NEXT_SHAPES
-from htree_ops.testing.tree_attention_checks import (
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import NEXT_CASES, NEXT_SHAPES
+from tests.support.tree_attention_checks import (
     assert_epsilon_optimal,
     assert_gradients,
     assert_lists,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import SHAPES
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import torch
 from tree_attention_helpers import wild_lists
 
 import htree_ops  # noqa: F401
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase, frequencies
+from tests.support.cases import case_id
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import SHAPES, TreeAttentionCase, frequencies
 
 pytestmark = pytest.mark.gpu
 

@@ -13,20 +13,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from instruction_sets import ISAS, run_with
 from tree_attention_fast import TENSOR_CORE_DELTA, assert_fast_output, model
 from tree_attention_helpers import on, refused, wide, wild_lists
 from tree_attention_strategies import CPU_DTYPES, dtypes_of, seeds
 
 import htree_ops
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing import layouts
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_calls import calls
-from htree_ops.testing.tree_attention_cases import SHAPES, SPAN_CASES, SPAN_SHAPES, TreeAttentionCase
-from htree_ops.testing.tree_attention_checks import (
+from tests.support import layouts
+from tests.support.cases import case_id, normal
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.instruction_sets import ISAS, run_with
+from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_cases import (
+    SHAPES,
+    SPAN_CASES,
+    SPAN_SHAPES,
+    TreeAttentionCase,
+)
+from tests.support.tree_attention_checks import (
     STATE_TOLERANCE,
     assert_epsilon_optimal,
     assert_gradients,
@@ -295,8 +300,8 @@ def test_threads_change_no_bit(dtype):
 def test_instruction_sets(isa):
     script = """
 import dataclasses, re, torch, htree_ops
-from htree_ops.testing.tree_attention_cases import SPAN_SHAPES
-from htree_ops.testing.tree_attention_checks import assert_epsilon_optimal, assert_lists
+from tests.support.tree_attention_cases import SPAN_SHAPES
+from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists
 NAMES = ("three_layers_r16", "group_of_3", "stride4", "key_18", "r5", "importance_joint", "wide_lists")
 forward = torch.ops.htree.attention_forward
 for shape in SPAN_SHAPES:

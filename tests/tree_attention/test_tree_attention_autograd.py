@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tree_attention_models import CASES, OPS, OPTIONS, assert_same, gradients, qkv
 
 import htree_ops
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_calls import calls
+from tests.support.cases import normal
+from tests.support.tree_attention_calls import calls
 
 
 def test_undefined_and_unused_gradients(device: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from tree_attention_fast import assert_small_error
 
 import htree_ops
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
-from htree_ops.testing.tree_attention_checks import reference_gradients
+from tests.support.tree_attention_cases import TreeAttentionCase
+from tests.support.tree_attention_checks import reference_gradients
 
 pytestmark = pytest.mark.gpu
 

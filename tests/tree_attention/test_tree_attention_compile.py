@@ -14,9 +14,9 @@ from torch import Tensor
 from tree_attention_models import CASES, NAMES, OPS, OPTIONS, assert_same, gradients, qkv
 
 import htree_ops
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_calls import Call, calls
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from tests.support.cases import normal
+from tests.support.tree_attention_calls import Call, calls
+from tests.support.tree_attention_cases import TreeAttentionCase
 
 # ---- opcheck
 

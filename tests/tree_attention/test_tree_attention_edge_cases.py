@@ -11,11 +11,11 @@ from tree_attention_helpers import on
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_cases import CASES, SHAPES
-from htree_ops.testing.tree_attention_checks import (
+from tests.support.cases import case_id
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_cases import CASES, SHAPES
+from tests.support.tree_attention_checks import (
     STATE_TOLERANCE,
     assert_epsilon_optimal,
     assert_lists,

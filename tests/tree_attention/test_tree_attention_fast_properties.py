@@ -18,10 +18,10 @@ from tree_attention_strategies import seeds, spans_of
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
-from htree_ops.testing.tree_attention_checks import assert_epsilon_optimal, assert_lists, forced
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
+from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists, forced
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.gpu

@@ -26,8 +26,8 @@ import htree_ops.reference.tree_attention as ref
 from htree_ops.reference.tree_attention.attention import listed_candidates
 from htree_ops.reference.tree_attention.stages import score_candidates
 from htree_ops.reference.tree_attention.state import accumulate, gather_nodes
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.compare import assert_close_spec
+from tests.support.cases import case_id
+from tests.support.compare import assert_close_spec
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.usefixtures("one_thread")

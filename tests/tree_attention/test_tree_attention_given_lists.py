@@ -14,10 +14,10 @@ from tree_attention_strategies import seeds
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing import layouts
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import SHAPES, TreeAttentionCase
-from htree_ops.testing.tree_attention_checks import assert_state
+from tests.support import layouts
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_cases import SHAPES, TreeAttentionCase
+from tests.support.tree_attention_checks import assert_state
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.usefixtures("one_thread")

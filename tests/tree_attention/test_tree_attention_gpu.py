@@ -9,10 +9,10 @@ import torch
 from tree_attention_fast import TENSOR_CORE_DELTA, TENSOR_CORE_TOLERANCE, assert_fast_output, model
 
 import htree_ops  # noqa: F401
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase, frequencies
-from htree_ops.testing.tree_attention_checks import (
+from tests.support.cases import case_id
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
+from tests.support.tree_attention_checks import (
     GRADIENT_FACTOR,
     assert_epsilon_optimal,
     assert_lists,

@@ -10,8 +10,8 @@ import torch
 from tree_attention_fast import LARGE, assert_fast_output, assert_small_error, model
 
 import htree_ops  # noqa: F401
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_checks import assert_lists, forced, reference_gradients
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,10 @@ from tree_attention_strategies import EVERY_IMPORTANCE, dtypes_of, problems, see
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_cases import CASES, GRADIENT_SHAPES
-from htree_ops.testing.tree_attention_checks import assert_gradients, reference_gradients
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_cases import CASES, GRADIENT_SHAPES
+from tests.support.tree_attention_checks import assert_gradients, reference_gradients
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from htree_ops.testing.tree_attention_varlen_cases import BENCHMARK_CASES
+from tests.support.tree_attention_varlen_cases import BENCHMARK_CASES
 
 try:
     from htree_ops import _host as host

@@ -11,10 +11,10 @@ from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, asser
 from tree_attention_fast import model as fast_model
 
 import htree_ops  # noqa: F401
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
-from htree_ops.testing.tree_attention_checks import assert_lists, forced, reference_gradients
+from tests.support.cases import case_id
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_cases import TreeAttentionCase
+from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from torch import Tensor
 
 import htree_ops
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_varlen_cases import offsets
+from tests.support.cases import normal
+from tests.support.tree_attention_varlen_cases import offsets
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 WIDTH = 12

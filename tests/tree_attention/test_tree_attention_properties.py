@@ -12,9 +12,9 @@ from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, probl
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_checks import (
+from tests.support.compare import assert_close_spec
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_checks import (
     STATE_TOLERANCE,
     TOLERANCE,
     assert_epsilon_optimal,

@@ -18,8 +18,8 @@ import htree_ops.ops.tree_attention as room
 import htree_ops.reference.tree_attention as ref
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_attention import attention, stages
-from htree_ops.testing.tree_attention_cases import SHAPES
-from htree_ops.testing.tree_attention_checks import assert_output
+from tests.support.tree_attention_cases import SHAPES
+from tests.support.tree_attention_checks import assert_output
 
 CASES = {shape.name: shape for shape in SHAPES}
 

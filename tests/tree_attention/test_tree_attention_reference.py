@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.cases import case_id
+from tests.support.tree_attention_cases import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

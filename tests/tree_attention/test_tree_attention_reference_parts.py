@@ -11,8 +11,8 @@ import htree_ops.reference.tree_attention as ref
 from htree_ops import reference
 from htree_ops.reference.tree_attention.selection import positions_mask
 from htree_ops.reference.tree_attention.state import accumulate
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_attention_cases import GRADIENT_SHAPES, SHAPES
+from tests.support.cases import case_id
+from tests.support.tree_attention_cases import GRADIENT_SHAPES, SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

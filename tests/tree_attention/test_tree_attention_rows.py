@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from htree_ops.testing.cases import normal
+from tests.support.cases import normal
 
 OPS = torch.ops.htree
 #: B, T, H, H_kv, K, V, dtype, where the text is cut, and the options up to selection_stride.

@@ -20,9 +20,9 @@ from tree_attention_helpers import (
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.cases import case_id
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_cases import SHAPES
 
 ops = torch.ops.htree
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,9 +20,9 @@ from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, frequ
 import htree_ops
 from htree_ops import tree_attention, tree_attention_varlen
 from htree_ops.reference import tree_attention as reference
-from htree_ops.testing.cases import case_id, normal
-from htree_ops.testing.devices import poisoned_memory
-from htree_ops.testing.tree_attention_varlen_cases import CASES, VarlenCase, offsets
+from tests.support.cases import case_id, normal
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets
 
 OPS = torch.ops.htree
 GROUPINGS = ("auto", "document", "length", "rank")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from htree_ops.testing.compare import assert_close_spec
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
-from htree_ops.testing.tree_attention_checks import assert_output
+from tests.support.compare import assert_close_spec
+from tests.support.tree_attention_cases import TreeAttentionCase
+from tests.support.tree_attention_checks import assert_output
 
 # Scores from half-precision tensor cores (docs/semantics §1.11); bf16 storage has the wider figure anyway.
 TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}

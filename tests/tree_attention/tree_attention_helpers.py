@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import htree_ops.reference.tree_attention as ref
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_attention_cases import CASES, LAYOUTS
-from htree_ops.testing.tree_attention_checks import assert_state
+from tests.support.cases import case_id
+from tests.support.tree_attention_cases import CASES, LAYOUTS
+from tests.support.tree_attention_checks import assert_state
 
 FILLED = [case for case in CASES if case.T and case.B]
 SELECTING = [case for case in FILLED if len(case.sizes) > 1]

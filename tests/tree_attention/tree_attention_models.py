@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from htree_ops.testing.cases import normal
-from htree_ops.testing.tree_attention_cases import SHAPES
+from tests.support.cases import normal
+from tests.support.tree_attention_cases import SHAPES
 
 OPS = torch.ops.htree
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from htree_ops.testing.tree_attention_cases import TreeAttentionCase
+from tests.support.tree_attention_cases import TreeAttentionCase
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # §0.1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.testing.tree_cache_cases import state_of
+from tests.support.tree_cache_cases import state_of
 
 STATE = ("block_table", "lengths", "held", "users", "free_pages", "errors", "list_pos", "plan")
 STEPS = ("append", "append", "append", "reserve", "truncate", "truncate", "reorder", "attend")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from htree_ops.ops.tree_cache.functions import cache_layers
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.devices import EVEN_CLUSTERS, H100_CLUSTERS
-from htree_ops.testing.tree_attention_checks import assert_epsilon_optimal, assert_lists
-from htree_ops.testing.tree_cache_cases import DECODE_CASES, TreeCacheCase
+from tests.support.cases import case_id
+from tests.support.devices import EVEN_CLUSTERS, H100_CLUSTERS
+from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists
+from tests.support.tree_cache_cases import DECODE_CASES, TreeCacheCase
 
 try:
     from htree_ops import _host

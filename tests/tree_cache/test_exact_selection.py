@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from htree_ops.testing.tree_cache_cases import TreeCacheCase, filled_pools, offsets
+from tests.support.tree_cache_cases import TreeCacheCase, filled_pools, offsets
 
 ops = torch.ops.htree
 

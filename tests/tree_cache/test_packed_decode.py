@@ -14,8 +14,8 @@ from torch import Tensor
 
 from htree_ops import TreeKVCache
 from htree_ops.reference import tree_cache as reference
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import (
+from tests.support.cases import case_id
+from tests.support.tree_cache_cases import (
     DECODE_CASES,
     TreeCacheCase,
     filled_packed_pools,

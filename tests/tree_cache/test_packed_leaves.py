@@ -20,8 +20,8 @@ from htree_ops.ops.tree_cache import (
     tree_cache_attention,
 )
 from htree_ops.reference import tree_cache as reference
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import (
+from tests.support.cases import case_id
+from tests.support.tree_cache_cases import (
     PACKED_CASES,
     TreeCacheCase,
     empty_packed_pools,

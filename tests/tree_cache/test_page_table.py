@@ -11,7 +11,7 @@ from page_tables import FENCE, STATE, STEPS, Sizes, fenced
 from torch import Tensor
 
 from htree_ops import TreeKVCache
-from htree_ops.testing.tree_cache_cases import state_of
+from tests.support.tree_cache_cases import state_of
 
 ops = torch.ops.htree
 HELD, USERS, STACK, PAGE = 256, 512, 1024, 64  # bits of errors

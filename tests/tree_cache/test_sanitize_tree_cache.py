@@ -10,8 +10,8 @@ import torch
 from page_tables import STATE, STEPS, Sizes
 
 from htree_ops import TreeKVCache, tree_attention
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import (
+from tests.support.cases import case_id
+from tests.support.tree_cache_cases import (
     CASES,
     DECODE_CASES,
     PACKED_CASES,

@@ -12,11 +12,11 @@ from page_tables import STATE
 from torch import Tensor
 
 import htree_ops
-from htree_ops import TreeKVCache, tree_attention, tree_cache_append_, tree_cache_attention
-from htree_ops.ops.tree_cache import page_rows
+from htree_ops import TreeKVCache, tree_attention
+from htree_ops.ops.tree_cache import page_rows, tree_cache_append_, tree_cache_attention
 from htree_ops.reference import tree_cache as reference
-from htree_ops.testing.cases import case_id
-from htree_ops.testing.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets, op_calls, state_of
+from tests.support.cases import case_id
+from tests.support.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets, op_calls, state_of
 
 ops = torch.ops.htree
 WIDE, MODEL = (next(case for case in CASES if case.name == name) for name in ("wide", "model"))

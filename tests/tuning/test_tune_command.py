@@ -38,8 +38,7 @@ def test_a_search_of_the_command(
     assert status == 0
     captured = capsys.readouterr()
     assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
-    assert "1/2 rmsnorm_rope 1x2x64x32 bfloat16" in captured.err
-    assert "45/45" in captured.err
+    assert captured.err == "", "progress is for terminals"
     records = json.loads((cache_dir() / FILE_NAME).read_text())["records"]
     assert {record["key"]["dtype"] for record in records.values()} == {"bfloat16", "float16"}
     assert all(record["metrics"]["latency_ms"] > 0 for record in records.values())

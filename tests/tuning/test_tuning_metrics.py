@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from htree_ops.seed_api import TensorSpec
+from htree_ops.compat import TensorSpec
 from htree_ops.tuning import KernelMetrics, TuningResult, gated_mlp_flops, gemm_flops
 from htree_ops.tuning.metrics import compute_metrics
 

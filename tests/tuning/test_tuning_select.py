@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -36,14 +34,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forget()
     yield
     forget()
-
-
-def test_the_package_does_not_load_what_only_tests_and_benchmarks_need() -> None:
-    code = "import sys, htree_ops; print(sorted(m for m in sys.modules if m.startswith('htree_ops.')))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert "'htree_ops.tuning.tuner'" in done.stdout
-    for name in ("htree_ops.testing", "htree_ops.bench.suite", "htree_ops.reference"):
-        assert f"'{name}" not in done.stdout
 
 
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def measure_recall(
 ) -> float:
     """Share of the questions whose answer has the highest probability."""
     model.eval()
-    task = draw_recall(size.texts, size.context, pairs, model.embedding.shape[0], seed, session.device)
+    task = draw_recall(size.texts, size.context, pairs, model.vocabulary, seed, session.device)
     with session.precision():
         hidden = model(task.tokens, attention)
         places = task.questions[..., None].expand(-1, -1, hidden.shape[2])

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
+from lm.model import ByteLM, draw_weights
+from lm.settings import Settings
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -134,30 +136,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     return out
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)) of four times the width."""
-
-    def __init__(self, size: Training) -> None:
-        super().__init__()
-        head_dim = size.width // size.heads
-        self.heads, self.kv_heads = size.heads, size.kv_heads
-        self.attention_norm = nn.Parameter(torch.ones(size.width))
-        self.mlp_norm = nn.Parameter(torch.ones(size.width))
-        self.qkv = nn.Linear(size.width, (size.heads + 2 * size.kv_heads) * head_dim, bias=False)
-        self.o = nn.Linear(size.width, size.width, bias=False)
-        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
-        self.down = nn.Linear(4 * size.width, size.width, bias=False)
-
-    def forward(self, x: Tensor, attention: Attention, table: Table, fused: bool) -> Tensor:
-        before = compiled(before_attention) if fused else before_attention
-        after = compiled(after_attention) if fused else after_attention
-        q, k, v = before(x, self.attention_norm, self.qkv.weight, self.heads, self.kv_heads, table)
-        attended = attend(q, k, v, attention)
-        return after(x, attended, self.o.weight, self.mlp_norm, self.up.weight, self.down.weight)
+def settings_of(size: Training) -> Settings:
+    """Sizes of the examples' model; what its attention's own options are does not matter here."""
+    return Settings(
+        device="cpu", text="", context=size.context, batch=size.batch, steps=size.steps, layers=size.layers,
+        dim=size.width, heads=size.heads, kv_heads=size.kv_heads, compression_rate=RATE, top_k=max(size.top_k, 1),
+        max_top_nodes=size.max_top_nodes or RATE, selection_stride=1, selection_span=0,
+        learning_rate=size.learning_rate, seed=0, eval_every=0, eval_windows=0, dense=False,
+    )  # fmt: skip
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, norm and a tied output.
+    """The language model of the examples (``lm.model``) with an attention that is an argument of each call.
 
     What enters a position is the sum of ``size.seen`` embeddings, of its token and of those before it, each from a
     table of its own: one layer can then look for a place by the bytes that led to it.
@@ -169,36 +159,35 @@ class LanguageModel(nn.Module):
 
     def __init__(self, size: Training, vocabulary: int = 256, seed: int = 0, fused: bool = False) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
         self.head_dim, self.rotary_base = size.width // size.heads, size.rotary_base
-        self.fused = fused
-        self.embedding = nn.Parameter(torch.empty(vocabulary, size.width))
+        self.vocabulary, self.fused = vocabulary, fused
+        self.body = ByteLM(settings_of(size), vocabulary=vocabulary)
         self.before = nn.ParameterList(torch.empty(vocabulary, size.width) for _ in range(size.seen - 1))
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.Parameter(torch.ones(size.width))
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # what adds to the residual stream starts smaller, by the number of additions
-                adds = name.endswith(("o.weight", "down.weight"))
-                deviation = parameter.shape[1] ** -0.5 / ((2 * size.layers) ** 0.5 if adds else 1)
-                nn.init.normal_(parameter, std=deviation, generator=generator)
+        draw_weights(self, size.layers, torch.Generator().manual_seed(seed))
 
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
         """tokens int64 [B, T] -> hidden states [B, T, E], ready for :meth:`logits`."""
-        x = F.embedding(tokens, self.embedding)
+        x = self.body.embedding(tokens)
         for back, embedding in enumerate(self.before, 1):
             x = x + F.pad(F.embedding(tokens[:, :-back], embedding), (0, 0, back, 0))
         table = None
         if attention.positions == "own":
             table = rotary(tokens.shape[1], self.head_dim, x.device, self.rotary_base)
-        fused = self.fused and torch.is_grad_enabled()
-        for block in self.blocks:
-            x = block(x, attention, table, fused)
-        return F.rms_norm(x, (x.shape[-1],), self.norm, EPSILON)
+        is_fused = self.fused and torch.is_grad_enabled()
+        before = compiled(before_attention) if is_fused else before_attention
+        after = compiled(after_attention) if is_fused else after_attention
+        for block in self.body.blocks:
+            projections = block.attention
+            qkv = torch.cat([p.weight for p in (projections.q_proj, projections.k_proj, projections.v_proj)])
+            heads = (projections.num_heads, projections.num_kv_heads)
+            attended = attend(*before(x, block.attention_norm.weight, qkv, *heads, table), attention)
+            weights = (projections.o_proj, block.mlp_norm, block.up, block.down)
+            x = after(x, attended, *(module.weight for module in weights))
+        return self.body.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> float32 [..., vocabulary]."""
-        return F.linear(hidden, self.embedding).float()
+        return F.linear(hidden, self.body.embedding.weight).float()
 
     def num_parameters(self) -> int:
         """All of them."""
@@ -221,7 +210,7 @@ class SearchModel(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.heads, self.kv_heads, self.head_dim = size.heads, size.kv_heads, size.width // size.heads
-        self.seen = size.seen
+        self.seen, self.vocabulary = size.seen, vocabulary
         self.embedding = nn.Parameter(torch.randn(vocabulary, size.width // size.seen, generator=generator))
         self.norm = nn.Parameter(torch.ones(size.width))
         self.qkv = nn.Linear(size.width, (size.heads + 2 * size.kv_heads) * self.head_dim, bias=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from htree_ops.bench import plots
+from benchmarks.harness import plots
 
 from .record import Row
 from .tables import by_model, by_run, converted, digest, label, last_rows, needle_rows, run_of, with_dense

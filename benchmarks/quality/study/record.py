@@ -39,7 +39,7 @@ class Row:
     """One evaluation.
 
     Attributes:
-        gpu, cpu, torch, cuda, driver, commit: as in ``htree_ops.bench.results.Environment``. text: the corpus.
+        gpu, cpu, torch, cuda, driver, commit: as in ``benchmarks.harness.Environment``. text: the corpus.
         piece, run: which experiment, and which of its runs.
         status: "step" on the way, "final", "partial" (interrupted) or "error".
         scale: sizes of the run: full, quick or tiny. baseline: what the row is to be compared with.

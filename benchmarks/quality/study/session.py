@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from htree_ops.bench.results import collect_environment
+from htree_ops.info import collect_environment
 
 from . import record
 from .corpus import Corpus, read_corpus

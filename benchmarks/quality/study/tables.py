@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from htree_ops.bench.plots import place
+from benchmarks.harness.plots import place
 
 from .choices import Choice
 from .record import DONE, Row

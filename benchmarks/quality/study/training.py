@@ -50,7 +50,7 @@ class Schedule:
 
 def make_optimizer(model: nn.Module, size: Training, device: str) -> torch.optim.Optimizer:
     """AdamW; matrices decay, embeddings and norms do not."""
-    embeddings = ("embedding", "before.")
+    embeddings = ("embedding", "body.embedding", "before.")
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(embeddings)]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return torch.optim.AdamW(

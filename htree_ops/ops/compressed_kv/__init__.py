@@ -4,29 +4,17 @@ from htree_ops.ops.compressed_kv.attention import MustafarAttention, key_weight_
 from htree_ops.ops.compressed_kv.cache import CacheBytes, CompressedKVCache
 from htree_ops.ops.compressed_kv.format import CompressedKV, num_kept, row_bytes
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention, kv_decompress, kv_prune
-from htree_ops.seed_api import (
-    apply_grouped_hadamard,
-    apply_rotary_pos_emb_k,
-    apply_rotary_pos_emb_q,
-    convert_key_batched_quant,
-    mustafar_attention,
-)
 
 __all__ = [
     "CacheBytes",
     "CompressedKV",
     "CompressedKVCache",
     "MustafarAttention",
-    "apply_grouped_hadamard",
-    "apply_rotary_pos_emb_k",
-    "apply_rotary_pos_emb_q",
-    "convert_key_batched_quant",
     "key_weight_from_queries",
     "kv_compress",
     "kv_decode_attention",
     "kv_decompress",
     "kv_prune",
-    "mustafar_attention",
     "num_kept",
     "row_bytes",
 ]

@@ -2,14 +2,11 @@
 
 from htree_ops.ops.gated_mlp.function import ACTIVATIONS, COMPILED_CONFIGS, SIDES, gated_mlp
 from htree_ops.ops.gated_mlp.module import FusedGatedMLP
-from htree_ops.seed_api import GatedMLPInput, validate_gated_mlp_inputs
 
 __all__ = [
     "ACTIVATIONS",
     "COMPILED_CONFIGS",
     "SIDES",
     "FusedGatedMLP",
-    "GatedMLPInput",
     "gated_mlp",
-    "validate_gated_mlp_inputs",
 ]

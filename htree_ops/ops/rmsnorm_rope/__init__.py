@@ -2,13 +2,10 @@
 
 from htree_ops.ops.rmsnorm_rope.function import COMPILED_CONFIGS, head_rmsnorm_rope, rmsnorm_rope
 from htree_ops.ops.rmsnorm_rope.module import FusedRMSNormRoPE
-from htree_ops.seed_api import RMSNormRoPEInput, validate_rmsnorm_rope_inputs
 
 __all__ = [
     "COMPILED_CONFIGS",
     "FusedRMSNormRoPE",
-    "RMSNormRoPEInput",
     "head_rmsnorm_rope",
     "rmsnorm_rope",
-    "validate_rmsnorm_rope_inputs",
 ]

@@ -1,0 +1,1 @@
+"""How benchmarks are timed, recorded and shown."""

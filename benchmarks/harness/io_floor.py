@@ -1,0 +1,83 @@
+"""The least time that memory traffic takes: compulsory bytes over copy bandwidth, or a measured IO-only twin.
+
+A row's floor says how much an op could still gain (docs/semantics/io_twins.md §2.4). Times are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.harness import timing
+from htree_ops.tuning.clock import clock_for, copy_bandwidth
+from tests.support.cases import Case
+
+__all__ = ["TWINS", "Floor", "floor"]
+
+
+def _io_compute_scores(*arguments: Any) -> Any:
+    return torch.ops.htree.io_compute_scores(*arguments)
+
+
+def _io_select_topk(scores: torch.Tensor, num_candidates: torch.Tensor, top_k: int, *_: Any) -> Any:
+    return torch.ops.htree.io_select_topk(scores, num_candidates, top_k)
+
+
+def _io_next_parents(parents: torch.Tensor, positions: torch.Tensor, rate: int = 16) -> Any:
+    return torch.ops.htree.io_compute_next_parents(parents, positions, rate)
+
+
+#: Twins that take the op's own arguments, by op. io_accumulate_non_topk keeps its
+#: arithmetic, so it gives no floor.
+TWINS: dict[str, Callable[..., Any]] = {
+    "compute_scores": _io_compute_scores,
+    "select_topk": _io_select_topk,
+    "compute_next_parents": _io_next_parents,
+}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time of a call.
+
+    Attributes:
+        us: microseconds.
+        kind: ``"copy"`` (compulsory bytes over measured copy bandwidth) or ``"twin"`` (measured).
+    """
+
+    us: float
+    kind: str
+
+
+def floor(
+    op: str,
+    case: Case,
+    device: torch.device | str = "cpu",
+    ceiling_gb_per_s: float | None = None,
+    effort: timing.Effort | None = None,
+) -> Floor:
+    """The IO floor of ``op`` on ``case``.
+
+    Args:
+        op: name of the op; those of :data:`TWINS` are measured through their twin.
+        case: knows its bytes and inputs.
+        device: where the floor is wanted.
+        ceiling_gb_per_s: copy bandwidth of the run, measured here where it is None.
+        effort: how long to measure a twin.
+
+    Raises:
+        ValueError: a bandwidth that is not positive.
+    """
+    if op in TWINS:
+        sets = range(timing.num_input_sets(case.bytes()) if torch.device(device).type == "cuda" else 2)
+        calls = [partial(TWINS[op], *case.make_inputs(device, seed)) for seed in sets]
+        measured = timing.measure({op: calls}, clock_for(device), effort or timing.Effort(rounds=5))
+        return Floor(measured[op].median_us, "twin")
+    ceiling = copy_bandwidth(device) if ceiling_gb_per_s is None else ceiling_gb_per_s
+    if not ceiling > 0:
+        raise ValueError(f"the copy bandwidth must be positive, got {ceiling} GB/s")
+    return Floor(case.bytes() / ceiling / 1e3, "copy")

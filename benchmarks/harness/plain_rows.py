@@ -1,0 +1,80 @@
+"""Tables of measurements of any kind, for the programs of benchmarks/: any dataclass, one row each."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from htree_ops.info import source_commit
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["parse_for_gpu", "print_rows"]
+
+R = TypeVar("R", bound="DataclassInstance")
+
+
+def parse_for_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a program that measures a GPU, unless its ``--device`` says otherwise.
+
+    Raises:
+        SystemExit: with status 2 and a line on stderr, where torch sees no GPU or the arguments are wrong.
+    """
+    arguments = parser.parse_args(argv)
+    if vars(arguments).get("device", "cuda") != "cpu" and not torch.cuda.is_available():
+        more = ": --device cpu measures this machine" if "device" in arguments else ""
+        parser.error(f"torch sees no GPU{more}")
+    return arguments
+
+
+def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
+    """Prints the rows as CSV with three digits and writes them whole to ``path``, if given.
+
+    Each is written as soon as ``rows`` gives it, so that a run that is cut short leaves those that it has measured.
+    Rows that do not name their commit get it as their last column.
+
+    Returns:
+        The rows.
+
+    Raises:
+        ValueError: there are no rows.
+        OSError: ``path`` cannot be written.
+        UsageError: the commit is unknown.
+    """
+    commit = source_commit()
+    done: list[R] = []
+    with ExitStack() as stack:
+        streams = [sys.stdout]
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            streams.append(stack.enter_context(path.open("w", newline="")))
+        for row in rows:
+            record = asdict(row)
+            record.setdefault("commit", commit)
+            if sys.stderr.isatty():
+                print(
+                    "\r\033[K", end="", file=sys.stderr, flush=True
+                )  # the line of benchmarks.harness.progress
+            for stream in streams:
+                writer = csv.DictWriter(stream, record, lineterminator="\n")
+                if not done:
+                    writer.writeheader()
+                writer.writerow(record if stream is not sys.stdout else _short(record))
+                stream.flush()
+            done.append(row)
+    if not done:
+        raise ValueError("rows: at least one is required, got none")
+    return done
+
+
+def _short(record: dict[str, object]) -> dict[str, object]:
+    return {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in record.items()}

@@ -1,0 +1,212 @@
+"""One self-contained HTML page and PNG pictures from results files: ``python -m benchmarks report``."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import plots
+from benchmarks.harness.progress import Progress
+from benchmarks.harness.results import ResultsError, Row, read_json
+from htree_ops.bench import verdict
+from htree_ops.cli import Command, UsageError
+
+__all__ = ["COMMAND", "read_folder", "with_floor", "write_report"]
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.6em; } h2 { font-size: 1.25em; margin-top: 2em; } .muted { color: #5b6770; }
+img { max-width: 100%; } .scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; width: 100%; }
+th, td { padding: .3em .6em; text-align: left; border-bottom: 1px solid #d9dee3; white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+"""
+HEADER = (
+    "op",
+    "case",
+    "dtype",
+    "µs",
+    "GB/s",
+    "TFLOP/s",
+    "% copy",
+    "% floor",
+    "verdict",
+    "baseline",
+    "µs",
+    "speed-up",
+)
+TEXT_COLUMNS = {0, 1, 2, 8, 9}
+
+
+def with_floor(row: Row) -> tuple[float | None, str]:
+    """(percent of floor, verdict) of a row; for rows that lack these columns, from bytes and copy bandwidth."""
+    if row.percent_of_floor is not None and row.verdict is not None:
+        return row.percent_of_floor, row.verdict
+    floor_us = row.bytes / row.ceiling_gb_per_s / 1e3
+    time = plots.time_us(row)
+    return (100 * floor_us / time, verdict(time, floor_us)) if floor_us > 0 else (None, "-")
+
+
+def read_folder(paths: Sequence[Path]) -> list[Row]:
+    """Rows of the files, and of every ``*.json`` in the folders; files with ``kernels`` in place of rows are left out.
+
+    Raises:
+        ResultsError: a path does not exist, or a file holds something else, or nothing is there.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(file for file in path.glob("*.json") if not _of_io_only(file))
+        else:
+            files.append(path)
+    rows = [row for file in files for row in read_json(file)]
+    if not rows:
+        raise ResultsError(f"no results in {', '.join(map(str, paths))}")
+    return rows
+
+
+def _of_io_only(file: Path) -> bool:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False  # read_json reports what is wrong with it
+    return isinstance(content, dict) and "kernels" in content
+
+
+def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by machine: GPUs by name, then CPUs."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.gpu == "none"):
+        found.setdefault(row.cpu if row.gpu == "none" else row.gpu, []).append(row)
+    return found
+
+
+def _slug(machine: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", machine.lower()).strip("_")[:40]
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        percent, verdict = with_floor(row)
+        graphs = row.graph_us is not None and row.baseline_graph_us is not None
+        theirs = row.baseline_graph_us if graphs else row.baseline_median_us
+        ours = plots.time_us(row) if graphs or row.graph_us is None else row.median_us
+        baseline = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
+        cells = (
+            row.op,
+            row.case,
+            row.dtype,
+            f"{ours:.1f}",
+            f"{row.gb_per_s:.0f}",
+            f"{row.tflops:.3g}",
+            f"{row.percent_of_ceiling:.1f}",
+            "-" if percent is None else f"{percent:.1f}",
+            verdict,
+            baseline,
+            f"{theirs:.1f}",
+            f"{row.speedup:.2f}×",
+        )
+        lines.append("".join(_cell("td", column, cell) for column, cell in enumerate(cells)))
+    head = "".join(_cell("th", column, name) for column, name in enumerate(HEADER))
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    )
+
+
+def _cell(tag: str, column: int, text: str) -> str:
+    number = "" if column in TEXT_COLUMNS else ' class="n"'
+    return f"<{tag}{number}>{html.escape(text)}</{tag}>"
+
+
+def _picture(path: Path, caption: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,{data}"></figure>'
+
+
+def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Writes ``report.html`` and the pictures of each machine into ``folder``; returns all paths, the page first.
+
+    Raises:
+        MissingMatplotlibError: pictures cannot be drawn.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts, pictures = [], []
+    machines = _machines(rows)
+    drawings = (plots.lengths, plots.bars, plots.roofline)
+    bar = Progress(len(machines) * len(drawings))
+    for machine, own in machines.items():
+        parts.append(f"<h2>{html.escape(machine)}</h2>\n<p class='muted'>{html.escape(plots.place(own))}</p>")
+        for draw in drawings:
+            bar.show(f"{draw.__name__} of {machine}")
+            path = draw(own, folder / f"{draw.__name__}_{_slug(machine)}.png")
+            if path:
+                pictures.append(path)
+                parts.append(_picture(path, f"{draw.__name__}: {machine}"))
+            bar.done += 1
+        parts.append(_table(own))
+    bar.clear()
+    note = (
+        "Times are medians, or CUDA graph replay where both candidates have it. % copy: compulsory bytes over time "
+        "against the copy bandwidth measured in the same run. % floor: the IO floor over the time; the verdict says "
+        "whether memory traffic explains it (IO-bound above 80 %, balanced from 50 %, else compute-bound; "
+        "inconclusive where the time is below the floor)."
+    )
+    page = folder / "report.html"
+    page.write_text(
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>htree_ops: measured results</title>'
+        f"<style>{STYLE}</style></head>\n<body><h1>htree_ops: measured results</h1>\n<p>{note}</p>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+    return [page, *pictures]
+
+
+#: The measured results of the repository.
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Files and flags of the command."""
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        default=[RESULTS],
+        help="JSON files of run, or folders of them; default: benchmarks/results",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/report"), metavar="FOLDER", help="folder to write"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report and prints the files; status 0.
+
+    Raises:
+        UsageError: files that hold something else, no matplotlib, or a folder that cannot be written.
+    """
+    try:
+        written = write_report(read_folder(arguments.results), arguments.out)
+    except (ResultsError, plots.MissingMatplotlibError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+    print("\n".join(map(str, written)))
+    return 0
+
+
+COMMAND = Command(
+    "report",
+    "draw the results of run: an HTML page and pictures",
+    "Writes one HTML page with all rows and PNG pictures from the JSON files of run. Needs matplotlib.",
+    add_arguments,
+    run,
+    "python -m benchmarks",
+)

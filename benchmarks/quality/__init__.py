@@ -1,0 +1,1 @@
+"""What tree attention does to a language model (docs/quality.md)."""

@@ -1,0 +1,103 @@
+"""A small call of every op that is not one of tree attention over whole texts (tree_attention_calls.py has those)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.support.cases import normal
+from tests.support.compressed_kv_cases import DecodeCase
+from tests.support.tree_attention_calls import Call
+from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
+from tests.support.tree_attention_varlen_cases import VarlenBackwardCase
+from tests.support.tree_cache_cases import op_calls
+
+__all__ = ["row_calls"]
+
+
+def row_calls(device: str) -> list[Call]:
+    """Calls of every op that is not one of tree attention over whole texts, most of them in float32."""
+    x = normal((2, 5, 9), torch.float32, device, 0)
+    y = torch.ops.htree.causal_softmax(x)
+    wide, weight = normal((2, 3, 16), torch.float32, device, 1), normal((16,), torch.float32, device, 2)
+    table = normal((3, 8), torch.float32, device, 3)
+    heads = normal((2, 3, 4, 8), torch.float32, device, 4)
+    return [
+        Call("causal_softmax", (x, 0)),
+        Call("causal_softmax_", (x.clone(), 0)),
+        Call("causal_softmax_backward", (x, y)),
+        Call("rmsnorm_rope", (wide, weight, table, table)),
+        Call("rmsnorm_rope_backward", (wide, wide, weight, table, table)),
+        Call("head_rmsnorm_rope", (heads, weight[:8], table, table)),
+        Call("head_rmsnorm_rope_backward", (heads, heads, weight[:8], table, table)),
+        Call("hadamard_transform", (wide,)),
+        Call("hadamard_transform_", (wide.clone(),)),
+        Call("grouped_hadamard", (heads.transpose(1, 2).contiguous(), 2)),
+        *compressed_calls(device),
+        *fp8_calls(wide.float()),
+        *matrix_calls(device),
+        *varlen_calls(device),
+        *(Call(op, arguments, options) for op, (arguments, options) in op_calls(device).items()),
+    ]
+
+
+def compressed_calls(device: str) -> list[Call]:
+    """Compression, and decoding with and without pages and transformed keys."""
+    x, weight = (
+        normal((1, 2, 3, 64), torch.float16, device, 5),
+        normal((1, 2, 64), torch.float32, device, 6).abs(),
+    )
+    rows = torch.ops.htree.kv_compress(x, 7, 4, weight)
+    decoding: tuple[DecodeCase, ...] = (
+        DecodeCase(name="fuzz", dtype=torch.float16, D=64, k_keep=9, v_keep=30, S=5, W=3, comp_len=(5, 2)),
+    )
+    decoding += (
+        replace(decoding[0], page=2, win_len=(3, 0), k_bits=4),
+        replace(decoding[0], hadamard_group=2, v_bits=16, split_size=3),
+    )
+    return [
+        Call("kv_prune", (x, 7, weight)),
+        Call("kv_compress", (x, 7, 4, weight)),
+        Call("kv_decompress", (*rows, 64, 7, 4, torch.float16)),
+        *(Call("kv_decode_attention", case.make_inputs(device), case.options()) for case in decoding),
+    ]
+
+
+def fp8_calls(x: Tensor) -> list[Call]:
+    q, scale, _ = torch.ops.htree.fp8_quantize(x, None, "channel")
+    return [
+        Call("fp8_compute_scale", (x, "block", -1, 3)),
+        Call("fp8_quantize", (x, scale, "channel", -1, 128)),
+        Call("fp8_quantize", (x, None, "block", 1, 2)),
+        Call("fp8_dequantize", (q, scale, torch.float32, 4)),
+        Call("fp8_fake_quant", (x, scale, "channel", 2, 128)),
+        Call("fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
+    ]
+
+
+def matrix_calls(device: str) -> list[Call]:
+    x, dy = normal((2, 3, 8), torch.float32, device, 5), normal((2, 3, 6), torch.float32, device, 6)
+    gate, up = normal((6, 8), torch.float32, device, 7), normal((6, 8), torch.float32, device, 8)
+    a, b = (normal((4, 16), torch.float32, device, seed).to(torch.float8_e4m3fn) for seed in (9, 10))
+    rows, columns = torch.full((4, 1), 0.5, device=device), torch.full((1, 4), 2.0, device=device)
+    return [
+        Call("gated_mlp", (x, gate, up, "silu", "up")),
+        Call("gated_mlp_forward", (x, gate, up, "gelu", "gate")),
+        Call("gated_mlp_backward", (dy, x, gate, up, "silu", "gate")),
+        Call("gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
+        Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
+        Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
+    ]
+
+
+def varlen_calls(device: str) -> list[Call]:
+    """Packed documents, empty ones and some with fewer queries than keys among them."""
+    case = next(case for case in VARLEN_CASES if case.name == "suffix")
+    backward = VarlenBackwardCase(name=case.name, dtype=case.dtype, forward=case)
+    return [
+        Call("attention_varlen", case.make_inputs(device)),
+        Call("attention_varlen_forward", case.make_inputs(device)),
+        Call("attention_varlen_backward", backward.make_inputs(device)),
+    ]

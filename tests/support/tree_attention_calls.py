@@ -1,0 +1,125 @@
+"""One call of every op of tree attention, from one case: for opcheck, compile and fuzz tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from htree_ops.reference import tree_attention as reference
+from tests.support.cases import normal
+from tests.support.tree_attention_cases import TreeAttentionCase
+
+__all__ = ["Call", "calls"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of ``torch.ops.htree.<op>``; ``differentiable`` are the positions that may require grad."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    differentiable: tuple[int, ...] = ()
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """The op itself."""
+        return getattr(torch.ops.htree, self.op).default
+
+    def __call__(self) -> Any:
+        """Result of the op."""
+        return self.overload(*self.args, **self.kwargs)
+
+
+def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) -> list[Call]:
+    """A valid call of every op, one per op, made from the case's inputs and the reference's lists.
+
+    The ops of a layer get the top layer of the tree; those above the bottom only where there is one. The ops that
+    have no ``selection_stride`` get the lists of a stride of 1.
+    """
+    q, k, v = case.make_qkv(device, seed)
+    cos, sin = case.make_table(device)
+    stages = case.make_stages(q, k, v)
+    top, bottom = stages[-1], stages[0]
+    repeats = case.selection_stride
+    lists = top.parents.repeat_interleave(repeats, 1)[:, : case.T_q].contiguous()
+    rate, top_k, t0 = case.r, case.top_k, case.t0
+    scores, count = reference.compute_scores(q, top.layer_k, lists, cos, sin, top.layer, rate, case.scale, t0)
+    scores = scores.to(case.state_dtype)
+    positions = reference.select_topk(scores, count, top_k, case.importance, case.open_next)
+    rows = (case.B, case.T_q, case.H)
+    state = [
+        normal((*rows, *w), case.state_dtype, device, seed + i) for i, w in enumerate(((), (), (case.V,)))
+    ]
+    state[1] = state[1].abs() + 1
+    other = [x.clone() for x in state]
+    per_head = lists.repeat_interleave(case.H // case.H_kv, 2)
+    node = per_head[..., : min(2, case.top_k)].contiguous()
+    shared = (rate, case.M, top_k, case.scale, case.rope_base, case.importance, case.selection_stride)
+    layer = (q, top.layer_k, top.layer_v, top.parents, cos, sin)
+    step = (case.scale, case.importance, t0, case.selection_stride)
+    span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
+    following: dict[str, Any] = {"open_next": True} if case.open_next else {}
+    given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
+    later = span | given | following
+    means = reference.span_means(k, case.selection_span or 2)
+    layer_span = (span and {"span_k": means, **span}) | following
+    forward = torch.ops.htree.attention_forward(q, k, v, *shared, **later)
+    parents = [stage.parents for stage in stages]
+    dout = normal((*rows, case.V), case.dtype, device, seed + 9)
+    io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
+    built = reference.tree_build(k, v, rate)
+    times = torch.arange(case.T_q, device=device, dtype=torch.int32) % (rate * top_k)
+    found = [
+        Call("tree_build", (k, v, rate), differentiable=(0, 1)),
+        Call("tree_build_backward", (*built, case.T, rate)),
+        Call("span_means", (k, case.selection_span or 2)),
+        Call("rope_cache", (rate * top_k, case.K), {"device": torch.device(device), **given}),
+        Call("rope", (q, cos, sin, times), differentiable=(0,)),
+        Call(
+            "top_parents",
+            (case.B, case.T_q, case.H_kv, top_k, len(stages), rate, t0, case.selection_stride),
+            {"device": torch.device(device)},
+        ),
+        Call("compute_scores", (q, top.layer_k, lists, cos, sin, top.layer, rate, case.scale, t0)),
+        Call("select_topk", (scores, count, top_k, case.importance), following),
+        Call("mask_topk_scores_", (scores.clone(), positions)),
+        Call("compute_next_parents", (lists, positions, rate)),
+        Call("accumulate_non_topk", (top.layer_v, lists, scores, count, top.layer, rate, t0)),
+        Call(
+            "compute_and_select",
+            (q, top.layer_k, top.layer_v, per_head, cos, sin, top.layer, rate, top_k, case.scale, t0),
+        ),
+        Call("subtract_topk", (top.layer_v, node, node.to(case.state_dtype), *state)),
+        Call(
+            "bottom_accumulate",
+            (q, k, v, bottom.parents, cos, sin, rate, case.scale, t0, case.selection_stride),
+        ),
+        Call("merge_to_global_", (*state, *other)),
+        Call("final_normalize", (state[2], state[1], case.dtype)),
+        Call("io_compute_scores", (q, top.layer_k, lists, cos, sin, top.layer, rate, case.scale, t0)),
+        Call("io_select_topk", (scores, count, top_k, top.layer, "lcg", t0)),
+        Call("io_accumulate_non_topk", (top.layer_v, lists, scores, count, top.layer, rate, t0)),
+        Call("io_compute_next_parents", (lists, positions, rate)),
+        Call("io_attention_forward", (q, k, v, *io_shared)),
+        Call("attention_forward", (q, k, v, *shared), later),
+        Call("attention", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
+        Call("attention_rows", (q, k, v, [t0], *shared), later),
+        Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
+        *(
+            Call(name, (dout, q, k, v, *forward[:3], torch.stack(parents), [t0], *shared), later)
+            for name in ("attention_rows_backward", "attention_rows_backward_sums")
+        ),
+    ]
+    if top.layer > 0:
+        found += [
+            Call("select_accumulate", (*layer, top.layer, rate, top_k, *step), layer_span),
+            Call(
+                "recompute_selection",
+                (q, top.layer_k, top.parents, cos, sin, top.layer, rate, top_k, *step),
+                layer_span,
+            ),
+        ]
+    return found

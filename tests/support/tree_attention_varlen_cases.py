@@ -1,0 +1,216 @@
+"""Problems of tree attention over packed documents (docs/semantics/tree_attention.md §1.16)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.cases import Case, normal
+from tests.support.tree_attention_problem import TreeAttentionCase
+
+__all__ = ["BENCHMARK_CASES", "CASES", "VarlenBackwardCase", "VarlenCase", "offsets"]
+
+
+def offsets(lengths: tuple[int, ...], device: str | torch.device) -> Tensor:
+    """int32 [0, n_1, n_1 + n_2, ...]."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenCase(Case):
+    """Documents of ``lengths`` keys, of which the last ``queries`` attend (None: all), and ``spare`` rows behind them.
+
+    The options are those of :class:`TreeAttentionCase`.
+    """
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...] | None = None
+    spare: int = 0
+    H: int = 4
+    H_kv: int = 2
+    K: int = 8
+    V: int = 6
+    r: int = 4
+    top_k: int = 2
+    M: int = 8
+    selection_stride: int = 1
+    selection_span: int | None = None
+    open_next: bool = False
+    importance: str = "lse_causal"
+    scale: float | None = None
+    rope_base: float | None = 10000.0
+    inv_freq: tuple[float, ...] | None = None
+
+    @property
+    def queries_of(self) -> tuple[int, ...]:
+        """Queries of each document."""
+        return self.lengths if self.queries is None else self.queries
+
+    def documents(self) -> list[TreeAttentionCase]:
+        """The documents that have queries, as problems of their own; they share no random numbers with this one."""
+        names = ("dtype", "H", "H_kv", "K", "V", "r", "top_k", "M", "selection_stride", "importance", "scale")
+        options = {name: getattr(self, name) for name in (*names, "rope_base", *self.later_options())}
+        return [
+            TreeAttentionCase(name=self.name, T=keys, num_queries=queries, **options)
+            for queries, keys in zip(self.queries_of, self.lengths, strict=True)
+            if queries
+        ]
+
+    def make_qkv(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """query, key and value, packed."""
+        N, N_k = sum(self.queries_of) + self.spare, sum(self.lengths) + self.spare
+        return (
+            normal((N, self.H, self.K), self.dtype, device, 3 * seed),
+            normal((N_k, self.H_kv, self.K), self.dtype, device, 3 * seed + 1),
+            normal((N_k, self.H_kv, self.V), self.dtype, device, 3 * seed + 2),
+        )
+
+    def make_offsets(self, device: str | torch.device) -> tuple[Tensor, Tensor]:
+        """cu_seq_q and cu_seq_k: the same tensor where all tokens are queries."""
+        keys = offsets(self.lengths, device)
+        return (keys if self.queries is None else offsets(self.queries, device)), keys
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """max_q and max_k."""
+        return max(self.queries_of, default=0), max(self.lengths, default=0)
+
+    def op_options(self) -> tuple[Any, ...]:
+        """The options of the ops in order, up to the stride."""
+        return (
+            self.r,
+            self.M,
+            self.top_k,
+            self.scale,
+            self.rope_base,
+            self.importance,
+            self.selection_stride,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``tree_attention_varlen``."""
+        return {
+            "compression_rate": self.r,
+            "max_top_nodes": self.M,
+            "top_k": self.top_k,
+            "selection_stride": self.selection_stride,
+            "scale": self.scale,
+            "rope_base": self.rope_base,
+            "importance": self.importance,
+            **self.later_options(),
+        }
+
+    def later_options(self) -> dict[str, Any]:
+        """The options of the ops behind the stride, by name."""
+        return {
+            "selection_span": self.selection_span,
+            "inv_freq": self.inv_freq,
+            "open_next": self.open_next,
+        }
+
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Positional arguments of ``torch.ops.htree.attention_varlen`` up to the stride."""
+        return (
+            *self.make_qkv(device, seed),
+            *self.make_offsets(device),
+            *self.bounds,
+            *self.op_options(),
+        )
+
+    def bytes(self) -> int:
+        """The inputs read and the output written once."""
+        return sum(document.bytes() for document in self.documents())
+
+    def flops(self) -> int:
+        """Those of the documents."""
+        return sum(document.flops() for document in self.documents())
+
+    @property
+    def shapes(self) -> str:
+        """Sizes and the options that shape the trees."""
+        count = len(self.lengths)
+        span = "" if self.selection_span is None else f" c={self.selection_span}"
+        return (
+            f"{count} documents of {min(self.lengths, default=0)} to {max(self.lengths, default=0)}, "
+            f"{sum(self.lengths)} tokens, H={self.H}/{self.H_kv} K={self.K} V={self.V} r={self.r} k={self.top_k} "
+            f"M={self.M} s={self.selection_stride}{span}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VarlenBackwardCase(Case):
+    """The gradient of ``forward``: what ``attention_varlen_forward`` gave, and a standard normal upstream gradient."""
+
+    forward: VarlenCase
+
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Positional arguments of ``torch.ops.htree.attention_varlen_backward`` up to the stride."""
+        inputs = self.forward.make_inputs(device, seed)
+        state = torch.ops.htree.attention_varlen_forward(*inputs)
+        dout = normal(tuple(state[0].shape), self.dtype, device, 3 * seed + 1_000_003)
+        return (dout, *inputs[:7], *state, *inputs[7:])
+
+    def bytes(self) -> int:
+        """query, key, value, out, dout read and their gradients written once."""
+        case = self.forward
+        rows = sum(case.queries_of) * case.H * (2 * case.K + 2 * case.V)
+        return (rows + 2 * sum(case.lengths) * case.H_kv * (case.K + case.V)) * case.dtype.itemsize
+
+    def flops(self) -> int:
+        """Five products of the merged candidates."""
+        total = 0
+        for document in self.forward.documents():
+            total += document.H * sum(document.num_candidates()[1]) * (6 * document.K + 4 * document.V)
+        return total
+
+    @property
+    def shapes(self) -> str:
+        return self.forward.shapes
+
+
+def _spread(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """``count`` lengths, log-uniform between two, from seed 0."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(count, generator=generator, dtype=torch.float64)
+    return tuple(int(x) for x in shortest * (longest / shortest) ** draws)
+
+
+_RAGGED = VarlenCase(name="ragged", dtype=torch.float32, lengths=(33, 0, 1, 70, 9, 9, 40), spare=5)
+#: For values, gradients, opcheck and compile.
+CASES: list[VarlenCase] = [
+    _RAGGED,
+    replace(_RAGGED, name="double", dtype=torch.float64),
+    replace(_RAGGED, name="span", selection_span=2, top_k=3),
+    replace(_RAGGED, name="open_next", top_k=4, open_next=True),
+    replace(_RAGGED, name="suffix", queries=(33, 0, 1, 20, 0, 9, 1)),
+    replace(_RAGGED, name="stride", selection_stride=4, queries=(33, 0, 1, 22, 9, 1, 4)),
+    replace(_RAGGED, name="one_document", lengths=(50,), spare=0),
+    replace(_RAGGED, name="equal", lengths=(20, 20, 20), spare=0),
+    replace(_RAGGED, name="no_document", lengths=(), spare=3),
+    replace(_RAGGED, name="empty_documents", lengths=(0, 0), spare=0),
+    replace(_RAGGED, name="half", dtype=torch.bfloat16, H=2, K=32, V=32),
+    replace(_RAGGED, name="inv_freq", inv_freq=(1.0, -0.3, 0.01, 0.0)),
+    replace(_RAGGED, name="joint", importance="exp_joint"),
+    replace(_RAGGED, name="not_causal", importance="lse"),
+]
+
+_H200 = VarlenCase(
+    name="spread", dtype=torch.bfloat16, lengths=_spread(39, 128, 16384), H=32, H_kv=4, K=128, V=128, r=16, top_k=512,
+    M=8192, selection_stride=16,
+)  # fmt: skip
+_CPU = replace(
+    _H200, dtype=torch.float32, lengths=_spread(39, 16, 2048), H=4, H_kv=1, K=64, V=64, top_k=64, M=1024
+)
+#: 39 documents of very different lengths; equal ones, which is a batch; documents so short that nothing is left out.
+BENCHMARK_CASES: dict[str, list[VarlenCase]] = {
+    "cuda": [
+        _H200,
+        replace(_H200, name="spread", selection_stride=1),
+        replace(_H200, name="equal", lengths=(16384,) * 8),
+        replace(_H200, name="dense", lengths=_spread(64, 512, 8192)),
+    ],
+    "cpu": [_CPU, replace(_CPU, name="dense", lengths=_spread(16, 64, 1024))],
+}

@@ -1,0 +1,568 @@
+"""Problems of the tree cache (docs/semantics/tree_cache.md §7): filled pages, and the last tokens' queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.tree_cache.functions import (
+    cache_layers,
+    page_rows,
+    tree_cache_append_,
+    tree_cache_append_packed_,
+)
+from tests.support.cases import Case, normal
+from tests.support.tree_attention_cases import frequencies
+
+__all__ = [
+    "BENCHMARK_CASES",
+    "CASES",
+    "DECODE_CASES",
+    "PACKED_CASES",
+    "TreeCacheCase",
+    "empty_packed_pools",
+    "filled_packed_pools",
+    "filled_pools",
+    "offsets",
+    "op_calls",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeCacheCase(Case):
+    """Sequences of ``lengths`` tokens, of which the last ``queries`` attend.
+
+    ``capacity`` is what a sequence's pages can hold, where that is more than the longest of them needs.
+    """
+
+    reads_a_part: ClassVar[bool] = True
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    compression_rate: int = 16
+    max_top_nodes: int = 8192
+    top_k: int = 512
+    selection_stride: int = 1
+    selection_span: int | None = None
+    rope_base: float | None = 10000.0
+    inv_freq: tuple[float, ...] | None = None
+    importance: str = "lse_causal"
+    open_next: bool = False
+    ring: int | None = None
+    capacity: int = 0
+
+    @property
+    def max_pages(self) -> int:
+        return max(1, -(-max(*self.lengths, self.capacity) // self.page_size))
+
+    @property
+    def layers(self) -> int:
+        return cache_layers(self.max_pages * self.page_size, self.compression_rate, self.max_top_nodes)
+
+    def page_options(self) -> dict[str, Any]:
+        return {
+            "page_size": self.page_size,
+            "compression_rate": self.compression_rate,
+            "max_top_nodes": self.max_top_nodes,
+            "selection_span": self.selection_span,
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of ``tree_cache_attention``."""
+        return self.page_options() | {
+            "top_k": self.top_k,
+            "selection_stride": self.selection_stride,
+            "rope_base": self.rope_base,
+            "importance": self.importance,
+            "inv_freq": self.inv_freq,
+            "open_next": self.open_next,
+        }
+
+    def tokens(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """k and v of all tokens, packed one sequence after the other."""
+        rows = sum(self.lengths)
+        return (
+            normal((rows, self.kv_heads, self.key_dim), self.dtype, device, seed + 1),
+            normal((rows, self.kv_heads, self.value_dim), self.dtype, device, seed + 2),
+        )
+
+    def last_queries(self, device: str | torch.device, seed: int = 0) -> Tensor:
+        """q of the last tokens, packed."""
+        return normal((sum(self.queries), self.heads, self.key_dim), self.dtype, device, seed)
+
+    def texts(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of all tokens."""
+        return (replace(self, queries=self.lengths).last_queries(device, seed), *self.tokens(device, seed))
+
+    def empty_pools(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """k_pool and v_pool of NaN, and a block table whose pages stand in a random order."""
+        num_pages = len(self.lengths) * self.max_pages + 1
+        key_rows, value_rows = page_rows(
+            self.page_size, self.layers, self.compression_rate, self.selection_span
+        )
+        pools = [
+            torch.full((num_pages, self.kv_heads, rows, width), torch.nan, dtype=self.dtype, device=device)
+            for rows, width in ((key_rows, self.key_dim), (value_rows, self.value_dim))
+        ]
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+        table = order[: num_pages - 1].view(len(self.lengths), self.max_pages).int()
+        return pools[0], pools[1], table.to(device)
+
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        rows = self.last_queries(device, seed)
+        k_pool, v_pool, table = filled_pools(self, *self.tokens(device, seed), seed)
+        lists: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.ring is not None:
+            shape = (len(self.lengths), self.ring)
+            empty = torch.full(shape, -1, dtype=torch.int32, device=device)
+            wide = (*shape, self.layers, self.kv_heads, self.top_k)
+            lists = (torch.full(wide, -1, dtype=torch.int32, device=device), empty)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        return (rows, k_pool, v_pool, table, lengths, offsets(self.queries, device), *lists)
+
+    def rows_read(self) -> tuple[int, int]:
+        """Rows of keys and of values that the selection reads, each once for a K/V head."""
+        seen, rate = self.top_k * self.compression_rate, self.compression_rate
+        nodes = means = 0
+        for length, n in zip(self.lengths, self.queries, strict=True):
+            for layer in range(cache_layers(max(1, length), rate, self.max_top_nodes)):
+                count = min(seen, -(-length // rate**layer))
+                nodes += n * count
+                if layer > 0 and self.selection_span is not None:
+                    means += n * min(count * rate**layer, length) // self.selection_span
+        return (nodes + means) * self.kv_heads, nodes * self.kv_heads
+
+    def bytes(self) -> int:
+        """What :meth:`rows_read` counts, and queries and outputs."""
+        size = torch.empty((), dtype=self.dtype).element_size()
+        keys, values = self.rows_read()
+        heads = sum(self.queries) * self.heads
+        return size * ((keys + heads) * self.key_dim + (values + heads) * self.value_dim)
+
+    def flops(self) -> int:
+        keys, values = self.rows_read()
+        return 2 * (keys * self.key_dim + values * self.value_dim) * self.heads // self.kv_heads
+
+
+def offsets(counts: tuple[int, ...], device: str | torch.device) -> Tensor:
+    """int32 [B + 1]: where the rows of each sequence begin."""
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+
+
+def filled_pools(case: TreeCacheCase, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """The pools after one append of all tokens, and the block table."""
+    k_pool, v_pool, table = case.empty_pools(k.device, seed)
+    none = torch.zeros(len(case.lengths), dtype=torch.int32, device=k.device)
+    tree_cache_append_(
+        k_pool, v_pool, k, v, table, none, offsets(case.lengths, k.device), **case.page_options()
+    )
+    return k_pool, v_pool, table
+
+
+def empty_packed_pools(
+    case: TreeCacheCase, bits: int, device: str | torch.device, seed: int = 0
+) -> tuple[dict[str, Any], Tensor]:
+    """What ``tree_cache_append_packed_`` writes, by name and filled with what shows, and a block table.
+
+    The tails have room for two nodes.
+    """
+    k_pool, v_pool, table = case.empty_pools(device, seed)
+    pages, rate = (len(k_pool), case.kv_heads, case.page_size), case.compression_rate
+    pools = {"k_pool": k_pool[:, :, case.page_size :], "v_pool": v_pool[:, :, case.page_size :]}
+    widths = {"k": case.key_dim, "v": case.value_dim}
+    for name, width in widths.items():
+        pools[f"{name}_codes"] = torch.full((*pages, width * bits // 8), 7, dtype=torch.uint8, device=device)
+        pools[f"{name}_scales"] = torch.full(pages, torch.nan, dtype=F16, device=device)
+    for name, width in widths.items():
+        tail = (len(case.lengths), case.kv_heads, 2 * rate, width)
+        pools[f"{name}_tail"] = torch.full(tail, torch.nan, dtype=case.dtype, device=device)
+    return {name: x.contiguous() for name, x in pools.items()}, table
+
+
+def filled_packed_pools(
+    case: TreeCacheCase, bits: int, k: Tensor, v: Tensor, seed: int = 0
+) -> tuple[dict[str, Any], Tensor]:
+    """The same after one append of all tokens."""
+    pools, table = empty_packed_pools(case, bits, k.device, seed)
+    none = torch.zeros(len(case.lengths), dtype=torch.int32, device=k.device)
+    new: dict[str, Any] = {"k": k, "v": v, "cu_new": offsets(case.lengths, k.device)}
+    tree_cache_append_packed_(**pools, **new, block_table=table, lengths=none, **case.page_options())
+    return pools, table
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+_SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6}
+_TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "page_size": 8}
+
+CASES = [
+    TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_SMALL, **_TREE),
+    TreeCacheCase(name="ragged", dtype=F32, lengths=(21, 0, 9, 50), queries=(4, 0, 9, 1), **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="stride",
+        dtype=F32,
+        lengths=(40, 29),
+        queries=(16, 9),
+        selection_stride=4,
+        ring=4,
+        **_SMALL,
+        **_TREE,
+    ),
+    TreeCacheCase(name="ring", dtype=F32, lengths=(40, 29), queries=(9, 9), ring=2, **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="joint", dtype=F32, lengths=(60,), queries=(7,), importance="exp_joint", **_SMALL, **_TREE
+    ),
+    TreeCacheCase(
+        name="next", dtype=F32, lengths=(60, 41), queries=(7, 2), open_next=True, **_SMALL, **_TREE
+    ),
+    TreeCacheCase(
+        name="next, span 2, stride",
+        dtype=F32,
+        lengths=(61, 38),
+        queries=(9, 3),
+        selection_span=2,
+        selection_stride=4,
+        ring=4,
+        open_next=True,
+        **_SMALL,
+        **_TREE,
+    ),
+    TreeCacheCase(name="plain", dtype=F32, lengths=(60,), queries=(3,), rope_base=None, **_SMALL, **_TREE),
+    TreeCacheCase(
+        name="inv_freq",
+        dtype=F32,
+        lengths=(60, 37),
+        queries=(3, 1),
+        inv_freq=(1.0, -0.3, 0.01, 0.0),
+        **_SMALL,
+        **_TREE,
+    ),
+    *(
+        TreeCacheCase(
+            name=f"span {span}",
+            dtype=F32,
+            lengths=(61, 38),
+            queries=(9, 3),
+            selection_span=span,
+            importance=importance,
+            ring=4,
+            **_SMALL,
+            **_TREE,
+        )
+        for span, importance in ((1, "lse_causal"), (2, "lse_causal"), (4, "exp_joint"))
+    ),
+    TreeCacheCase(
+        name="odd rates",
+        dtype=F32,
+        lengths=(100, 77),
+        queries=(5, 2),
+        heads=3,
+        kv_heads=1,
+        key_dim=6,
+        value_dim=5,
+        page_size=9,
+        compression_rate=3,
+        max_top_nodes=5,
+        top_k=2,
+    ),
+    TreeCacheCase(
+        name="wide",
+        dtype=F32,
+        lengths=(700, 300),
+        queries=(2, 3),
+        heads=16,
+        kv_heads=1,
+        key_dim=64,
+        value_dim=64,
+        page_size=64,
+        max_top_nodes=64,
+        top_k=8,
+    ),
+    *(
+        TreeCacheCase(
+            name="model",
+            dtype=dtype,
+            lengths=(1500, 1030),
+            queries=(1, 2),
+            heads=8,
+            kv_heads=2,
+            key_dim=64,
+            value_dim=64,
+            page_size=256,
+            max_top_nodes=128,
+            top_k=8,
+        )
+        for dtype in (F32, F16, BF16)
+    ),
+]
+
+
+_PACKED: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 64, "value_dim": 128}
+
+#: Tokens in 8 or 4 bits.
+PACKED_CASES = [
+    TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_PACKED, **_TREE),
+    TreeCacheCase(name="ragged", dtype=F16, lengths=(21, 0, 9, 50), queries=(4, 0, 9, 1), **_PACKED, **_TREE),
+    TreeCacheCase(
+        name="stride", dtype=F32, lengths=(40, 29), queries=(16, 9), selection_stride=4, ring=4, **_PACKED, **_TREE
+    ),
+    TreeCacheCase(
+        name="span", dtype=BF16, lengths=(61, 38), queries=(9, 3), selection_span=2, **_PACKED, **_TREE
+    ),
+    TreeCacheCase(name="one layer", dtype=BF16, lengths=(11, 5), queries=(3, 5), **_PACKED, **_TREE),
+    TreeCacheCase(
+        name="odd rates",
+        dtype=F32,
+        lengths=(100, 77),
+        queries=(5, 2),
+        heads=1,
+        kv_heads=1,
+        key_dim=192,
+        value_dim=64,
+        page_size=9,
+        compression_rate=3,
+        max_top_nodes=5,
+        top_k=2,
+        rope_base=None,
+        importance="exp_joint",
+    ),
+    *(
+        TreeCacheCase(
+            name=f"model, {dim}",
+            dtype=dtype,
+            lengths=(1500, 1030),
+            queries=(1, 2),
+            heads=16,
+            kv_heads=2,
+            key_dim=dim,
+            value_dim=dim,
+            page_size=256,
+            max_top_nodes=128,
+            top_k=8,
+        )
+        for dim, dtype in ((64, BF16), (128, F16), (512, F32))
+    ),
+]  # fmt: skip
+
+
+def _decoded(name: str, dtype: torch.dtype = BF16, **others: Any) -> TreeCacheCase:
+    sizes: dict[str, Any] = {
+        "lengths": (700, 300),
+        "queries": (1, 1),
+        "heads": 8,
+        "kv_heads": 1,
+        "key_dim": 64,
+        "value_dim": 64,
+        "page_size": 64,
+        "max_top_nodes": 64,
+        "top_k": 8,
+    }
+    return TreeCacheCase(name=name, dtype=dtype, **(sizes | others))
+
+
+_LARGE_HEADS: dict[str, Any] = {"key_dim": 128, "value_dim": 128}
+
+#: Calls that the decode kernel takes on Hopper.
+DECODE_CASES = [
+    _decoded("three layers", lengths=(1500, 1030), queries=(2, 1)),
+    _decoded("half, 128, G = 16", F16, heads=16, **_LARGE_HEADS),
+    _decoded("128, G = 3", heads=6, kv_heads=2, **_LARGE_HEADS),
+    _decoded("ragged", F16, lengths=(700, 0, 5, 129), queries=(3, 0, 2, 7)),
+    _decoded("plain", rope_base=None),
+    _decoded("inv_freq", inv_freq=frequencies(64)),
+    _decoded("inv_freq, 128, span 2", F16, inv_freq=frequencies(128), selection_span=2, **_LARGE_HEADS),
+    _decoded("joint", importance="exp_joint"),
+    _decoded("stride", lengths=(600, 429), queries=(9, 5), selection_stride=4, ring=4),
+    _decoded("ring", queries=(3, 5), ring=2),
+    _decoded("span 1", selection_span=1),
+    _decoded("span 4", selection_span=4, ring=4, importance="exp_joint"),
+    _decoded("span 8, stride", F16, selection_span=8, selection_stride=2, queries=(5, 3), **_LARGE_HEADS),
+    _decoded("next", open_next=True),
+    _decoded("next, stride, span 2", selection_span=2, selection_stride=16, queries=(30, 20), open_next=True),
+    _decoded("next, three layers", F16, lengths=(1500, 1030), queries=(2, 1), open_next=True, **_LARGE_HEADS),
+    _decoded("three layers, span 4", lengths=(1500, 1030), queries=(2, 1), selection_span=4),
+    _decoded("span 2, large pages", lengths=(1500, 700), selection_span=2, page_size=256, **_LARGE_HEADS),
+    _decoded("wide lists", lengths=(6000, 33), max_top_nodes=600, top_k=40),
+    _decoded(
+        "as served",
+        lengths=(20000,),
+        queries=(1,),
+        max_top_nodes=8192,
+        top_k=512,
+        heads=16,
+        kv_heads=2,
+        **_LARGE_HEADS,
+    ),
+    _decoded("k = 500", lengths=(10000, 8100), max_top_nodes=8000, top_k=500),
+    _decoded("k = 600", lengths=(11000, 9700), max_top_nodes=9600, top_k=600),
+    _decoded(
+        "k = 1024, 128", F16, lengths=(17000,), queries=(1,), max_top_nodes=16384, top_k=1024, **_LARGE_HEADS
+    ),
+    _decoded(
+        "k = 1000, span 2", lengths=(16500,), queries=(1,), max_top_nodes=16000, top_k=1000, selection_span=2
+    ),
+    # A choice among nodes of many span means, then one in a list; and tiles of span means that pages cut.
+    _decoded("three choices, span 4", lengths=(5000, 2600), selection_span=4),
+    _decoded("three choices, span 2, 128", F16, lengths=(5000, 257), selection_span=2, **_LARGE_HEADS),
+    _decoded("pages of 48, span 2", lengths=(3000, 700), selection_span=2, page_size=48),
+    _decoded("pages of 48, span 8", lengths=(6000, 700), selection_span=8, page_size=48, queries=(2, 2)),
+    # More rows than a GPU takes at once, so that the last of them have a launch of their own.
+    _decoded("many rows", queries=(90, 50)),
+    _decoded(
+        "many rows, stride, span 2, 128",
+        F16,
+        queries=(91, 52),
+        selection_stride=4,
+        selection_span=2,
+        **_LARGE_HEADS,
+    ),
+    _decoded(
+        "many rows, k = 500",
+        lengths=(10000, 8100),
+        queries=(9, 8),
+        max_top_nodes=8000,
+        top_k=500,
+        heads=16,
+        kv_heads=2,
+    ),
+    # Every kernel that is compiled.
+    *(
+        _decoded(f"{size}, G = {group}", dtype, heads=group, key_dim=size, value_dim=size)
+        for dtype in (F16, BF16)
+        for size in (64, 128)
+        for group in (8, 16)
+    ),
+    *(
+        _decoded(f"{size}, span 2", dtype, key_dim=size, value_dim=size, selection_span=2)
+        for dtype in (F16, BF16)
+        for size in (64, 128)
+    ),
+]
+
+
+def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
+    """One token for each of ``batch`` sequences of ``length`` tokens, 32 heads of 128 on 4 K/V heads."""
+    sizes: dict[str, Any] = {"heads": 32, "kv_heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 256}
+    return TreeCacheCase(
+        name=name, dtype=BF16, lengths=(length,) * batch, queries=(1,) * batch, **(sizes | others)
+    )
+
+
+#: Decoding with one graph per layer in mind: a long text, a longer one, batches, a narrow selection, span means, and a
+#: short text in pages for a long one, which must not cost more than in pages of its own.
+BENCHMARK_CASES = {
+    "cuda": [
+        _served("B=1 T=131072", 1, 1 << 17),
+        _served("B=1 T=1048576", 1, 1 << 20),
+        _served("B=8 T=131072", 8, 1 << 17),
+        _served("B=64 T=131072", 64, 1 << 17),
+        _served("B=1 T=131072 k=128", 1, 1 << 17, top_k=128, max_top_nodes=2048),
+        _served("B=1 T=1048576 k=128", 1, 1 << 20, top_k=128, max_top_nodes=2048),
+        _served("B=1 T=131072 span=4", 1, 1 << 17, selection_span=4),
+        _served("B=1 T=1048576 span=4", 1, 1 << 20, selection_span=4),
+        _served("B=1 T=131072 span=2", 1, 1 << 17, selection_span=2),
+        _served("B=1 T=1048576 span=2", 1, 1 << 20, selection_span=2),
+        _served("B=1 T=131072 kv=8", 1, 1 << 17, kv_heads=8),
+        _served("B=2 T=131072", 2, 1 << 17),
+        _served("B=2 T=131072 kv=8", 2, 1 << 17, kv_heads=8),
+        _served("B=1 T=8192", 1, 1 << 13),
+        _served("B=1 T=8192 in 1048576", 1, 1 << 13, capacity=1 << 20),
+    ],
+    "cpu": [
+        TreeCacheCase(
+            name="B=1 T=32768",
+            dtype=F32,
+            lengths=(1 << 15,),
+            queries=(1,),
+            heads=4,
+            kv_heads=1,
+            key_dim=64,
+            value_dim=64,
+            page_size=256,
+            max_top_nodes=1024,
+            top_k=64,
+        )
+    ],
+}
+
+
+def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments and options of a small call of every op of the room."""
+    case = replace(CASES[2], lengths=(21, 9), queries=(5, 9))
+    inputs = case.make_inputs(device)
+    k_pool, v_pool, table, lengths = inputs[1:5]
+    _, k, v = case.texts(device)
+    state = state_of(device)
+    packed = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
+    _, packed_k, packed_v = packed.texts(device)
+    pools, packed_table = filled_packed_pools(packed, 4, packed_k, packed_v)
+    prompt = replace(case, lengths=(21, 21), queries=(13, 13))
+    prompt_q, *prompt_pools = prompt.make_inputs(device)[:4]
+    copies = torch.empty(
+        0, dtype=torch.uint8, device=device
+    )  # the general kernels and those of the CPU read none
+    of_copies = prompt.options()
+    del of_copies["importance"], of_copies["open_next"]
+    of_bytes = {
+        name: x for name, x in of_copies.items() if name not in ("page_size", "rope_base", "inv_freq")
+    }
+    return {
+        "tree_cache_prompt_bytes": ((*prompt_pools[:2], 2, prompt.heads, 30), of_bytes),
+        "tree_cache_pack_prompt_": ((copies, *prompt_pools, prompt.heads, 3, 21, 30), of_copies),
+        "tree_cache_prompt": (
+            (prompt_q.unflatten(0, (2, 13)), *prompt_pools, 21, copies, 30, True),
+            prompt.options(),
+        ),
+        "tree_cache_append_packed_": (
+            (
+                *pools.values(),
+                packed_k[:5],
+                packed_v[:5],
+                packed_table,
+                lengths - 5,
+                offsets((3, 2), device),
+                None,
+                4,
+            ),
+            packed.page_options(),
+        ),
+        "tree_cache_append_": (
+            (k_pool, v_pool, k[:5], v[:5], table, lengths - 5, offsets((3, 2), device), None, 4),
+            case.page_options(),
+        ),
+        "tree_cache_attention": (inputs, case.options()),
+        "tree_cache_pages_": (
+            (*state, torch.tensor([3, 9], dtype=torch.int32, device=device), "append"),
+            {"capacity": 30, "page_size": 8},
+        ),
+        "tree_cache_copy_": (
+            (k_pool, v_pool, torch.tensor([[1, -1], [0, 0]], dtype=torch.int32, device=device)),
+            {},
+        ),
+    }
+
+
+def state_of(
+    device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6, ring: int = 0
+) -> list[Tensor]:
+    """block_table, lengths, held, users, free_pages, errors, list_pos, plan of an empty cache."""
+
+    def integers(*shape: int, fill: int = 0) -> Tensor:
+        return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+    free = torch.tensor([num_pages, *reversed(range(num_pages))], dtype=torch.int32, device=device)
+    shapes = (
+        integers(batch, max_pages, fill=-1),
+        integers(batch),
+        integers(batch),
+        integers(num_pages),
+        free,
+    )
+    return [*shapes, integers(batch), integers(batch, ring, fill=-1), integers(4, batch)]
