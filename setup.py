@@ -20,6 +20,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent
 GENERATED = ROOT / "build" / "generated"
+REPOSITORY = "https://github.com/htree-ops/htree_ops"
 SOURCE_SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
 ROOMS = (
     "causal_softmax",
@@ -199,6 +200,21 @@ def version() -> str:
     return found.group(1)
 
 
+def long_description() -> str:
+    """The README for the page of an index, which has no files beside it: pictures and links that name a file of this
+    folder point to it in the repository, at the tag of this version."""
+
+    def absolute(found: re.Match[str]) -> str:
+        before, target = found.groups()
+        if not (ROOT / target.partition("#")[0]).is_file():
+            return found[0]
+        kind = "raw" if Path(target).suffix == ".png" else "blob"
+        return f"{before}{REPOSITORY}/{kind}/v{version()}/{target}"
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r'((?:src|srcset|href)="|\]\()([^")\s]+)', absolute, readme)
+
+
 def commit() -> str | None:
     """The commit of this checkout; None for a source distribution, also inside a checkout of something else."""
     ask = ["git", "rev-parse", "--show-toplevel", "HEAD"]
@@ -331,6 +347,8 @@ def main() -> None:
     license_key = "license_expression" if numbers(setuptools.__version__) >= (77, 0) else "license"
     setup(
         version=version(),
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
         **{license_key: "Apache-2.0"},
         # Said although it is the default: an editable installation is then a plain path, which type checkers follow.
         package_dir={"": "."},

@@ -1,33 +1,18 @@
 """The command line ``python -m benchmarks``: times op families, compares two runs, draws a report."""
 
-from __future__ import annotations
+from htree_ops.cli import Program, run_program
+from htree_ops.version import __version__
 
-import argparse
-import sys
-from collections.abc import Sequence
-
-from benchmarks.harness import compare, report, run
-from htree_ops.cli import Command, OneLineParser
-
-COMMANDS: tuple[Command, ...] = (run.COMMAND, compare.COMMAND, report.COMMAND)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    parser = OneLineParser(
-        prog="python -m benchmarks",
-        description="Times the ops of htree_ops beside baselines.\n\n"
-        + "\n".join(f"  {command.name:<13}{command.about}" for command in COMMANDS),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    about = "one of these; COMMAND --help lists its flags"
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=about)
-    for command in COMMANDS:
-        command.fill(commands.add_parser(command.name))
-    arguments = parser.parse_args(argv)
-    chosen = vars(arguments).pop("command")
-    return next(command for command in COMMANDS if command.name == chosen).execute(arguments)
-
+PROGRAM = Program(
+    "python -m benchmarks",
+    "Times the ops of htree_ops beside baselines.",
+    {
+        "run": ("benchmarks.harness.run", "time the ops of families beside their baselines"),
+        "compare": ("benchmarks.harness.compare", "say what became slower between two runs"),
+        "report": ("benchmarks.harness.report", "draw the results of run: an HTML page and pictures"),
+    },
+    f"htree_ops {__version__}",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(PROGRAM.main)

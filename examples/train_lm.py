@@ -22,8 +22,8 @@ try:
 
     from htree_ops.info import cuda_missing
 except ImportError as error:
-    remedy = {"htree_ops": "pip install --no-build-isolation .", "matplotlib": "pip install matplotlib"}
-    remedy |= {"tqdm": "pip install tqdm"}
+    remedy = {name: f"pip install {name}" for name in ("matplotlib", "tqdm")}
+    remedy["htree_ops"] = "pip install --no-build-isolation --no-deps ."  # the torch that is here stays
     hint = f"; run 'make demo', or: {remedy[error.name]}" if error.name in remedy else ""
     print(f"train_lm.py: {error}{hint}", file=sys.stderr)
     sys.exit(2)

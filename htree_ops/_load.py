@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).resolve().parent
+#: Whoever reads a remedy has a torch, which stays: without --no-deps pip would put the newest torch, numpy and all that
+#: they need in its place.
+INSTALL = "pip install --no-build-isolation --no-deps"
 
 
 def library_path() -> Path | None:
@@ -27,10 +30,10 @@ def load_library() -> None:
     path = library_path()
     if path is None:
         where = (
-            "this is the source tree and it has not been built in place: run 'pip install --no-build-isolation -e .' "
+            f"this is the source tree and it has not been built in place: run '{INSTALL} -e .' "
             "or 'make test', or import the installed package from another directory"
             if (PACKAGE.parent / "setup.py").is_file()
-            else "the installation is incomplete: reinstall with 'pip install --no-build-isolation .'"
+            else f"the installation is incomplete: run '{INSTALL} --force-reinstall .' in the folder of the sources"
         )
         raise ImportError(f"htree_ops has no compiled library in {PACKAGE}; {where}")
     if hasattr(torch.ops.htree, "causal_softmax"):
@@ -47,5 +50,5 @@ def load_library() -> None:
         built = build_info().get("torch", "an unknown version")
         raise ImportError(
             f"htree_ops could not load {path}: {error}. It was built against torch {built} and this is torch "
-            f"{torch.__version__}; rebuild with 'pip install --no-build-isolation --force-reinstall .'"
+            f"{torch.__version__}; rebuild it: run '{INSTALL} --force-reinstall .' in the folder of the sources"
         ) from error

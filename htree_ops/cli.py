@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -19,15 +21,18 @@ __all__ = [
     "SEED",
     "Command",
     "OneLineParser",
+    "Program",
     "UsageError",
     "add_sizes",
     "at_least",
     "bandwidth",
+    "counted",
     "free_memory",
     "is_out_of_memory",
     "output_file",
     "output_folder",
     "regular_expression",
+    "run_program",
     "show_progress",
 ]
 
@@ -60,7 +65,6 @@ class Command:
 
     Attributes:
         name: what the user types.
-        about: one line for the list of commands.
         description: what ``--help`` says above the flags; its line breaks are kept.
         add_arguments: adds the flags to a parser.
         run: does the work; parsed arguments in, exit status out.
@@ -68,7 +72,6 @@ class Command:
     """
 
     name: str
-    about: str
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
@@ -102,6 +105,75 @@ class Command:
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Parses ``argv``, by default the words of the command line, runs the command and returns its status."""
         return self.execute(self.make_parser().parse_args(argv))
+
+
+class _Parser(OneLineParser):
+    """Puts the list of commands below what is wrong."""
+
+    listed = ""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}; the commands are\n{self.listed}")
+
+
+@dataclass(frozen=True)
+class Program:
+    """Several commands under one name. The module of a command is loaded where it runs: help, version and a typo wait for
+    none.
+
+    Attributes:
+        name: what the user types, such as ``python -m htree_ops``.
+        description: one line above the list of commands.
+        commands: of each command the module that defines it, as ``COMMAND``, and one line for the list.
+        version: what ``--version`` prints.
+    """
+
+    name: str
+    description: str
+    commands: Mapping[str, tuple[str, str]]
+    version: str
+
+    def make_parser(self) -> argparse.ArgumentParser:
+        """The parser of what is no command: help and version."""
+        listed = "\n".join(f"  {name:<13}{about}" for name, (_, about) in self.commands.items())
+        parser = _Parser(
+            prog=self.name,
+            usage="%(prog)s [-h] [--version] COMMAND ...",
+            description=f"{self.description}\n\n{listed}",
+            epilog="COMMAND --help lists the flags of a command.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.listed = listed
+        parser.add_argument("--version", action="version", version=self.version)
+        return parser
+
+    def load(self, name: str) -> Command:
+        """The command of that name."""
+        command: Command = importlib.import_module(self.commands[name][0]).COMMAND
+        return command
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Runs one command and returns its exit status."""
+        words = list(sys.argv[1:] if argv is None else argv)
+        if words and words[0] in self.commands:
+            return self.load(words[0]).main(words[1:])
+        parser = self.make_parser()
+        parser.parse_known_args(words)  # ends the program where help or the version is asked for
+        parser.error(f"there is no command {words[0]!r}" if words else "a command is missing")
+
+
+def run_program(main: Callable[[], int | str | None]) -> NoReturn:
+    """Ends the process with the status of ``main``; in silence where the reader of its output has left."""
+    try:
+        try:
+            status = main()
+        except SystemExit as stop:  # a help was printed, or what is wrong
+            status = stop.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        status = 128 + signal.SIGPIPE  # what a shell says of a program that this signal ended
+    sys.exit(status)
 
 
 class at_least:
@@ -202,6 +274,11 @@ def show_progress(label: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         line = f"{done}/{total} {label}" if done < total else ""
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 case``, ``2 cases``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def free_memory(device: torch.device | str) -> int:

@@ -17,14 +17,12 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeEr
 from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, named_as
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
 from htree_ops.ops.hadamard.transform import grouped_hadamard
-from htree_ops.tuning.tuner import TritonAutoTuner
 
 __all__ = [
     "FP8GEMMInput",
     "GatedMLPInput",
     "RMSNormRoPEInput",
     "TensorSpec",
-    "TritonAutoTuner",
     "apply_grouped_hadamard",
     "apply_rotary_pos_emb_k",
     "apply_rotary_pos_emb_q",

@@ -440,7 +440,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "correctness",
-    "check the ops of this installation against float64 references",
     """Runs a small case of each of ten ops of the other families, then compares tree attention and its gradients with a
 reference in float64, once per seed. A seed is judged twice:
 

@@ -10,13 +10,16 @@ shapes in place of tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 __all__ = ["tree_candidates"]
 
@@ -411,9 +414,42 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "tree_cache_prompt": _tree_cache_prompt,
 }
 
-for _name, _formula in FORMULAS.items():
-    _packet = getattr(torch.ops.htree, _name)
-    if (
-        _packet not in flop_registry
-    ):  # torch refuses a second registration, as of a module that is loaded again
-        register_flop_formula(_packet)(_formula)
+COUNTER = "torch.utils.flop_counter"
+
+
+def register() -> None:
+    """Gives torch's counter the formulas."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for name, formula in FORMULAS.items():
+        packet = getattr(torch.ops.htree, name)
+        if packet not in flop_registry:  # torch refuses a second registration
+            register_flop_formula(packet)(formula)
+
+
+class _BesideTheCounter(MetaPathFinder):
+    """Calls :func:`register` as soon as somebody imports the counter.
+
+    To import it here would load triton in every process: 50 MB and a tenth of a second, mostly for nobody.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == COUNTER else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if COUNTER in sys.modules:
+    register()
+else:
+    sys.meta_path.insert(0, _BesideTheCounter())

@@ -227,7 +227,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "info",
-    "print versions, GPUs, ops and how the library was built",
     "Prints versions, how the library was built, the GPUs, the ops and the compiled kernel configurations.",
     add_arguments,
     run,

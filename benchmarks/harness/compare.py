@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.results import ResultsError, Row, read_json
-from htree_ops.cli import Command, UsageError
+from htree_ops.cli import Command, UsageError, counted
 
 __all__ = ["COMMAND", "Change", "compare", "format_changes"]
 
@@ -142,13 +142,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     print(format_changes(changes))
     slower = [change for change in changes if change.verdict == "slower"]
-    print(f"{len(changes)} cases compared, {len(slower)} slower")
+    print(f"{counted(len(changes), 'case')} compared, {len(slower)} slower")
     return 1 if slower else 0
 
 
 COMMAND = Command(
     "compare",
-    "say what became slower between two runs",
     """Compares two JSON files that run wrote on one machine. Status 1 where something became slower.
 
 A case counts as slower where its new median exceeds the old one by more than the tolerance and by more than the

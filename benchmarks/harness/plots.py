@@ -1,14 +1,18 @@
-"""The pictures of the report, drawn with matplotlib from result rows; each says GPU, torch and commit."""
+"""The pictures of the report, drawn with matplotlib from result rows; each says GPU, torch and commit.
+
+What is drawn as one, a line, a bar or a point, comes from one run of the benchmarks.
+"""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.harness.results import Row
+from benchmarks.harness.results import Environment, Row
 
 __all__ = [
     "MARKERS",
@@ -16,11 +20,13 @@ __all__ = [
     "Measured",
     "MissingMatplotlibError",
     "bars",
+    "by_run",
     "finish",
     "lengths",
     "load_matplotlib",
     "place",
     "roofline",
+    "short_commit",
     "time_us",
 ]
 
@@ -72,7 +78,7 @@ def load_matplotlib(theme: str = "light") -> Any:
         import matplotlib
     except ImportError as error:
         raise MissingMatplotlibError(
-            "the report draws with matplotlib, which is not installed: pip install 'htree_ops[report]' or matplotlib"
+            "the report draws with matplotlib, which is not installed: pip install matplotlib"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -124,21 +130,51 @@ class Measured(Protocol):
         """Of the measured source."""
 
 
+def _machine(row: Measured) -> str:
+    return re.sub(r"\((R|TM)\)", "", row.cpu) if row.gpu == "none" else row.gpu
+
+
+def short_commit(row: Measured) -> str:
+    """The first seven letters of the commit, and whether files were changed."""
+    return re.sub(r"^(\w{7})\w*", r"\1", row.commit)
+
+
 def place(rows: Sequence[Measured]) -> str:
     """Machines, versions of torch and commits of rows."""
-    machines = dict.fromkeys(re.sub(r"\((R|TM)\)", "", r.cpu) if r.gpu == "none" else r.gpu for r in rows)
+    machines = dict.fromkeys(map(_machine, rows))
     versions = dict.fromkeys(r.torch for r in rows)
-    commits = sorted({re.sub(r"^(\w{7})\w*", r"\1", r.commit) for r in rows})
-    shown = ", ".join(commits[:4]) + (", …" if len(commits) > 4 else "")
+    commits = sorted(set(map(short_commit, rows)))
     where, made_by = " and ".join(machines), " and ".join(versions)
-    return f"{where} · torch {made_by} · commit{'s' if len(commits) > 1 else ''} {shown}"
+    return f"{where} · torch {made_by} · commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+
+
+#: What the rows of one run of the benchmarks have in common, the bandwidth that it measured among them.
+RUN = [field.name for field in fields(Environment)]
+
+
+def by_run(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each run, by what tells it from the other runs: machine, versions or commit, else its number."""
+    runs: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        runs.setdefault(tuple(getattr(row, name) for name in RUN), []).append(row)
+    facts = [
+        (_machine(r), f"torch {r.torch}", f"CUDA {r.cuda}", f"driver {r.driver}", f"commit {short_commit(r)}")
+        for r in (some[0] for some in runs.values())
+    ]
+    shared = set.intersection(*map(set, facts)) if facts else set()
+    names = [", ".join(fact for fact in own if fact not in shared) for own in facts]
+    if len(set(names)) < len(names):
+        names = [", ".join(filter(None, (name, f"run {number}"))) for number, name in enumerate(names, 1)]
+    return dict(zip(names, runs.values(), strict=True))
 
 
 def finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Measured], title: str, path: Path) -> Path:
     """Gives a picture its title and the place of its rows, and saves it."""
-    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=24)
+    below = textwrap.wrap(place(rows), width=100)
+    axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=12 + 12 * len(below))
     where = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 7), "textcoords": "offset points"}
-    axes.annotate(place(rows), **where, fontsize=9, color=plt.rcParams["axes.edgecolor"], va="bottom")
+    colour = plt.rcParams["axes.edgecolor"]
+    axes.annotate("\n".join(below), **where, fontsize=9, color=colour, va="bottom")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, bbox_inches="tight", facecolor=plt.rcParams["figure.facecolor"])
@@ -173,16 +209,16 @@ def _matrix_speeds(rows: Sequence[Row]) -> dict[str, float]:
 
 def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     """Scatter of every case: TFLOP/s against FLOP per compulsory byte, under what copies and matrix products reach."""
-    cases = {
-        (r.op, r.case, r.shapes, r.dtype): r for r in rows if r.flops > 0 and r.bytes > 0 and r.tflops > 0
-    }
+    cases: list[Row] = []
+    for run in by_run([row for row in rows if row.flops > 0 and row.bytes > 0 and row.tflops > 0]).values():
+        cases += {(row.op, row.case, row.shapes, row.dtype): row for row in run}.values()
     if not cases:
         return None
     plt = load_matplotlib()
-    ops = sorted({row.op for row in cases.values()})
+    ops = sorted({row.op for row in cases})
     figure, axes = plt.subplots(figsize=(9.2, max(5.6, 1.2 + 0.22 * len(ops))))  # the legend stands beside it
     for index, op in enumerate(ops):
-        own = [row for row in cases.values() if row.op == op]
+        own = [row for row in cases if row.op == op]
         axes.scatter(
             [row.flops / row.bytes for row in own],
             [row.tflops for row in own],
@@ -196,9 +232,9 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    intensities = [row.flops / row.bytes for row in cases.values()]
-    speeds = [row.tflops for row in cases.values()]
-    ceiling = max(row.ceiling_gb_per_s for row in cases.values())
+    intensities = [row.flops / row.bytes for row in cases]
+    speeds = [row.tflops for row in cases]
+    ceiling = max(row.ceiling_gb_per_s for row in cases)
     # The bandwidth line ends where the picture needs it, not at the end of a wide axis.
     left, right = min(intensities) / 3, max(max(intensities) * 3, min(intensities) * 30)
     top = max(speeds) * 5
@@ -216,13 +252,14 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     axes.legend(
         loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9.5, handletextpad=0.3, borderaxespad=0
     )
-    return finish(plt, figure, axes, list(cases.values()), "Roofline of every measured case", path)
+    return finish(plt, figure, axes, cases, "Roofline of every measured case", path)
 
 
 def _one_family(rows: Sequence[Row]) -> list[Row]:
-    """The rows of tree attention that differ in length and stride alone: the family with the most lengths.
+    """The rows of tree attention that differ in length, stride and run alone: the family with the most lengths.
 
-    Other widths, heads, dtypes and inputs (all but ``T<n>`` and ``_s<n>`` of a case's name) are other curves.
+    Other widths, heads, dtypes and inputs (all but ``T<n>`` and ``_s<n>`` of a case's name) are other families. Runs
+    of one length are left out: they are points, not curves.
     """
     families: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -230,11 +267,20 @@ def _one_family(rows: Sequence[Row]) -> list[Row]:
             sizes = re.sub(r"\b(T|T_q|s)=\d+ ?", "", row.shapes).strip()
             inputs = re.sub(r"T\d+|_s\d+", "", row.case)
             families.setdefault((sizes, inputs, row.dtype), []).append(row)
-    most = max((len({_length(row) for row in family}) for family in families.values()), default=0)
-    if most < 2:
-        return []  # only points, not a curve
-    longest = [key for key, family in families.items() if len({_length(row) for row in family}) == most]
-    return families[min(longest, key=lambda key: (len(key[1]), key))]
+    curves = {
+        key: [run for run in by_run(family).values() if _lengths(run) > 1] for key, family in families.items()
+    }
+    most = max((_lengths(run) for runs in curves.values() for run in runs), default=0)
+    longest = [key for key, runs in curves.items() if any(_lengths(run) == most for run in runs)]
+    return (
+        [row for run in curves[min(longest, key=lambda key: (len(key[1]), key))] for row in run]
+        if most
+        else []
+    )
+
+
+def _lengths(rows: Sequence[Row]) -> int:
+    return len({_length(row) for row in rows})
 
 
 def _length(row: Row) -> int:
@@ -259,21 +305,27 @@ ONE_HEAD = "computed from one head"
 def _curves(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Milliseconds by length of each curve; under load where that was taken, because that is what a user sees.
 
-    The time of a baseline that ran on 1 of n heads counts n times, as a curve of its own that says so: no point of the
+    Each run has curves of its own. A baseline that a run timed beside several strides counts with its best time. The
+    time of a baseline that ran on 1 of n heads counts n times, as a curve of its own that says so: no point of the
     picture stands for a part of the work.
     """
     curves: dict[str, dict[int, float]] = {}
-    for row in rows:
-        stride = re.search(r"\bs=(\d+)", row.shapes)
-        length = _length(row)
-        ours = row.sustained_us or time_us(row)
-        curves.setdefault(f"htree_ops, stride {stride.group(1) if stride else '1'}", {})[length] = ours / 1e3
-        theirs = (row.baseline_sustained_us or row.baseline_median_us) / 1e3
-        name = row.baseline
-        if one_head := re.fullmatch(r"(.*), 1 of (\d+) heads", name):
-            name, theirs = f"{one_head.group(1)}, {ONE_HEAD}", theirs * int(one_head.group(2))
-        curve = curves.setdefault(name, {})
-        curve[length] = min(curve.get(length, float("inf")), theirs)
+    for run, own in by_run(rows).items():
+        suffix = f", {run}" if run else ""
+        for row in own:
+            stride = re.search(r"\bs=(\d+)", row.shapes)
+            length = _length(row)
+            name = f"htree_ops, stride {stride.group(1) if stride else '1'}{suffix}"
+            curves.setdefault(name, {})[length] = (row.sustained_us or time_us(row)) / 1e3
+            theirs = (row.baseline_sustained_us or row.baseline_median_us) / 1e3
+            name = f"{row.baseline}{suffix}"
+            if one_head := re.fullmatch(r"(.*), 1 of (\d+) heads", row.baseline):
+                name, theirs = (
+                    f"{one_head.group(1)}{suffix}, {ONE_HEAD}",
+                    theirs * int(one_head.group(2)),
+                )
+            curve = curves.setdefault(name, {})
+            curve[length] = min(curve.get(length, float("inf")), theirs)
     return curves
 
 
@@ -342,12 +394,15 @@ def _sizes(row: Row) -> str:
 
 
 def bars(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed-up of htree_ops over the fastest baseline that computes the same, case by case."""
-    best: dict[tuple[str, str, str], Row] = {}
+    """Speed-up of htree_ops over the fastest baseline that computes the same, case by case.
+
+    A bar is one row, so that both its times are of one run; of several rows of a case that of the lowest speed-up.
+    """
+    best: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if not row.baseline_computes_the_same:
             continue
-        key = (row.op, row.case, row.dtype)
+        key = (_machine(row), row.op, row.case, row.shapes, row.dtype)
         if key not in best or row.speedup < best[key].speedup:
             best[key] = row
     if not best:
@@ -360,7 +415,8 @@ def bars(rows: Sequence[Row], path: Path) -> Path | None:
         slowest = [sorted((r for r in chosen if r.op == op), key=lambda r: -time_us(r))[:each] for op in ops]
         kept = [row for group in slowest for row in group]
         chosen = kept + [row for row in chosen if row.speedup < 1 and row not in kept]
-        note = f"\nshown: the {each} slowest cases of each op, and every case below 1"
+        slow = "slowest case" if each == 1 else f"{each} slowest cases"
+        note = f"\nshown: the {slow} of each op, and every case below 1"
     chosen.sort(key=lambda row: (row.op, -row.speedup))
     plt = load_matplotlib()
     figure, axes = plt.subplots(figsize=(9.2, 1.6 + 0.34 * len(chosen)))
@@ -368,7 +424,11 @@ def bars(rows: Sequence[Row], path: Path) -> Path | None:
     where = range(len(chosen))
     colours = [COLOURS[ops.index(row.op) % len(COLOURS)] for row in chosen]
     axes.barh(where, [row.speedup - 1 for row in chosen], left=1, color=colours, height=0.68, zorder=2)
-    axes.set_yticks(where, [f"{row.op}  {row.case}  {row.dtype}" for row in chosen], fontsize=9)
+    names = [f"{row.op}  {row.case}  {row.dtype}" for row in chosen]
+    machines, commits = ({fact(row) for row in chosen} for fact in (_machine, short_commit))
+    if len(machines) > 1:
+        names = [f"{name}  {_machine(row)}" for name, row in zip(names, chosen, strict=True)]
+    axes.set_yticks(where, names, fontsize=9)
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xscale("log")
@@ -380,7 +440,7 @@ def bars(rows: Sequence[Row], path: Path) -> Path | None:
         axes.text(
             max(row.speedup, 1) * 1.05,
             at,
-            f"{row.speedup:.2f}×  vs {row.baseline}",
+            f"{row.speedup:.2f}×  vs {row.baseline}" + (f", {short_commit(row)}" if len(commits) > 1 else ""),
             va="center",
             fontsize=9,
             color=INK,

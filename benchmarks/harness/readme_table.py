@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from htree_ops.cli import run_program
+
 __all__ = ["markers", "read_rows", "render", "render_headlines", "render_summary", "replace_section"]
 
 #: So many cases of an op and dtype ``docs/results.md`` shows, those of the lowest factor, and all that lose; the files
@@ -375,4 +377,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -87,7 +87,7 @@ def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _slug(machine: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", machine.lower()).strip("_")[:40]
+    return re.sub(r"[^a-z0-9]+", "_", machine.lower()).strip("_")
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -204,7 +204,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "report",
-    "draw the results of run: an HTML page and pictures",
     "Writes one HTML page with all rows and PNG pictures from the JSON files of run. Needs matplotlib.",
     add_arguments,
     run,

@@ -14,6 +14,7 @@ from htree_ops.cli import (
     Command,
     UsageError,
     at_least,
+    counted,
     is_out_of_memory,
     output_file,
     regular_expression,
@@ -153,15 +154,15 @@ def run(arguments: argparse.Namespace) -> int:
     bar.clear()
     print(results.format_table(rows))
     print(
-        f"the op and the baselines that compute it were checked before timing: {wrong} cases wrong, not timed"
-        + (f"; {too_large} cases out of memory, not timed" if too_large else "")
+        "the op and the baselines that compute it were checked before timing: "
+        f"{counted(wrong, 'case')} wrong, not timed"
+        + (f"; {counted(too_large, 'case')} out of memory, not timed" if too_large else "")
     )
     return 1 if wrong or too_large else 0
 
 
 COMMAND = Command(
     "run",
-    "time the ops of families beside their baselines",
     """Checks each op and its baselines on each case, times them in turns, and prints a table.
 
 With --json or --csv the rows go to a file after each case; report draws JSON files and compare compares two of them.

@@ -1,4 +1,4 @@
-"""Draws the documents' pictures of measured results from the rows under benchmarks/results.
+"""Draws the documents' pictures of what was measured on one GPU from the rows under benchmarks/results.
 
 Run: ``python docs/images/draw_results.py [--out FOLDER]`` (needs matplotlib).
 """
@@ -14,6 +14,7 @@ from benchmarks.harness.readme_table import DENSE
 from benchmarks.harness.report import read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
+GPU = "NVIDIA H200"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     out = parser.parse_args(argv).out
     out.mkdir(parents=True, exist_ok=True)
-    rows = [row for row in read_folder([ROOT / "benchmarks" / "results"]) if row.gpu != "none"]
+    rows = [row for row in read_folder([ROOT / "benchmarks" / "results"]) if row.gpu == GPU]
     for theme in plots.THEMES:
         plots.lengths(rows, out / f"lengths_h200_{theme}.png", theme=theme, baseline=DENSE)
     plots.bars(rows, out / "bars_h200.png")

@@ -20,6 +20,7 @@ from htree_ops.cli import (
     add_sizes,
     at_least,
     bandwidth,
+    counted,
     free_memory,
     output_file,
     show_progress,
@@ -82,7 +83,7 @@ def choose_device(gpu: int | None) -> torch.device:
     index = gpu or 0
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
-        raise UsageError(f"--gpu {index}: torch sees {count} GPUs (--gpu -1 runs on the CPU)")
+        raise UsageError(f"--gpu {index}: torch sees {counted(count, 'GPU')} (--gpu -1 runs on the CPU)")
     return torch.device("cuda", index)
 
 
@@ -301,7 +302,6 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
 
 COMMAND = Command(
     "io-only",
-    "time tree attention beside kernels that only move its data",
     """Times the staged kernels of tree attention and their IO-only twins: the same launches, loads and stores
 without the arithmetic. What the twin leaves out is about what arithmetic costs.""",
     add_arguments,

@@ -43,7 +43,7 @@ from htree_ops.integrations.documents import (
     has_restarts,
     restarts,
 )
-from htree_ops.ops.arguments import check_dtype, check_tensors, named_as, options_of
+from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as, options_of
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 from htree_ops.ops.tree_attention.attention import check_scope
 
@@ -240,7 +240,7 @@ def _computed_rotation(
         return tuple(inv_freq.tolist()), float(factor)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_traces
 def _scaled_rotation(*arguments: Any) -> tuple[tuple[float, ...], float]:
     """:func:`_computed_rotation`, of which a compiled model keeps the numbers."""
     return _computed_rotation(*arguments)

@@ -32,6 +32,7 @@ __all__ = [
     "check_option_dtype",
     "check_tensor",
     "check_tensors",
+    "constant_in_traces",
     "dtype_name",
     "named",
     "named_as",
@@ -97,7 +98,16 @@ _SINGLE_KINDS = {annotation: _Kind(annotation) for annotation in _KINDS}
 _FUNCTIONS: dict[str, tuple[str, list[tuple[str, _Kind] | None], dict[str, _Kind]]] = {}
 
 
-@torch.compiler.assume_constant_result  # Dynamo knows the types, and needs no guard for the table
+def constant_in_traces(function: Callable[P, R]) -> Callable[P, R]:
+    """What ``torch.compiler.assume_constant_result`` does: a trace keeps the result and looks no further.
+
+    That decorator imports Dynamo, a second and about 100 MB in every process; Dynamo reads the mark alone.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_traces  # Dynamo knows the types, and needs no guard for the table
 def _wrong_kind(function: str, *types: type, **types_by_name: type) -> str:
     """What is wrong with the kinds of the arguments of a call that is traced; empty where nothing is."""
     label, in_order, kinds = _FUNCTIONS[function]

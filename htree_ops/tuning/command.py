@@ -14,6 +14,7 @@ from htree_ops.cli import (
     Command,
     UsageError,
     at_least,
+    counted,
     free_memory,
     output_file,
     output_folder,
@@ -110,15 +111,14 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
     if result is not None and result.latency < WORTHWHILE * own:
         return (
             f"{label}: {result.best_config}, {result.latency * 1e3:.1f} us against {own * 1e3:.1f} us of the "
-            f"kernel's own choice; {len(result.all_results)} configurations ran"
+            f"kernel's own choice; {counted(len(result.all_results), 'configuration')} ran"
         )
     key = tuner.key()
     metrics = compute_metrics(own, problem.flops, problem.num_bytes, peak_of(key.device) or 0.0)
     tuner.cache.try_set(key, {}, asdict(metrics))
     ran = len(result.all_results) if result else 0
-    return (
-        f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} configurations ran, none faster by 2 %"
-    )
+    words = f"{counted(ran, 'configuration')} ran, none faster by 2 %"
+    return f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {words}"
 
 
 def nothing_to_tune(place: torch.device) -> str | None:
@@ -142,7 +142,7 @@ def _check(arguments: argparse.Namespace, kernels: list[str], folder: Path) -> N
     if reason := nothing_to_tune(place):
         raise UsageError(f"there is nothing to tune: {reason}; nothing is stored")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {place}: torch sees {torch.cuda.device_count()} GPUs")
+        raise UsageError(f"--device {place}: torch sees {counted(torch.cuda.device_count(), 'GPU')}")
     if missing := sorted(set(kernels) - set(problems.tunable_kernels())):
         raise UsageError(f"this library has no {', '.join(missing)}")
     for kernel in kernels if arguments.sizes else ():
@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(_tune(problem, arguments, folder, f"{number}/{total}"), flush=True)
         if arguments.export:
             count = TuningCache(folder).export(arguments.export)
-            print(f"{count} configurations written to {arguments.export}")
+            print(f"{counted(count, 'configuration')} written to {arguments.export}")
     except (ValueError, OSError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
     return 0
@@ -189,7 +189,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "tune",
-    "find and store the fastest kernel configurations on this GPU",
     """Times every kernel configuration of rmsnorm_rope, gated_mlp and fp8_gemm on common sizes, and stores the fastest
 of each size in the cache, which later calls on this GPU read.""",
     add_arguments,

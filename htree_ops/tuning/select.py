@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from htree_ops.errors import TuningFailedError
-from htree_ops.ops.arguments import dtype_name
+from htree_ops.ops.arguments import constant_in_traces, dtype_name
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import compute_metrics
@@ -49,10 +49,27 @@ def tuning_mode() -> str:
     return mode
 
 
+@lru_cache(maxsize=1)
+def _mode_once() -> str:
+    """:func:`tuning_mode` of the first call that succeeds, for calls that cost less than reading a variable."""
+    return tuning_mode()
+
+
+@constant_in_traces
+def _wrong_mode() -> str:
+    """What is wrong with ``HTREE_TUNE``; empty where nothing is."""
+    try:
+        _mode_once()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def forget() -> None:
     """Drops what this process has looked up, so that the next calls look again."""
     _chosen.clear()
     _cache_in.cache_clear()
+    _mode_once.cache_clear()
 
 
 def configured(
@@ -74,8 +91,13 @@ def configured(
         tensor: an argument, for dtype and device.
         call: runs the op with a configuration, for the search.
         layout: how the operands lie.
+
+    Raises:
+        ValueError: ``HTREE_TUNE`` is none of the modes, on every device and in a trace too.
     """
     if not tensor.is_cuda or torch.compiler.is_compiling():
+        if sentence := _wrong_mode():
+            raise ValueError(sentence)
         return None  # a CPU ignores configurations, a trace must not depend on a file
     return choose(kernel, problem, tensor.dtype, layout, tensor.device, call)
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from benchmarks import __main__ as program
 from benchmarks import tree_stages
+from benchmarks.__main__ import PROGRAM as program
 from benchmarks.harness import compare, results, run, suite
 from benchmarks.harness.plain_rows import print_rows
 from htree_ops import bench

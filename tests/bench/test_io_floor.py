@@ -13,8 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from benchmarks.harness import io_floor, timing
-from htree_ops import __main__ as program
 from htree_ops import bench
+from htree_ops.__main__ import PROGRAM as program
 from htree_ops.bench import io_only
 from htree_ops.bench.io_model import PipelineProblem, Traffic, candidate_sums, layer_sizes, traffic
 from htree_ops.bench.io_pipeline import SELECTIONS, Pipeline, Recorder, make_inputs

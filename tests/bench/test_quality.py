@@ -509,6 +509,45 @@ def test_the_page_shows_the_published_rows(study):
     assert {path.name for path in (ROOT / "docs" / "images").glob("quality_*.png")} <= named
 
 
+def test_a_picture_has_a_panel_for_every_model_that_its_table_has(study, tmp_path, monkeypatch):
+    """And a line is of one model: its points are rows of one text, kind of model and commit."""
+    pytest.importorskip("matplotlib")
+    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    plt = study.pictures.plots.load_matplotlib("light")
+    panels: dict[str, dict[str, list[float]]] = {}
+
+    def look(figure):
+        for axes in figure.axes:
+            lines = {line.get_label(): [float(y) for y in line.get_ydata()] for line in axes.lines}
+            if lines:
+                panels[axes.get_xlabel().split("\n")[1]] = lines
+
+    monkeypatch.setattr(plt, "close", look)
+    for draw, piece, models in (
+        (study.pictures.copies_by_stride, "conversion", 3),
+        (study.pictures.copies_over_steps, "scratch", 3),
+        (study.pictures.loss_by_position, "long-128k", 1),
+    ):
+        panels.clear()
+        assert draw(rows, tmp_path / "picture.png", "light")
+        used = study.tables.by_model(study.tables.last_rows(study.tables.with_dense(rows), piece))
+        assert len(panels) == len(used) == models
+        assert set(panels) == {study.pictures.model_of(mine[0]) for mine in used}
+    panels.clear()
+    study.pictures.copies_by_stride(rows, tmp_path / "picture.png", "light")
+    for used in study.tables.converted(rows, "conversion"):
+        lines = panels[study.pictures.model_of(used[0])]
+        for span in (None, 4, 2, 1):
+            mine = [r for r in used if (r.kind, r.span, r.positions, r.top_k) == ("tree", span, "own", 16)]
+            found = [100 * r.copies_found for r in sorted(mine, key=lambda r: r.stride)]
+            assert lines["mean" if span is None else f"span {span}"] == found
+    again = [replace(row, commit="f" * 40) for row in rows if row.piece == "conversion" and row.stride == 4]
+    panels.clear()
+    mixed = [row for row in rows if row.piece == "conversion" and row.stride != 4]
+    study.pictures.copies_by_stride([*mixed, *again], tmp_path / "picture.png", "light")
+    assert {len(lines["span 2, 95348d7"]) for lines in panels.values() if "span 2, 95348d7" in lines} == {4}
+
+
 def test_wrong_flags_are_one_line(study, tmp_path, capsys):
     for flags, complaint in (
         ([], "--out is required"),

@@ -13,7 +13,6 @@ import hashlib
 import json
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from htree_ops import TreeKVCache
+from htree_ops.cli import run_program
 from tests.support import (
     causal_softmax_cases,
     compressed_kv_cases,
@@ -417,4 +417,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

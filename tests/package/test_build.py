@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import importlib.util
 import json
 import re
@@ -219,6 +220,23 @@ def test_import_runs_no_instruction_that_the_cpu_may_lack(build: ModuleType) -> 
         assert all(line.startswith("constexpr ") for line in lines), name
 
 
+def remedy(text: str) -> str:
+    """The command that a message tells to run."""
+    (command,) = re.findall(r"run '([^']+)'", text)
+    return str(command)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """What a build needs of this checkout, elsewhere."""
+    folder = tmp_path / "source"
+    for name in ("htree_ops", "csrc"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
 def import_in(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "import htree_ops"],
@@ -237,7 +255,19 @@ def test_import_from_a_source_tree_that_is_not_built(tmp_path: Path) -> None:
     (tmp_path / "setup.py").touch()
     done = import_in(tmp_path)
     assert done.returncode == 1
-    assert "has not been built in place: run 'pip install --no-build-isolation -e .'" in done.stderr
+    assert "has not been built in place" in done.stderr
+    assert remedy(done.stderr) == "pip install --no-build-isolation --no-deps -e ."
+
+
+@in_checkout
+def test_import_of_an_incomplete_installation(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "htree_ops", tmp_path / "htree_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    done = import_in(tmp_path)
+    assert done.returncode == 1
+    assert "the installation is incomplete" in done.stderr
+    assert remedy(done.stderr) == "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
 @in_checkout
@@ -251,6 +281,32 @@ def test_import_with_an_unloadable_library(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "could not load" in done.stderr
     assert "built against torch 0.0.1" in done.stderr
+    assert remedy(done.stderr) == "pip install --no-build-isolation --no-deps --force-reinstall ."
+
+
+@in_checkout
+def test_the_remedy_replaces_nothing_but_this_package(source: Path) -> None:
+    """What pip would install, asked without an index: it finds no other torch, and does not look for one."""
+    words = f"{_load.INSTALL} --force-reinstall --dry-run --no-index .".split()
+    done = subprocess.run([sys.executable, "-m", *words], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (planned,) = re.findall(r"^Would install (.*)$", done.stdout, re.M)
+    assert planned.split() == [f"htree_ops-{htree_ops.__version__}"]
+
+
+@in_checkout
+def test_no_remedy_replaces_torch() -> None:
+    """Whoever installs this package from a message has a torch already."""
+    files = [ROOT / "setup.py", *(f for d in ("htree_ops", "examples") for f in (ROOT / d).rglob("*.py"))]
+    ours = [
+        line.strip()
+        for file in files
+        for line in file.read_text().splitlines()
+        if re.search(r"pip install [^'\"]*( \.|--force-reinstall|htree_ops)", line)
+    ]
+    first = "Install torch >= 2.11 first, then: pip install --no-build-isolation ."
+    assert len(ours) >= 2
+    assert [line for line in ours if "--no-deps" not in line and first not in line] == []
 
 
 @in_checkout
@@ -281,6 +337,51 @@ def test_build_info_matches_the_library() -> None:
     }
 
 
+@in_checkout
+def test_the_page_of_an_index_finds_pictures_and_links(build: ModuleType) -> None:
+    """Every relative target of the README is a file, and becomes its address at the tag of this version."""
+    readme, page = (ROOT / "README.md").read_text(), build.long_description()
+    pattern = r'(?:\b(?:src|srcset|href)="|\]\()([^")\s]+)'
+    targets, addresses = re.findall(pattern, readme), re.findall(pattern, page)
+    assert len(targets) == len(addresses) >= 16
+    base = rf"{re.escape(build.REPOSITORY)}/(raw|blob)/v{re.escape(htree_ops.__version__)}/(.+)"
+    for target, address in zip(targets, addresses, strict=True):
+        found = re.fullmatch(base, address)
+        assert found, address
+        assert found[2] == target
+        assert (ROOT / target).is_file()
+        assert (found[1] == "raw") == target.endswith(".png")
+    assert re.sub(pattern, "", page) == re.sub(pattern, "", readme)
+
+
+@in_checkout
+def test_other_links_stay(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "version", lambda: "9")
+    (tmp_path / "a.md").touch()
+    text = "[x](a.md#part) [y](https://example.org/a.md) [z](#part) `f[0](absent.md)`"
+    (tmp_path / "README.md").write_text(text)
+    assert build.long_description() == text.replace("(a.md", f"({build.REPOSITORY}/blob/v9/a.md")
+
+
+@in_checkout
+def test_the_metadata_say_who_and_where(source: Path) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "dist_info"], cwd=source, check=True, capture_output=True
+    )
+    (folder,) = source.glob("*.dist-info")
+    metadata = email.message_from_string((folder / "METADATA").read_text())
+    assert metadata["Author"] == "htree_ops developers"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith("https://github.com/htree-ops/htree_ops") for url in urls.values())
+    assert {"Operating System :: POSIX :: Linux", "Typing :: Typed"} <= set(metadata.get_all("Classifier"))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["Version"] == htree_ops.__version__
+    assert "/raw/v" not in metadata.get_payload(), "this copy has no pictures"
+    assert "tree_attention" in metadata.get_payload()
+
+
 WITHOUT_COMPILING = """
 import runpy, sys
 from torch.utils.cpp_extension import BuildExtension
@@ -299,13 +400,8 @@ tree_attention(1, 2, 3, importance="lsd")
 
 
 @in_checkout
-def test_type_checkers_see_an_editable_installation(tmp_path: Path) -> None:
+def test_type_checkers_see_an_editable_installation(source: Path, tmp_path: Path) -> None:
     """What ``pip install -e .`` unpacks into site-packages, without the libraries; mypy in another folder."""
-    source = tmp_path / "source"
-    for folder in ("htree_ops", "csrc"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILING], cwd=source, check=True, capture_output=True)
     venv.create(tmp_path / "venv", symlinks=True)
     (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")

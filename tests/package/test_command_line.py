@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import htree_ops
-from benchmarks import __main__ as benchmarks
-from htree_ops import __main__ as program
+from benchmarks.__main__ import PROGRAM as BENCHMARKS
+from htree_ops.__main__ import PROGRAM
 from htree_ops._load import PACKAGE
-from htree_ops.cli import Command, UsageError
+from htree_ops.cli import Command, Program, UsageError, counted
 
 ROOT = Path(__file__).resolve().parents[2]
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
@@ -24,23 +25,77 @@ TREE = ["--seq-len=300", "--hq=2", "--k-dim=8", "--v-dim=8", "--compression-rate
 
 def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stop:
-        program.main([*words, "--help"])
+        PROGRAM.main([*words, "--help"])
     assert stop.value.code == 0
     return capsys.readouterr().out
 
 
 def test_help_lists_every_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = help_of([], capsys).splitlines()
-    for known in program.COMMANDS:
-        assert f"  {known.name:<13}{known.about}" in lines
-        assert len(known.about) < 70
-    assert [known.name for known in program.COMMANDS] == ["info", "tune", "io-only", "correctness"]
+    for name, (_, about) in PROGRAM.commands.items():
+        assert f"  {name:<13}{about}" in lines
+        assert len(about) < 70
+    assert list(PROGRAM.commands) == ["info", "tune", "io-only", "correctness"]
 
 
-@pytest.mark.parametrize("known", [*program.COMMANDS, *benchmarks.COMMANDS], ids=lambda known: known.name)
-def test_help_of_a_command_is_complete(known: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    known.fill(parser)
+@pytest.mark.parametrize("words", [[], ["inof"], ["--json"], ["inof", "--json"]])
+def test_without_a_command_the_list_is_shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        PROGRAM.main(words)
+    assert stop.value.code == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    wrong = f"there is no command {words[0]!r}" if words else "a command is missing"
+    assert first == f"python -m htree_ops: {wrong}; the commands are"
+    assert [line.split()[0] for line in rest] == list(PROGRAM.commands)
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["--help"], 0), (["inof"], 2), ([], 2)])
+def test_what_runs_no_command_loads_none(words: list[str], status: int) -> None:
+    script = [sys.executable, "-X", "importtime", "-m", "htree_ops", *words]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == status
+    loaded = re.findall(r"^import time:[^|]*\|[^|]*\| *(\S+)$", done.stderr, re.M)
+    assert {"torch", "htree_ops", "htree_ops.cli"} <= set(loaded)
+    tools = r"bench|correctness|reference|info|tuning\.(tuner|command|problems)"
+    others = rf"torch\._(dynamo|inductor)|htree_ops\.({tools})\b"
+    assert [name for name in loaded if re.match(others, name)] == []
+    if words == ["--version"]:
+        assert done.stdout == f"htree_ops {htree_ops.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        ("htree_ops info", ""),
+        ("htree_ops info", "1"),
+        ("htree_ops --help", ""),
+        ("benchmarks --help", ""),
+    ],
+)
+def test_a_reader_that_leaves_is_no_error(words: str, unbuffered: str) -> None:
+    """The pipe is closed before the program starts, so that every write fails, at once or at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = [sys.executable, "-m", *words.split()]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        script, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=PACKAGE.parent, env=environment
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, ""), done.stderr
+
+
+def test_one_is_singular() -> None:
+    assert [counted(number, "case") for number in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(of, name) for of in (PROGRAM, BENCHMARKS) for name in of.commands], ids=str
+)
+def test_help_of_a_command_is_complete(of: Program, name: str) -> None:
+    known = of.load(name)
+    assert (known.name, known.program) == (name, of.name)
+    parser = known.make_parser()
     text = parser.format_help()
     assert known.description in text
     for action in parser._actions:
@@ -55,7 +110,7 @@ def test_wrong_use_and_a_lack_of_memory_are_one_line(capsys: pytest.CaptureFixtu
     def run(arguments: argparse.Namespace) -> int:
         raise arguments.error
 
-    failing = Command("name", "about", "description", lambda parser: None, run)
+    failing = Command("name", "description", lambda parser: None, run)
     for error, message in (
         (UsageError("too long"), "name: too long\n"),
         (MemoryError("1 TB"), "name: out of memory: 1 TB\n"),

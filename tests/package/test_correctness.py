@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import htree_ops.reference.tree_attention as ref
-from htree_ops import __main__ as program
 from htree_ops import correctness
+from htree_ops.__main__ import PROGRAM as program
 
 SIZES = {
     "batch": 2, "seq-len": 150, "hq": 4, "h-kv": 2, "k-dim": 4, "v-dim": 6,

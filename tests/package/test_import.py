@@ -1,4 +1,4 @@
-"""What ``import htree_ops`` gives and what it does not load."""
+"""What ``import htree_ops`` loads in every process, and what it leaves for those that ask."""
 
 from __future__ import annotations
 
@@ -7,37 +7,116 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import htree_ops
 from htree_ops import compat
+from htree_ops.ops.arguments import constant_in_traces
 
-PACKAGE_PARENT = Path(htree_ops.__file__).resolve().parents[1]
+PARENT = Path(htree_ops.__file__).resolve().parents[1]
+#: What a model has no use for. Dynamo takes a second and about 100 MB, triton a tenth of a second and 50 MB.
+LEFT_OUT = (
+    "torch._dynamo",
+    "torch._inductor",
+    "triton",
+    "torch.utils.flop_counter",
+    "benchmarks",
+    "tests",
+)
+LEFT_OUT += tuple(
+    f"htree_ops.{name}"
+    for name in ["bench", "cli", "compat", "correctness", "distributed", "info", "integrations", "reference"]
+)
+LEFT_OUT += tuple(f"htree_ops.tuning.{name}" for name in ["clock", "command", "tuner", "verification"])
 
 
-def test_the_import_registers_the_ops_and_loads_no_tools():
-    code = "import sys, torch, htree_ops; torch.ops.htree.attention; print(*sorted(sys.modules), sep='\\n')"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=PACKAGE_PARENT, capture_output=True, text=True, check=True)
-    loaded = done.stdout.split()
-    tuner = ("tuning.tuner", "tuning.clock", "tuning.verification", "tuning.command")
-    tools = (
-        *tuner,
-        "bench",
-        "compat",
-        "correctness",
-        "cli",
-        "info",
-        "integrations",
-        "distributed",
-        "reference",
-    )
-    forbidden = tuple(f"htree_ops.{tool}" for tool in tools)
-    assert [name for name in loaded if name.startswith((*forbidden, "benchmarks", "tests"))] == []
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PARENT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_by(statement: str) -> list[str]:
+    """The modules of ``LEFT_OUT``, and those below them, that a statement loads in a new process, after torch."""
+    code = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    names = python(code).split()
+    return sorted(name for name in names if name.startswith(LEFT_OUT))
+
+
+def test_import_loads_no_dynamo_tuner_or_benchmark() -> None:
+    assert loaded_by("import htree_ops") == []
+
+
+COUNTED = """
+{first}
+{second}
+from torch.utils.flop_counter import FlopCounterMode
+import importlib, torch.utils.flop_counter
+def count():
+    x = torch.ones(4, 4)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        htree_ops.gated_mlp(x, x, x)
+    return counter.get_total_flops()
+print(count())
+importlib.reload(torch.utils.flop_counter)
+print(count())
+"""
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_counter_of_torch_has_the_formulas_whichever_comes_first(order: int) -> None:
+    first, second = ["import htree_ops", "import torch.utils.flop_counter"][::order]
+    counts = python(COUNTED.format(first=first, second=second)).split()
+    assert counts[0] == str(2 * 2 * 4**3)
+    assert order == -1 or counts[1] == counts[0]
+
+
+def test_every_op_is_registered_at_once() -> None:
+    code = "import torch, htree_ops; print(len([n for n in torch._C._dispatch_get_all_op_names() if 'htree::' in n]))"
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("htree::")]
+    assert int(python(code)) == len(registered) > 30
+
+
+@pytest.mark.parametrize("name", ["AutoTuner", "TritonAutoTuner", "benchmark"])
+def test_the_tuner_is_loaded_where_it_is_asked_for(name: str) -> None:
+    assert "htree_ops.tuning.tuner" in loaded_by(f"from htree_ops.tuning import {name}")
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        htree_ops.tuning.absent  # noqa: B018
+
+
+def test_the_mark_is_that_of_torch() -> None:
+    """Torch's own decorator loads Dynamo; what it leaves on a function is all that Dynamo looks for."""
+
+    def ours() -> None: ...
+
+    def theirs() -> None: ...
+
+    assert constant_in_traces(ours) is ours
+    assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs))
+
+
+COMPILED = """
+import torch, htree_ops
+call = lambda q: htree_ops.tree_attention(q, q, q, top_k=2, max_top_nodes=8, compression_rate=4)
+compiled = torch.compile(call, fullgraph=True, backend="eager")
+q = torch.randn(1, 40, 2, 8)
+print(torch.equal(compiled(q), call(q)))
+try:
+    torch.compile(lambda q: htree_ops.causal_softmax(q, 0.5), fullgraph=True, backend="eager")(q[0])
+except Exception as error:
+    print("causal_softmax: block_size must be an int, got float" in str(error))
+"""
+
+
+def test_functions_compile_in_a_process_that_has_not_loaded_dynamo_before() -> None:
+    assert python(COMPILED).split() == ["True", "True"]
 
 
 def test_the_package_has_few_names_and_each_exists():
     assert len(htree_ops.__all__) <= 40
     assert all(hasattr(htree_ops, name) for name in htree_ops.__all__)
-    for folder in sorted((PACKAGE_PARENT / "htree_ops" / "ops").glob("*/__init__.py")):
+    for folder in sorted((PARENT / "htree_ops" / "ops").glob("*/__init__.py")):
         family = importlib.import_module(f"htree_ops.ops.{folder.parent.name}")
         assert all(hasattr(family, name) for name in family.__all__)
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from htree_ops import __main__ as command_line
 from htree_ops import info
 
 BUILT = {
@@ -52,13 +51,6 @@ def test_command(arguments):
     else:
         assert f"torch            {torch.__version__}" in done.stdout
         assert "\n  causal_softmax.out\n" in done.stdout
-
-
-def test_no_command_is_an_error(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command_line.main([])
-    assert stopped.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
 
 
 def test_ops_are_those_of_the_dispatcher():

@@ -179,7 +179,7 @@ def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
     q, k, v, dout = qkv((2, 4, 4, 2, 6, 5), torch.float32, device)
     options = (4, 8, 2, None, 10000.0, "lse_causal", stride)
     *results, lists = OPS.attention_rows(q[:, :1], k, v, [0], *options)
-    *whole, parents = OPS.attention_forward(q, k, v, *options)
+    *_, parents = OPS.attention_forward(q, k, v, *options)
     assert lists.shape == (2, 2, 2, 2)
     assert torch.equal(lists[:, :1], parents[0][:, :1])
     assert (lists[:, 1:] == -1).all()

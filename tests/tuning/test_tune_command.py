@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from htree_ops import __main__ as command_line
+from htree_ops.__main__ import PROGRAM
 from htree_ops.tuning import SPACES, command, forget, problems
 from htree_ops.tuning.cache import FILE_NAME, cache_dir
 
@@ -34,7 +34,7 @@ def test_a_search_of_the_command(
 ) -> None:
     target = tmp_path / "out.json"
     arguments = ["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "2", "64", "32", "--device", "cpu"]
-    status = command_line.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
+    status = PROGRAM.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
     assert status == 0
     captured = capsys.readouterr()
     assert captured.out.count("rmsnorm_rope 1x2x64x32") == 2
@@ -45,7 +45,7 @@ def test_a_search_of_the_command(
     exported = json.loads(target.read_text())["records"]
     assert exported == {text: record for text, record in records.items() if record["config"]}
     assert f"{len(exported)} configurations written to {target}" in captured.out
-    assert command_line.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
+    assert PROGRAM.main(["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "--device", "cpu"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_where_there_is_nothing_to_tune_nothing_is_stored(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: facts.get("gpu", True))
     monkeypatch.setattr(command, "build_info", lambda: {"cuda": None, "reason": facts.get("reason")})
     monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
-    assert command_line.main(["tune", *flags, "--cache-dir", str(tmp_path)]) == 2
+    assert PROGRAM.main(["tune", *flags, "--cache-dir", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("tune: there is nothing to tune: ")
@@ -115,7 +115,7 @@ def test_bad_use_is_one_line_and_status_two_before_the_search(
 ) -> None:
     monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
     try:
-        status = command_line.main(["tune", *ONE, *flags])
+        status = PROGRAM.main(["tune", *ONE, *flags])
     except SystemExit as stop:
         status = int(stop.code or 0)
     captured = capsys.readouterr()
@@ -128,7 +128,7 @@ def test_bad_use_is_one_line_and_status_two_before_the_search(
 def test_sizes_are_checked_for_every_op_before_the_first_search(
     cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command_line.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
+    assert PROGRAM.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.endswith("takes 3 sizes, got (1, 1, 64, 64); --kernel chooses an op\n")
@@ -142,11 +142,11 @@ def test_a_cache_that_cannot_be_written_is_found_before_the_search(
 ) -> None:
     newer = tmp_path / "tuning.json"
     newer.write_text('{"format": 2}')
-    assert command_line.main(["tune", *ONE, "--cache-dir", str(tmp_path)]) == 2
+    assert PROGRAM.main(["tune", *ONE, "--cache-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"tune: --cache-dir: nothing can be stored in {tmp_path}: ")
     assert newer.read_text() == '{"format": 2}'
     monkeypatch.setenv("HTREE_CACHE_DIR", str(newer / "below"))
-    assert command_line.main(["tune", *ONE]) == 2
+    assert PROGRAM.main(["tune", *ONE]) == 2
     message = capsys.readouterr().err
     assert message.startswith("tune: the cache folder (HTREE_CACHE_DIR): nothing can be stored in ")
     assert message.count("\n") == 1

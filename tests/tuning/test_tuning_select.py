@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from htree_ops.ops import gated_mlp, rmsnorm_rope
+from htree_ops.ops.fp8 import FP8Linear
 from htree_ops.ops.fp8 import gemm as fp8_gemm
 from htree_ops.tuning import (
     RMSNORM_ROPE,
@@ -44,6 +45,33 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTREE_TUNE", "always")
     with pytest.raises(ValueError, match="HTREE_TUNE must be off, read or tune, got 'always'"):
         tuning_mode()
+
+
+CALLS = {
+    "gated_mlp": lambda x: gated_mlp.gated_mlp(x, x, x),
+    "rmsnorm_rope": lambda x: rmsnorm_rope.rmsnorm_rope(x[None], x[0], x, x),
+    "fp8_gemm": lambda x: fp8_gemm.fp8_gemm(x, x),
+    "FP8Linear": lambda x: FP8Linear(4, 4)(x),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_mode_is_refused_at_the_first_call_on_every_device(
+    name: str, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the library refuses a wrong HTREE_CPU_ISA; nothing else would say on a CPU that the variable has no effect."""
+    torch._dynamo.reset()
+    call = torch.compile(CALLS[name], fullgraph=True, backend="eager") if traced else CALLS[name]
+    monkeypatch.setenv("HTREE_TUNE", "foo")
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError if traced else ValueError, match="HTREE_TUNE must be off, read or tune, got 'foo'"
+        ):
+            call(x)
+    monkeypatch.setenv("HTREE_TUNE", "READ")
+    assert call(x).shape[-2:] == (4, 4)
 
 
 def pick(call=lambda config: None, problem=(1, 2, 3, 4)):
