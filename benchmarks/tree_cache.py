@@ -118,7 +118,7 @@ class AppendCase(TreeCacheCase):
 
     def bytes(self) -> int:
         """A row is read and written; each finishes a node of layer 1 in one of r steps, counted as if it did."""
-        size = torch.empty((), dtype=self.dtype).element_size()
+        size = self.dtype.itemsize
         rows = 2 + (self.compression_rate + 1) * (self.layers > 1)
         return size * len(self.lengths) * self.kv_heads * (self.key_dim + self.value_dim) * rows
 

@@ -118,8 +118,8 @@ class _Parser(OneLineParser):
 
 @dataclass(frozen=True)
 class Program:
-    """Several commands under one name. The module of a command is loaded where it runs: help, version and a typo wait for
-    none.
+    """Several commands under one name. The module of a command is loaded where it runs: help, version and a typo wait
+    for none.
 
     Attributes:
         name: what the user types, such as ``python -m htree_ops``.

@@ -165,7 +165,9 @@ class Problem:
             (self.hq, self.v_dim),
         )
         return tuple(
-            torch.randn(self.batch, self.seq_len, *shape, generator=generator).to(device, self.dtype)
+            torch.randn(self.batch, self.seq_len, *shape, generator=generator, device="cpu").to(
+                device, self.dtype
+            )
             for shape in shapes
         )
 

@@ -220,7 +220,7 @@ CASES = [case for case in SHAPES if case.name in NAMES]
 
 
 def test_the_fuzzer_reaches_every_op() -> None:
-    from test_registration import SCHEMAS
+    from tests.test_registration import SCHEMAS
 
     reached = {call.op for case in CASES for call in calls(case, "cpu")} | {c.op for c in row_calls("cpu")}
     assert reached | {"causal_softmax.out"} == set(SCHEMAS)

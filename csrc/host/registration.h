@@ -1,8 +1,6 @@
-// What the registrations of all rooms share: the tags of the schemas, the refusal of vmap, and the Autograd kernel
-// of ops without a gradient.
+// What the registrations of all rooms share: the tags of the schemas and the refusal of vmap.
 #pragma once
 
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <initializer_list>
@@ -37,14 +35,6 @@ inline void define_ops(torch::Library& library, std::initializer_list<const char
     if (is_mutable) {
       register_lazy_views(library, name);
     }
-  }
-}
-
-// For ops without a gradient formula. Their outputs can be used, and a backward through them raises
-// RuntimeError instead of silently giving zeros. docs/semantics/conventions.md §0.5
-inline void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
-  for (const char* op : ops) {
-    autograd.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }
 

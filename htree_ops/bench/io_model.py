@@ -117,7 +117,7 @@ def layer_sizes(problem: PipelineProblem) -> list[int]:
 def candidate_sums(problem: PipelineProblem) -> list[tuple[int, int]]:
     """Per layer, tokens first: (sum of n, sum of min(k, n)) over the queries of one batch and kv head (§1.3)."""
     rate, num_layers = problem.compression_rate, len(layer_sizes(problem))
-    times = torch.arange(problem.seq_len)
+    times = torch.arange(problem.seq_len, device="cpu")
     lists = times // rate**num_layers + 1
     sums = []
     for layer in reversed(range(num_layers)):

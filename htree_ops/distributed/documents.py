@@ -227,7 +227,7 @@ def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[Tensor]:
 def _text(under_way: list[Tensor], ctx: Any) -> tuple[Tensor, Tensor]:
     """Keys and values in the order of the text [N, heads, D], when they are there; empty where none were sent."""
     if not under_way:
-        return torch.empty(0), torch.empty(0)
+        return torch.empty(0, device="cpu"), torch.empty(0, device="cpu")
     keys, values = (join(waited(x), 0, ctx.balance) for x in under_way)
     return keys, values
 
@@ -247,7 +247,7 @@ def _documents(
 ) -> tuple[Any, ...]:
     """The first arguments of the ops for packed documents."""
     # A copy that blocks would wait for the work before it.
-    ends = torch.tensor(offsets, dtype=torch.int32).to(q.device, non_blocking=True)
+    ends = torch.tensor(offsets, dtype=torch.int32, device="cpu").to(q.device, non_blocking=True)
     longest = max(end - begin for begin, end in pairwise(offsets))
     return q[rows], _repeated(k[rows], ctx), _repeated(v[rows], ctx), ends, ends, longest, longest
 

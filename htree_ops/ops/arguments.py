@@ -349,7 +349,7 @@ def option_device(op: str, device: object) -> torch.device:
         TypeError: something that names no device. DeviceError: a str or an index that torch does not know as one.
     """
     if device is None:
-        return torch.empty(0).device
+        return torch.empty(0, device=None).device
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"{op}: device must be a torch.device, a str or an int, got {type(device).__name__}")
     try:

@@ -25,7 +25,7 @@ MAX_VALUE = 448.0
 def code_values(device: str | torch.device = "cpu") -> torch.Tensor:
     """Values of the 127 codes 0x00 … 0x7e in float64, ascending: m·2^-9 below 2^-6, (1 + m/8)·2^(e-7) from there."""
     # Computed on the CPU, where powers of two are exact.
-    code = torch.arange(127)
+    code = torch.arange(127, device="cpu")
     exponent, mantissa = code // 8, (code % 8).double()
     values = torch.where(
         exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7).double()

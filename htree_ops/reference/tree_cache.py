@@ -159,7 +159,7 @@ def tree_cache_append_packed(
                     page, row = _place(end, span, page_size)
                     pool[table[page], :, first_row[layer] + row] = _mean(torch.stack(children))
             if selection_span and end % selection_span == 0:
-                places = torch.arange(end - selection_span, end) % k_tail.shape[2]
+                places = torch.arange(end - selection_span, end, device=k_tail.device) % k_tail.shape[2]
                 page, row = _place(end, selection_span, page_size)
                 k_pool[table[page], :, first_row[layers] + row] = _mean(k_tail[b, :, places].transpose(0, 1))
     return k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail
@@ -226,11 +226,11 @@ def tree_cache_attention(
     layers = cache_layers(block_table.shape[1] * page_size, compression_rate, max_top_nodes)
     batch, kv_heads = len(block_table), k_pool.shape[1]
     ring = list_pos.shape[1] if list_pos is not None else 4 if stride > 1 else 0
-    out = torch.zeros(*q.shape[:2], v_pool.shape[3], dtype=wide)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide)
-    new_pos = torch.full((batch, ring), -1, dtype=torch.int32) if list_pos is None else list_pos.clone()
+    out = q.new_zeros(*q.shape[:2], v_pool.shape[3], dtype=wide)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    new_pos = block_table.new_full((batch, ring), -1) if list_pos is None else list_pos.clone()
     shape = (batch, ring, layers, kv_heads, top_k)
-    new_lists = torch.full(shape, -1, dtype=torch.int32) if lists is None else lists.clone()
+    new_lists = block_table.new_full(shape, -1) if lists is None else lists.clone()
 
     k_tokens, v_tokens = k_pool, v_pool
     packed = k_codes is not None
@@ -297,7 +297,7 @@ def tree_cache_attention(
                 out[row], lse[row] = torch.nan, torch.nan
                 continue
             used = [
-                used[i] if i < len(used) else _opened(leader, i, compression_rate, kv_heads, top_k)
+                used[i] if i < len(used) else _opened(leader, i, compression_rate, kv_heads, top_k, q.device)
                 for i in range(layers)
             ]
             result = forward(b, q[row], keys, values, t + 1, used[:depth])
@@ -333,10 +333,10 @@ def tree_cache_prompt(
     return found.out, found.lse, lists
 
 
-def _opened(token: int, layer: int, rate: int, kv_heads: int, top_k: int) -> Tensor:
+def _opened(token: int, layer: int, rate: int, kv_heads: int, top_k: int, device: torch.device) -> Tensor:
     """The list [1, 1, H_kv, k] of a layer in which everything is opened."""
     count = token // rate**layer // rate + 1
-    nodes = torch.arange(top_k, dtype=torch.int32)
+    nodes = torch.arange(top_k, dtype=torch.int32, device=device)
     return torch.where(nodes < count, nodes, -1).expand(1, 1, kv_heads, top_k)
 
 
@@ -477,6 +477,6 @@ def tree_cache_pages(
     new = (rows, table.lengths, [len(x) for x in table.pages], table.users, stack, table.errors, table.ring)
     planned = [table.before, table.taken, [x for x, _ in copies], [x for _, x in copies]]
     return tuple(
-        torch.tensor(values, dtype=torch.int32).view(like.shape)
+        torch.tensor(values, dtype=torch.int32, device=like.device).view(like.shape)
         for values, like in zip((*new, planned), state, strict=True)
     )

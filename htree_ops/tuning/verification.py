@@ -100,7 +100,7 @@ def compare(
     infinity (docs/semantics/python.md §3.4). ``atol`` may be a tensor that broadcasts to the shape. Integers without
     a tolerance are compared as integers. The devices may differ; it runs on that of ``expected``.
     """
-    bound = torch.as_tensor(atol, dtype=torch.float64).expand(expected.shape)
+    bound = torch.as_tensor(atol, dtype=torch.float64, device=expected.device).expand(expected.shape)
     bad = mismatched = 0
     max_abs = max_expected = error_sum = expected_sum = worst = 0.0
     first_bad: tuple[tuple[int, ...], float, float] | None = None
@@ -116,7 +116,9 @@ def compare(
         num_bad = int((~within).sum())
         if num_bad and first_bad is None:
             at = int((~within).nonzero()[0, 0])
-            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(offset + at), expected.shape))
+            index = tuple(
+                int(i) for i in torch.unravel_index(torch.tensor(offset + at, device="cpu"), expected.shape)
+            )
             first_bad = (index, a_raw[at].item(), e_raw[at].item())
         bad += num_bad
         max_abs = max(max_abs, float(error.max()))

@@ -198,6 +198,24 @@ def test_caches_have_the_dtype_of_the_module(device: str) -> None:
         layer(device, dtype=torch.int8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cache_made_under_autocast_serves_under_autocast(dtype: torch.dtype, device: str) -> None:
+    """Projections then give keys and values in the dtype of autocast, whatever that of the module."""
+    module, heads = layer(device), HEADS + 2 * KV_HEADS
+    projection = torch.nn.Linear(32, heads * WIDTH, device=device)
+    with torch.no_grad(), torch.autocast(device, dtype):
+        cache = module.make_cache(BATCH, 30)
+        assert cache.dtype == dtype
+        for n in (9, 1, 2):
+            x = (
+                projection(torch.randn(BATCH, n, 32, device=device))
+                .unflatten(2, (heads, WIDTH))
+                .transpose(1, 2)
+            )
+            assert module(*x.split((HEADS, KV_HEADS, KV_HEADS), dim=1), cache=cache).dtype == dtype
+        assert module.make_cache(1, 8, dtype=torch.float16).dtype == torch.float16
+
+
 def test_positions_are_the_callers_or_counted(device: str) -> None:
     module = layer(device, sparsity=0.0, bits=16)
     q, k, v = qkv(device, 20)
@@ -410,9 +428,7 @@ def test_wrong_calls() -> None:
         module(q, k, v, lengths=counts.to("meta"))
     with pytest.raises(TypeError, match="MustafarAttention: lengths must be a dense tensor"):
         module(q, k, v, lengths=counts.to_sparse())
-    with pytest.raises(
-        DeviceError, match=r"CompressedKVCache: device must be a device of torch, .* got 'ab'"
-    ):
+    with pytest.raises(DeviceError, match=r"make_cache: device must be a device of torch, .* got 'ab'"):
         module.make_cache(2, 10, device="ab")
     assert "keep=(32, 32), bits=(8, 8), hadamard_group=0" in repr(module)
     lists = layer("cpu", sparsity=[0.5, 0.25], bits=[4, 8])

@@ -207,7 +207,7 @@ class DecodeCase(Case):
             max_pages = -(-self.S // self.page) + 1  # no sequence uses the last column
             num_pages = self.B * max_pages + 2
             generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(num_pages, generator=generator)[: self.B * max_pages]
+            order = torch.randperm(num_pages, generator=generator, device="cpu")[: self.B * max_pages]
             table = order.view(self.B, max_pages).int().to(device)
             for part, x in enumerate(rows):
                 if part % 3 == 2 and (self.k_bits, self.v_bits)[part // 3] == 16:

@@ -240,7 +240,7 @@ class TreeAttentionCase(Case):
 
     def num_candidates(self) -> tuple[list[int], list[int]]:
         """Candidates, and merged candidates, by layer, summed over the queries of one head (§1.3)."""
-        times = torch.arange(self.t0, self.T)
+        times = torch.arange(self.t0, self.T, device="cpu")
         num_layers = len(self.sizes)
         found, merged = [0] * num_layers, [0] * num_layers
         lists = times // self.r**num_layers + 1

@@ -174,7 +174,7 @@ class VarlenBackwardCase(Case):
 def _spread(count: int, shortest: int, longest: int) -> tuple[int, ...]:
     """``count`` lengths, log-uniform between two, from seed 0."""
     generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(count, generator=generator, dtype=torch.float64)
+    draws = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     return tuple(int(x) for x in shortest * (longest / shortest) ** draws)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -112,7 +113,7 @@ class TreeCacheCase(Case):
             torch.full((num_pages, self.kv_heads, rows, width), torch.nan, dtype=self.dtype, device=device)
             for rows, width in ((key_rows, self.key_dim), (value_rows, self.value_dim))
         ]
-        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed), device="cpu")
         table = order[: num_pages - 1].view(len(self.lengths), self.max_pages).int()
         return pools[0], pools[1], table.to(device)
 
@@ -142,7 +143,7 @@ class TreeCacheCase(Case):
 
     def bytes(self) -> int:
         """What :meth:`rows_read` counts, and queries and outputs."""
-        size = torch.empty((), dtype=self.dtype).element_size()
+        size = self.dtype.itemsize
         keys, values = self.rows_read()
         heads = sum(self.queries) * self.heads
         return size * ((keys + heads) * self.key_dim + (values + heads) * self.value_dim)
@@ -154,7 +155,7 @@ class TreeCacheCase(Case):
 
 def offsets(counts: tuple[int, ...], device: str | torch.device) -> Tensor:
     """int32 [B + 1]: where the rows of each sequence begin."""
-    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
 
 
 def filled_pools(case: TreeCacheCase, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

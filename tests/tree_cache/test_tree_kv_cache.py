@@ -570,7 +570,8 @@ def test_states_are_checked() -> None:
         ({"lengths": state["lengths"] + 20}, ValueError, "lengths and block_table do not fit"),
         ({"block_table": twice}, ValueError, "each once"),
         ({"block_table": table}, ValueError, "every page must be in block_table"),
-        ({"pages": state["pages"] + 90}, ValueError, "pages must lie between"),
+        ({"pages": state["pages"] + 90}, ValueError, "block_table must name pages of the state"),
+        ({"pages": state["pages"] - 90}, ValueError, "pages must be distinct and at least 0"),
     ):
         with pytest.raises(error, match=message):
             cache.load_state_dict(state | change)
@@ -635,7 +636,7 @@ def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, st
     with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
         layer(x, cache=3)  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"TreeKVCache: device must be a torch\.device, a str or .*, got float"
+        TypeError, match=r"make_cache: device must be a torch\.device, a str or .*, got float"
     ):
         layer.make_cache(2, 30, device=2.5)  # type: ignore[arg-type]
     on_meta = HTreeAttention(32, 4, 2, selection_stride=stride, device="meta", **OPTIONS)

@@ -4,6 +4,7 @@
 
 #include <torch/library.h>
 
+#include "host/no_gradient.h"
 #include "host/registration.h"
 
 namespace htree::compressed_kv {

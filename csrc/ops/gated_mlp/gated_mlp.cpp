@@ -8,6 +8,7 @@
 
 #include "host/autograd.h"
 #include "host/op_handle.h"
+#include "host/no_gradient.h"
 #include "host/registration.h"
 
 namespace htree::gated_mlp {

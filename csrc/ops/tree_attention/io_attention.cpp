@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "host/op_handle.h"
+#include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/stages/select.h"

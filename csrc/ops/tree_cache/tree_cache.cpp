@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree_cache/mutating.h"
 

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
+    autocast_dtype,
     check_dtype,
     check_int,
     check_kind,
     check_number,
     check_option_dtype,
     check_tensors,
+    option_device,
 )
 from htree_ops.ops.compressed_kv.cache import CompressedKVCache
 from htree_ops.ops.compressed_kv.checks import check_policy, pair, prompt_lengths
@@ -175,6 +177,10 @@ class MustafarAttention(nn.Module):
         self.register_buffer("tables", self._make_tables(device), persistent=False)
         self.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=device), persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Computes the rotary table anew, for FSDP1, which calls this on every module that it takes from meta."""
+        self.tables.copy_(self._make_tables(self.tables.device))
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the caches that :meth:`make_cache` makes."""
@@ -208,7 +214,7 @@ class MustafarAttention(nn.Module):
 
         Args:
             num_pages, rollback: as in :class:`CompressedKVCache`.
-            dtype, device: None is that of the module.
+            dtype, device: None is that of the module; under autocast its dtype, as keys and values then have it.
 
         Raises:
             ValueError: capacity above ``max_positions`` where the module rotates.
@@ -219,6 +225,9 @@ class MustafarAttention(nn.Module):
             raise ValueError(
                 f"{OP}.make_cache: capacity must be at most max_positions = {self.max_positions}, got {capacity}"
             )
+        place = self.tables.device if device is None else option_device(f"{OP}.make_cache", device)
+        if dtype is None:
+            dtype = autocast_dtype(place) or self.dtype
         return CompressedKVCache(
             batch,
             self.num_kv_heads,
@@ -234,15 +243,15 @@ class MustafarAttention(nn.Module):
             num_pages=num_pages,
             split_size=self.split_size,
             rollback=rollback,
-            dtype=self.dtype if dtype is None else dtype,
-            device=self.tables.device if device is None else device,
+            dtype=dtype,
+            device=place,
         )
 
     def _positions(self, query: Tensor, cache: CompressedKVCache | None) -> Tensor:
         """[S] or [B, S]: the positions after those that the cache holds; rows behind the lengths may have the last."""
         held = [0] if cache is None else cache.lengths
         tokens = torch.arange(query.shape[2], device=query.device)
-        if len(set(held)) <= 1:
+        if held == held[:1] * len(held):
             tokens = tokens + (held[0] if held else 0)
         else:
             tokens = torch.tensor(held, device=query.device)[:, None] + tokens
@@ -251,7 +260,7 @@ class MustafarAttention(nn.Module):
     def _check_positions(self, stops: Sequence[int], cache: CompressedKVCache | None) -> None:
         """Raises ValueError where tokens would be counted beyond the rotary table, which CUDA would not notice."""
         held = [0] * len(stops) if cache is None else cache.lengths
-        end = max((n + stop for n, stop in zip(held, stops, strict=True) if stop), default=0)
+        end = max([0, *(n + stop for n, stop in zip(held, stops, strict=True) if stop)])
         if self.rope_base is not None and end > self.max_positions:
             raise ValueError(
                 f"{OP}: max_positions = {self.max_positions} must be at least the tokens with those that the cache "

@@ -89,7 +89,9 @@ class CompressedKVCache:
     In a loop: ``cache.prefill(k, v)`` with the prompt, then ``out, lse = cache.decode(q, k, v)`` with one token or
     several, or :meth:`append` and :meth:`attend`. Every sequence has its own length, and :meth:`truncate` takes tokens
     back. A cache made inside ``torch.inference_mode()`` can only be filled there, as is so for all tensors of torch.
-    For a CUDA graph, capture :meth:`write_token` and :meth:`attend`, and call :meth:`advance` after each replay.
+    For a CUDA graph or a compiled step, capture or compile :meth:`write_token` and :meth:`attend`, and call
+    :meth:`advance` after each run. What counts tokens does so on the host, and raises NotImplementedError while a call
+    is compiled or exported.
     Source: docs/semantics/compressed_kv.md §4.5, §4.6, design document [003].
 
     Args:
@@ -244,6 +246,18 @@ class CompressedKVCache:
             check_weight(OP, "key_weight", weight)
         self._key_weight = weight
 
+    def _refuse_graph(self, name: str) -> None:
+        """Refuses a step that counts tokens on the host in a graph, which would hold for the traced counts alone.
+
+        Raises:
+            NotImplementedError: the call is being compiled or exported.
+        """
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{OP}.{name}: cannot be compiled or exported, because the cache counts its tokens on the host: "
+                "compile write_token and attend, and call advance after each run"
+            )
+
     def _check_new(self, op: str, k: Tensor, v: Tensor) -> None:
         widths = (self.formats[0].head_dim, self.formats[1].head_dim)
         check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, *widths), self.dtype, self.device)
@@ -302,6 +316,7 @@ class CompressedKVCache:
             ValueError: a length outside 0 ... S or above the capacity.
             RuntimeError: the cache is not empty, or pages are lacking. The cache is left as it was.
         """
+        self._refuse_graph("prefill")
         self._check_new(f"{OP}.prefill", k, v)
         size = k.shape[2]
         totals = prompt_lengths(f"{OP}.prefill", lengths, self.batch, size)
@@ -379,6 +394,7 @@ class CompressedKVCache:
             As :meth:`prefill`, but the cache need not be empty. The cache is left as it was.
             ValueError: key_weight has become negative since it was set (checked on the CPU only).
         """
+        self._refuse_graph("append")
         self._check_new(f"{OP}.append", k, v)
         counts = prompt_lengths(f"{OP}.append", lengths, self.batch, k.shape[2])
         self._check_append("append", counts)
@@ -410,6 +426,7 @@ class CompressedKVCache:
             As :meth:`append` and :meth:`attend`. The cache is left as it was.
         """
         op = f"{OP}.decode"
+        self._refuse_graph("decode")
         self._check_new(op, k, v)
         self._check_q(op, q, scale)
         size = k.shape[2]
@@ -441,11 +458,11 @@ class CompressedKVCache:
 
     @torch.no_grad()
     def write_token(self, k: Tensor, v: Tensor) -> None:
-        """The part of :meth:`append` for one token that runs on the device alone, for CUDA graphs.
+        """The part of :meth:`append` for one token that runs on the device alone, for CUDA graphs and torch.compile.
 
         Call :meth:`advance` once after each run: it counts the token and leaves room for another. After :meth:`append`
-        the window may be full; :meth:`settle` makes room. A replayed graph checks nothing: stop at the capacity, for
-        a write behind the window is an error of the device.
+        the window may be full; :meth:`settle` makes room. A replayed or compiled graph checks nothing: stop at the
+        capacity, for a write behind the window is an error of the device.
 
         Args:
             k, v: [B, H_kv, 1, D] in the dtype of the cache, keys rotated.
@@ -457,11 +474,16 @@ class CompressedKVCache:
         self._check_new(f"{OP}.write_token", k, v)
         wanted = (*k.shape[:2], 1, k.shape[3])
         check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
-        self._check_room("write_token", [n + 1 for n in self.lengths])
-        if any(n == self._limit(b) for b, n in enumerate(self._dense)):
-            raise ValueError(f"{OP}.write_token: the window is full; settle() compresses its oldest chunk")
+        if not torch.compiler.is_compiling():  # a graph is not to depend on the counts of its trace
+            self._check_room("write_token", [n + 1 for n in self.lengths])
+            if any(n == self._limit(b) for b, n in enumerate(self._dense)):
+                raise ValueError(
+                    f"{OP}.write_token: the window is full; settle() compresses its oldest chunk"
+                )
         self._dense_rows.put_at(self._stored(k), v, self.win_len)
-        self.win_len += 1
+        # What depends on no argument torch.export would do at once, to the cache itself.
+        one = k.new_ones((), dtype=torch.int32) if torch.compiler.is_compiling() else 1
+        self.win_len += one
 
     def advance(self) -> None:
         """Counts one token that :meth:`write_token` wrote, and compresses a full window.
@@ -470,6 +492,7 @@ class CompressedKVCache:
             ValueError: the token was one more than the capacity; it is forgotten.
             RuntimeError: pages are lacking.
         """
+        self._refuse_graph("advance")
         try:
             self._check_room("advance", [n + 1 for n in self.lengths])
         except ValueError:
@@ -485,6 +508,7 @@ class CompressedKVCache:
         Raises:
             RuntimeError: pages are lacking.
         """
+        self._refuse_graph("settle")
         self._settle(range(self.batch))
 
     @torch.no_grad()
@@ -538,7 +562,8 @@ class CompressedKVCache:
             return self._attend(q, scale)
         size = q.shape[2]
         counts = prompt_lengths(op, lengths, self.batch, size)
-        for b, (count, dense) in enumerate(zip(counts, self._dense, strict=True)):
+        held = [] if torch.compiler.is_compiling() else self._dense
+        for b, (count, dense) in enumerate(zip(counts, held, strict=False)):
             if count > max(1, dense) and self._compressed[b]:
                 raise ValueError(
                     f"{op}: the queries must be those of dense tokens, got {count} queries for the {dense} dense "
@@ -615,6 +640,7 @@ class CompressedKVCache:
             ValueError: another number of them, or one outside -1 ... the length.
         """
         op = f"{OP}.truncate"
+        self._refuse_graph("truncate")
         numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
         wanted = integers(op, "lengths", numbers)
         if len(wanted) != self.batch or not all(
@@ -766,6 +792,7 @@ class CompressedKVCache:
             RuntimeError: pages are lacking. The cache is left as it was.
         """
         op = f"{OP}.load_state_dict"
+        self._refuse_graph("load_state_dict")
         state = with_tensors(op, state)
         rows = self._compressed_tokens(self.capacity)
         check_state(op, state, self.config(), self.formats, self.batch, (self.capacity, rows), self.dtype)
@@ -803,6 +830,7 @@ class CompressedKVCache:
             TypeError: index holds no ints. DeviceError: it is on the device meta. ValueError: index does not have B
                 entries. IndexError: an entry outside [0, B).
         """
+        self._refuse_graph("reorder")
         numbers = self._indices("reorder", index)
         if len(numbers) != self.batch:
             raise ValueError(f"{OP}.reorder: index must have {self.batch} entries, got {len(numbers)}")
@@ -816,6 +844,7 @@ class CompressedKVCache:
     @torch.no_grad()
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
         """A new cache whose sequence i is a copy of sequence index[i]; any number of them, repeats allowed."""
+        self._refuse_graph("select")
         numbers = self._indices("select", index)
         chosen = self._like(len(numbers))
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
@@ -40,7 +41,8 @@ def _static_scale(op: str, activation_scale: Tensor | float) -> Tensor:
     if isinstance(activation_scale, bool) or not isinstance(activation_scale, (Real, Tensor)):
         came = type(activation_scale).__name__
         raise TypeError(f"{op}: activation_scale must be a number or a Tensor, got {came}")
-    scale = torch.as_tensor(activation_scale, dtype=torch.float32).detach()
+    place = activation_scale.device if isinstance(activation_scale, Tensor) else "cpu"
+    scale = torch.as_tensor(activation_scale, dtype=torch.float32, device=place).detach()
     if scale.numel() != 1:
         raise ShapeMismatchError(
             f"{op}: activation_scale must have one element, got {tuple(scale.shape)}",
@@ -100,9 +102,29 @@ class FP8Linear(nn.Module):
         if static_activation:
             self.activation_scale = torch.ones((), dtype=torch.float32, device=self.weight.device)
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws weight and bias anew, as ``nn.Linear`` does; a static activation scale becomes 1."""
+        linear = skip_init(
+            nn.Linear,
+            self.in_features,
+            self.out_features,
+            bias=False,
+            device=self.weight.device,
+            dtype=self.initial_dtype,
+        )
+        linear.bias = self.bias
+        linear.reset_parameters()
+        weight, scale, _ = fp8_quantize(linear.weight, granularity="channel")
+        self.weight.copy_(weight)
+        self.weight_scale.copy_(scale)
+        if self.activation_scale is not None:
+            self.activation_scale.fill_(1.0)
+
     def _take(self, linear: nn.Linear) -> None:
         """Becomes the quantised ``linear``, with dynamic activation scales."""
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.initial_dtype = linear.weight.dtype
         weight, scale, _ = fp8_quantize(linear.weight.detach(), granularity="channel")
         self.register_buffer("weight", weight)
         self.register_buffer("weight_scale", scale)
@@ -366,8 +388,9 @@ def calibrate_activation_scales(
     finally:
         for handle in handles:
             handle.remove()
-    limit = torch.tensor(FP8Format().max_value)
+    limit = FP8Format().max_value
     return {
-        name: torch.where(seen == 0, 1.0, limit.to(seen.device) / seen).clamp(2.0**-126, 2.0**127)
+        # A number divided by a tensor would be its rounded reciprocal times the number.
+        name: torch.where(seen == 0, 1.0, torch.full_like(seen, limit) / seen).clamp(2.0**-126, 2.0**127)
         for name, seen in largest.items()
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,11 +34,12 @@ def formula_of(module: nn.Module) -> tuple[Activation, Side]:
                 f"formula_of: module.{name} must have no bias, which the fused op lacks, got one"
             )
     generator = torch.Generator().manual_seed(0)
-    gate, up, down = (torch.randn(8, 8, generator=generator, dtype=torch.float64) for _ in names)
-    x = torch.randn(16, 8, generator=generator, dtype=torch.float64)
+    on_cpu: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    gate, up, down = (torch.randn(8, 8, generator=generator, **on_cpu) for _ in names)
+    x = torch.randn(16, 8, generator=generator, **on_cpu)
     ours = {f"{name}.weight": weight for name, weight in zip(names, (gate, up, down), strict=True)}
     if "down_proj.bias" in dict(module.named_parameters()):
-        ours["down_proj.bias"] = torch.zeros(8, dtype=torch.float64)
+        ours["down_proj.bias"] = torch.zeros(8, **on_cpu)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         actual = torch.func.functional_call(module, ours, (x,))
         for activation in ACTIVATIONS:

@@ -51,7 +51,12 @@ class FusedRMSNormRoPE(nn.Module):
         self.hidden_dim = hidden_dim
         self.head_dim = head_dim
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to ones."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [B, S, Hd], cos and sin [S, hd] or [S, hd/2] -> [B, S, Hd]."""

@@ -22,6 +22,7 @@ from htree_ops.ops.arguments import (
     check_option_dtype,
     check_tensor,
     named_as,
+    option_device,
     options_of,
 )
 from htree_ops.ops.tree_attention.attention import (
@@ -257,24 +258,28 @@ class HTreeAttention(nn.Module):
 
         Args:
             page_size, num_pages, leaf_bits, prompt_bytes: as in :class:`htree_ops.TreeKVCache`.
-            dtype, device: None is that of the parameters; under autocast the dtype has to be that of autocast. Where
-                ``k_proj`` was replaced by a layer without a floating weight, such as FP8Linear, dtype must be given.
+            dtype, device: None is that of the keys that the layer will give: the dtype of autocast where it is on, else
+                that of the parameters. A cache serves calls under the autocast that it was made under. Where ``k_proj``
+                was replaced by a layer without a floating weight, such as FP8Linear, dtype must be given outside of
+                autocast.
 
         Raises:
             ValueError: a size out of range, importance="lse"; no dtype.
         """
         options = self.options
         weight: Any = getattr(self.k_proj, "weight", None)  # a layer in its place may have none
+        if device is None:
+            tensors = chain(self.k_proj.parameters(), self.k_proj.buffers())
+            device = next((x.device for x in tensors), None)
         if dtype is None:
             dtype = getattr(weight, "dtype", None)
+            if dtype != torch.float64:  # which autocast leaves alone
+                dtype = autocast_dtype(option_device("HTreeAttention.make_cache", device)) or dtype
             if dtype not in FLOATING_AND_DOUBLE:
                 raise ValueError(
                     "HTreeAttention.make_cache: dtype must be given, that of the keys and values, because "
                     f"{type(self.k_proj).__name__} in the place of k_proj does not tell it, got None"
                 )
-        if device is None:
-            tensors = chain(self.k_proj.parameters(), self.k_proj.buffers())
-            device = next((x.device for x in tensors), None)
         heads = self.num_heads if options.scope == "q_head" else self.num_kv_heads
         if hasattr(weight, "to_local"):  # sharded over ranks: each of them keeps its own heads
             heads = heads * weight.to_local().shape[0] // weight.shape[0]

@@ -47,7 +47,7 @@ State = tuple[Tensor, Tensor, Tensor]
 
 def _default_device(device: torch.device | str | None) -> torch.device:
     # torch.get_default_device() breaks the graph of torch.compile
-    return torch.empty(0).device if device is None else torch.device(device)
+    return torch.empty(0, device=None).device if device is None else torch.device(device)
 
 
 @named

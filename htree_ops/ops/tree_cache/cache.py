@@ -1,4 +1,7 @@
-"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4)."""
+"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4).
+
+Longer than 700 lines because it is one class: what fills a cache, attends from it, cuts it back, saves and loads it.
+"""
 
 from __future__ import annotations
 
@@ -186,13 +189,17 @@ class TreeKVCache:
         self.head_dim, self.value_dim = head_dim, value_dim
         self.capacity, self.page_size, self.num_pages = capacity, page_size, num_pages
         self.dtype, self.device = dtype, place
-        self.num_layers = cache_layers(max_pages * page_size, compression_rate, max_top_nodes)
-        key_rows, value_rows = page_rows(
-            page_size, self.num_layers, compression_rate, selection_span, packed_tokens=leaf_bits is not None
-        )
-
+        self.num_layers, (key_rows, value_rows) = self.sizes_of(max_pages)
         with torch.inference_mode(False):  # what is made in it could not be changed outside of it
             self._make_tensors(max_pages, key_rows, value_rows)
+
+    def sizes_of(self, max_pages: int) -> tuple[int, tuple[int, int]]:
+        """Layers of a cache of ``max_pages`` pages a sequence, and the rows of a page: (of keys, of values)."""
+        options, size = self.options, self.page_size
+        rate = options.compression_rate
+        layers = cache_layers(max_pages * size, rate, options.top_nodes)
+        packed = self.leaf_bits is not None
+        return layers, page_rows(size, layers, rate, options.selection_span, packed_tokens=packed)
 
     def _make_tensors(self, max_pages: int, key_rows: int, value_rows: int) -> None:
         """Pages, their table and the ring of lists, all of them empty."""
@@ -470,17 +477,21 @@ class TreeKVCache:
         check_int(f"{OP}.layer", "sequence", sequence, 0, self.batch - 1)
         check_int(f"{OP}.layer", "layer", layer, 0, self.num_layers - 1)
         check_data(f"{OP}.layer", "cache", self.lengths)
+        place, row = self._rows_of(sequence, layer)
+        if self._leaves is not None and layer == 0:
+            return self._leaves.tokens(place, row, self.dtype)
+        return self.k_pool[place, :, row], self.v_pool[place, :, row]
+
+    def _rows_of(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
+        """(pages of the pool, their rows), int64: where a layer's finished nodes lie (§7.1)."""
         rate, size = self.options.compression_rate, self.page_size
         tokens = rate**layer
         node = torch.arange(int(self.lengths[sequence]) // tokens, device=self.device)
         page = ((node + 1) * tokens - 1) // size
         row = node - page * size // tokens
-        place = self.block_table[sequence].long()[page]
-        if self._leaves is not None and layer == 0:
-            return self._leaves.tokens(place, row, self.dtype)
         if layer:
             row += page_rows(size, layer, rate, packed_tokens=self._leaves is not None)[1]
-        return self.k_pool[place, :, row], self.v_pool[place, :, row]
+        return self.block_table[sequence].long()[page], row
 
     def num_bytes(self) -> TreeCacheBytes:
         """The memory that is in use and allocated. Waits for the device.
@@ -503,7 +514,10 @@ class TreeKVCache:
     def state_dict(self) -> dict[str, Tensor]:
         """Everything the cache holds, as copies; pages that nobody uses are left out."""
         check_data(f"{OP}.state_dict", "cache", self.lengths)
-        pages = torch.nonzero(self._users > 0).flatten()
+        return self._state_of(torch.nonzero(self._users > 0).flatten())
+
+    def _state_of(self, pages: Tensor) -> dict[str, Tensor]:
+        """The state with these pages alone."""
         return {
             "pages": pages.int(),
             "keys": self.k_pool[pages],
@@ -523,41 +537,77 @@ class TreeKVCache:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the state of a cache of the same sizes and options; the pool must have the pages that it names.
+        """Takes the state of a cache of the same batch, heads and options; capacity and pages may be others.
+
+        The bytes are those that this cache would have, had it got the tokens itself. Nodes that a smaller capacity does
+        not keep are built. Pages keep their numbers where the pool has them all.
 
         Raises:
             ValueError, TypeError, DeviceError: an entry is missing, has another shape, dtype or option, or no numbers;
-                or the pages contradict each other, or leaders their sequence. The cache is left as it was.
+                the capacity or the pool is too small for what the state holds; or the pages contradict each other, or
+                leaders their sequence. With leaf_bits also where nodes are to be built of tokens that are left in fewer
+                bits only. The cache is left as it was.
         """
         op = f"{OP}.load_state_dict"
         check_data(op, "cache", self.lengths)
-        own = self.state_dict()
-        users, held = check_state(op, state, own, self.page_size, self.capacity, self.num_pages)
+        placed = check_state(op, state, self._state_of(self.lengths[:0].long()), self)
         check_leaders(op, state, self.options.selection_stride)
+        layers, _ = self.sizes_of(state["block_table"].shape[1])
         if self._leaves is not None:
-            self._leaves.check_state(op, state)
+            self._leaves.check_state(op, state, builds=layers == 1 < self.num_layers)
         self._end_prompts(None)
-        pages = state["pages"].to(self.device).long()
-        self.k_pool[pages] = state["keys"].to(self.device)
-        self.v_pool[pages] = state["values"].to(self.device)
-        for target, name in (
-            (self.block_table, "block_table"),
-            (self.lengths, "lengths"),
-            (self._lists, "lists"),
-            (self._list_pos, "list_pos"),
+        self._load_pages(state, placed.pages.to(self.device).long())
+        for target, source in (
+            (self.block_table, placed.block_table),
+            (self.lengths, state["lengths"]),
+            (self._list_pos, state["list_pos"]),
+            (self._users, placed.users),
+            (self._held, placed.held),
+            (self._free, free_stack(placed.users)),
         ):
-            target.copy_(state[name])
+            target.copy_(source)
+        self._errors.zero_()
+        self.host_lengths.forget(self.device)
+        self._lists[:, :, :layers] = state["lists"][:, :, : self.num_layers].to(self.device)
+        for layer in range(layers, self.num_layers):
+            self._lists[:, :, layer] = self._opened_lists(layer)
+            for sequence in range(self.batch):
+                self._build_layer(sequence, layer)
+
+    def _load_pages(self, state: Mapping[str, Tensor], pages: Tensor) -> None:
+        """Takes what a state has in pages, and its tails; of the layers those that both have."""
+        keys, values = state["keys"].to(self.device), state["values"].to(self.device)
+        theirs, ours = values.shape[2], self.v_pool.shape[2]
+        both = min(theirs, ours)
+        self.k_pool[pages, :, :both] = keys[:, :, :both]
+        self.v_pool[pages, :, :both] = values[:, :, :both]
+        self.k_pool[pages, :, ours:] = keys[:, :, theirs:]  # span means
         if self._leaves is not None:
             for name, tensor in self._leaves.tensors().items():
                 if name in PackedLeaves.PAGED:
                     tensor[pages] = state[name].to(self.device)
                 else:
                     tensor.copy_(state[name])
-        self._users.copy_(users)
-        self._held.copy_(held)
-        self._free.copy_(free_stack(users))
-        self._errors.zero_()
-        self.host_lengths.forget(self.device)
+
+    def _opened_lists(self, layer: int) -> Tensor:
+        """The lists [B, ring, 1, k] of the ring's leaders in a layer where everything is opened (§7.3)."""
+        own = self._list_pos.long() // self.options.compression_rate ** (layer + 1)  # -1 stays
+        nodes = torch.arange(self.options.top_k, dtype=torch.int32, device=self.device)
+        return nodes.where(nodes <= own[..., None, None], -1)
+
+    def _build_layer(self, sequence: int, layer: int) -> None:
+        """Writes a layer's finished nodes, those of the layer below being there."""
+        rate, length = self.options.compression_rate, int(self.lengths[sequence])
+        if length < rate**layer:
+            return
+        if layer == 1 and self._leaves is not None:
+            below = self._leaves.tail(sequence, length)
+        else:
+            below = self.layer(sequence, layer - 1)
+        place, row = self._rows_of(sequence, layer)
+        nodes = torch.ops.htree.tree_build(*(x[None, : len(row) * rate] for x in below), rate)
+        for pool, x in zip((self.k_pool, self.v_pool), nodes, strict=True):
+            pool[place, :, row] = x[0]
 
     def __repr__(self) -> str:
         options = {
@@ -601,7 +651,7 @@ class TreeKVCache:
             values = list(values)
             for value in values:
                 check_int(name, argument, value, -1)
-            values = torch.tensor(values, dtype=torch.int32)
+            values = torch.tensor(values, dtype=torch.int32, device="cpu")
         check_data(name, argument, values)
         if values.shape != (self.batch,) or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(

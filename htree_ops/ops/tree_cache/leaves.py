@@ -138,11 +138,21 @@ class PackedLeaves:
             expanded(self.v_codes, self.v_scales, self.v_tail.shape[3]),
         )
 
-    def check_state(self, name: str, state: Mapping[str, Tensor]) -> None:
+    def tail(self, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys [N, H_kv, K] and values of the first ``length`` tokens as they came, all of which the tail has."""
+        return self.k_tail[sequence, :, :length].transpose(0, 1), self.v_tail[sequence, :, :length].transpose(
+            0, 1
+        )
+
+    def check_state(self, name: str, state: Mapping[str, Tensor], *, builds: bool) -> None:
         """Checks what a state says about the tails against its lengths.
 
+        Args:
+            builds: whether nodes are to be built of its tokens.
+
         Raises:
-            ValueError: a tail that begins behind its sequence, or too early for its tokens.
+            ValueError: a tail that begins behind its sequence, or too early for its tokens; tokens to build nodes of
+                that are not in the tail.
         """
         begins, lengths = state["tail_begin"].tolist(), state["lengths"].tolist()
         if any(
@@ -150,3 +160,9 @@ class PackedLeaves:
             for begin, length in zip(begins, lengths, strict=True)
         ):
             raise ValueError(f"{name}: tail_begin and lengths do not fit: {begins} and {lengths}")
+        if builds and any(begins):
+            raise ValueError(
+                f"{name}: with leaf_bits the state must come from a cache whose capacity is above max_top_nodes, as "
+                "that of this one is: it has no nodes, and tokens in fewer bits give no others; got tokens from "
+                f"{begins} on as they came"
+            )

@@ -358,5 +358,5 @@ def _leader_offsets(size: int, stride: int, device: torch.device) -> Tensor:
 
 def _on(values: list[int], device: torch.device) -> Tensor:
     """int32 on the device, without waiting for it."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

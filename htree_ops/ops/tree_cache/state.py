@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from htree_ops.ops.arguments import check_data
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
-__all__ = ["check_leaders", "check_state", "free_stack", "options_as_tensors"]
+if TYPE_CHECKING:
+    from htree_ops.ops.tree_cache.cache import TreeKVCache
+
+__all__ = ["Placed", "check_leaders", "check_state", "free_stack", "options_as_tensors"]
 
 IMPORTANCES = ("lse_causal", "exp_joint")
 #: Entries of a state with a row for each of its pages.
@@ -49,8 +53,8 @@ def options_as_tensors(
     factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]
     factors.extend(options.inv_freq or ())
     return {
-        "options": torch.tensor(numbers, dtype=torch.int64),
-        "factors": torch.tensor(factors, dtype=torch.float64),
+        "options": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
+        "factors": torch.tensor(factors, dtype=torch.float64, device="cpu"),
     }
 
 
@@ -65,19 +69,24 @@ def _in_words(numbers: list[int]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in words.items())
 
 
-def check_state(
-    name: str,
-    state: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
-    page_size: int,
-    capacity: int,
-    num_pages: int,
-) -> tuple[Tensor, Tensor]:
-    """Checks a state against that of the cache which takes it; returns users [num_pages] and held [B], int32.
+class Placed(NamedTuple):
+    """Where the pages of a state go in the cache that takes it; int32 on the CPU.
 
-    Raises:
-        ValueError, TypeError: see :meth:`htree_ops.TreeKVCache.load_state_dict`.
+    Attributes:
+        pages: [n], of the pool, in the order of the state's pages.
+        block_table: [B, max_pages]. users: [num_pages]. held: [B].
     """
+
+    pages: Tensor
+    block_table: Tensor
+    users: Tensor
+    held: Tensor
+
+
+def _check_entries(
+    name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], cache: TreeKVCache
+) -> None:
+    """Checks kinds and shapes; the capacity of the state may be another one, which changes some sizes."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{name}: state must be a dict, got {type(state).__name__}")
     if state.keys() != own.keys():
@@ -89,32 +98,52 @@ def check_state(
                 f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
             )
         check_data(name, key, theirs)
+    wanted = {key: list(mine.shape) for key, mine in own.items()}
+    if state["block_table"].dim() == 2:
+        layers, rows = cache.sizes_of(state["block_table"].shape[1])
+        wanted["block_table"][1], wanted["lists"][2] = state["block_table"].shape[1], layers
+        wanted["keys"][2], wanted["values"][2] = rows
+    for key, shape in wanted.items():
         skip = int(key in PAGED)
-        if theirs.dim() != mine.dim() or theirs.shape[skip:] != mine.shape[skip:]:
-            raise ValueError(f"{name}: {key} must be like {tuple(mine.shape)}, got {tuple(theirs.shape)}")
+        theirs = state[key]
+        if theirs.dim() != len(shape) or list(theirs.shape[skip:]) != shape[skip:]:
+            raise ValueError(f"{name}: {key} must be like {tuple(shape)}, got {tuple(theirs.shape)}")
     for key in ("options", "factors"):
         if not torch.allclose(state[key], own[key], rtol=0.0, atol=0.0, equal_nan=True):
             words = _in_words if key == "options" else str
             raise ValueError(
                 f"{name}: {key} must be {words(own[key].tolist())}, got {words(state[key].tolist())}"
             )
+
+
+def check_state(
+    name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], cache: TreeKVCache
+) -> Placed:
+    """Checks a state against the cache which takes it, whose own entries are ``own``; copies nothing.
+
+    Raises:
+        ValueError, TypeError: see :meth:`htree_ops.TreeKVCache.load_state_dict`.
+    """
+    _check_entries(name, state, own, cache)
+    size, capacity, num_pages = cache.page_size, cache.capacity, cache.num_pages
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
-    if len(set(pages)) != len(pages) or any(len(state[key]) != len(pages) for key in PAGED if key in state):
-        raise ValueError(f"{name}: pages must be distinct, with as many keys and values, got {pages}")
-    if any(not 0 <= page < num_pages for page in pages):
-        raise ValueError(f"{name}: pages must lie between 0 and num_pages - 1 = {num_pages - 1}, got {pages}")
+    fits = all(len(state[key]) == len(pages) for key in PAGED if key in state)
+    if not fits or len(set(pages)) != len(pages) or min(pages, default=0) < 0:
+        raise ValueError(
+            f"{name}: pages must be distinct and at least 0, with as many keys and values, got {pages}"
+        )
     held = []
     for row, length in zip(table, lengths, strict=True):
         count = next((i for i, page in enumerate(row) if page == -1), len(row))
         used = row[:count]
-        if not 0 <= length <= min(capacity, count * page_size) or any(page != -1 for page in row[count:]):
+        if not 0 <= length <= count * size or any(page != -1 for page in row[count:]):
             raise ValueError(f"{name}: lengths and block_table do not fit: {length} tokens in pages {row}")
         if len(set(used)) != count or not set(used) <= set(pages):
             raise ValueError(f"{name}: block_table must name pages of the state, each once, got {used}")
         held.append(count)
     users = Counter(page for row in table for page in row if page != -1)
     for row, length, count in zip(table, lengths, held, strict=True):
-        if any(users[page] > 1 for page in row[length // page_size : count]):
+        if any(users[page] > 1 for page in row[length // size : count]):
             raise ValueError(
                 f"{name}: only full pages can be shared, got block_table {table} for lengths {lengths}"
             )
@@ -122,8 +151,31 @@ def check_state(
         raise ValueError(
             f"{name}: every page must be in block_table, got pages {pages} and block_table {table}"
         )
-    counts = [users[page] for page in range(num_pages)]
-    return torch.tensor(counts, dtype=torch.int32), torch.tensor(held, dtype=torch.int32)
+    needed = max(*lengths, (max(held) - 1) * size + 1)
+    if needed > capacity:
+        raise ValueError(
+            f"{name}: capacity must be at least {needed}, what a sequence of the state has taken, got {capacity}"
+        )
+    if len(pages) > num_pages:
+        raise ValueError(
+            f"{name}: num_pages must be at least {len(pages)}, the pages of the state, got {num_pages}"
+        )
+    # Pages keep their numbers, unless the pool has no such pages.
+    places = pages if all(0 <= page < num_pages for page in pages) else range(len(pages))
+    place_of = dict(zip(pages, places, strict=True))
+    columns = cache.block_table.shape[1]
+    placed = (
+        list(places),
+        [
+            [place_of[page] for page in row[:n]] + [-1] * (columns - n)
+            for row, n in zip(table, held, strict=True)
+        ],
+        [0] * num_pages,
+        held,
+    )
+    for page, count in users.items():
+        placed[2][place_of[page]] = count
+    return Placed(*(torch.tensor(x, dtype=torch.int32, device="cpu") for x in placed))
 
 
 def check_leaders(name: str, state: Mapping[str, Tensor], stride: int) -> None:

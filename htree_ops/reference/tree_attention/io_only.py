@@ -58,16 +58,16 @@ def io_compute_scores(
     group = num_heads // max(groups, 1)
     if q.numel() == 0 or layer_k.shape[1] == 0:
         shape = (batch, num_queries, groups, num_positions, group)
-        return torch.full(shape, -torch.inf, dtype=wide), found.num.to(torch.int32)
-    token = (torch.arange(num_queries) + t0).view(1, -1, 1, 1)
-    base = score_base(found.nodes, torch.arange(groups).view(1, 1, -1, 1), token).to(wide)
+        return torch.full(shape, -torch.inf, dtype=wide, device=q.device), found.num.to(torch.int32)
+    token = (torch.arange(num_queries, device=q.device) + t0).view(1, -1, 1, 1)
+    base = score_base(found.nodes, torch.arange(groups, device=q.device).view(1, 1, -1, 1), token).to(wide)
     key_sums = layer_k.to(wide).sum(-1)  # [B,N,S]
     keys = key_sums.transpose(1, 2)[:, None].expand(-1, num_queries, -1, -1).gather(-1, found.nodes)
     angles = (cos.to(wide) + sin.to(wide)).sum(-1)
     last = angles[(found.num - 1).clamp(min=0)]
     queries = q.to(wide).sum(-1).view(batch, num_queries, groups, group)
     shared = base + 0.01 * keys + 1e-6 * angles[:num_positions]
-    per_head = 1e-6 * (queries + last[..., None]) + 0.001 * torch.arange(group, dtype=wide)
+    per_head = 1e-6 * (queries + last[..., None]) + 0.001 * torch.arange(group, dtype=wide, device=q.device)
     scores = shared[..., None] + per_head[..., None, :]
     return scores.masked_fill(~found.present[..., None], -torch.inf), found.num.to(torch.int32)
 
@@ -86,11 +86,11 @@ def io_select_topk(
         raise ValueError(f'select must be "lcg" or "stratified", got {select!r}')
     batch, num_queries, groups = num_candidates.shape
     num = num_candidates.long().clamp(0, scores.shape[3])[..., None]
-    slots = torch.arange(top_k)
+    slots = torch.arange(top_k, device=num.device)
     seed = (
-        31 * torch.arange(batch).view(-1, 1, 1, 1)
-        + 7 * (torch.arange(num_queries) + t0).view(1, -1, 1, 1)
-        + 13 * torch.arange(groups).view(1, 1, -1, 1)
+        31 * torch.arange(batch, device=num.device).view(-1, 1, 1, 1)
+        + 7 * (torch.arange(num_queries, device=num.device) + t0).view(1, -1, 1, 1)
+        + 13 * torch.arange(groups, device=num.device).view(1, 1, -1, 1)
     )
     hashed = lcg_of(slots + seed)
     count = num.clamp(max=top_k)
@@ -101,8 +101,7 @@ def io_select_topk(
         width = (slots + 1) * num // count.clamp(min=1) - first
         positions = first + hashed % width.clamp(min=1)
     positions = torch.where(slots == count - 1, num - 1, positions)
-    valid = (slots < count) & torch.tensor(layer > 0)
-    return torch.where(valid, positions, -1).to(torch.int32)
+    return torch.where((slots < count) & (layer > 0), positions, -1).to(torch.int32)
 
 
 def io_compute_next_parents(
@@ -130,9 +129,10 @@ def io_attention_forward(
     wide = tree.accumulate_dtype(q)
     layers = tree.build_layers(k, v, rate, max_top_nodes)
     t0 = k.shape[1] - q.shape[1]
-    cos, sin = rope_cache(top_k * rate, q.shape[3], dtype=wide)
-    parents = tree.top_parents(q.shape[0], q.shape[1], k.shape[2], top_k, len(layers), rate, t0)
-    total = state.empty_state(q.shape[0], q.shape[1], q.shape[2], v.shape[3], torch.empty(0, dtype=wide))
+    cos, sin = rope_cache(top_k * rate, q.shape[3], dtype=wide, device=q.device)
+    sizes = (q.shape[0], q.shape[1], k.shape[2], top_k, len(layers), rate, t0)
+    parents = tree.top_parents(*sizes, device=q.device)
+    total = state.empty_state(q.shape[0], q.shape[1], q.shape[2], v.shape[3], q.new_empty(0, dtype=wide))
     for layer in reversed(range(len(layers))):
         keys, values = layers[layer]
         scores, num = io_compute_scores(q, keys, parents, cos, sin, layer, rate, scale, t0)

@@ -3,6 +3,7 @@
 
 #include <torch/library.h>
 
+#include "host/no_gradient.h"
 #include "host/registration.h"
 
 namespace htree::fp8 {

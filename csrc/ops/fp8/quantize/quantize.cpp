@@ -5,6 +5,7 @@
 
 #include "host/autograd.h"
 #include "host/op_handle.h"
+#include "host/no_gradient.h"
 #include "host/registration.h"
 
 namespace htree::fp8 {

@@ -2,6 +2,7 @@
 // docs/semantics/tree_attention.md §1.3, §1.7, §1.8
 #include <array>
 
+#include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/stages/select.h"

@@ -1,5 +1,6 @@
 // Schema, checks, Meta and registrations of compute_scores and of its IO-only twin.
 // docs/semantics/tree_attention.md §1.3, §1.4, §1.8
+#include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree/tree_checks.h"
 #include "ops/tree_attention/kernels.h"

@@ -8,6 +8,7 @@
 
 #include "host/check.h"
 #include "host/overlap.h"
+#include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree_cache/mutating.h"
 

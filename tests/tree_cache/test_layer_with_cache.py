@@ -1,0 +1,92 @@
+"""``HTreeAttention`` with a cache under what surrounds a model: autocast, torch.compile and recorded gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from htree_ops import HTreeAttention, TreeKVCache, quantize_model_
+
+OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
+
+
+def make(device: str, **options: Any) -> HTreeAttention:
+    torch.manual_seed(0)
+    return HTreeAttention(32, 4, 2, device=device, **OPTIONS, **options)
+
+
+def served(layer: HTreeAttention, x: Tensor, cache: TreeKVCache) -> Tensor:
+    return torch.cat([layer(part, cache=cache) for part in x.split((17, 1, 1, 11), dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cache_made_under_autocast_serves_under_autocast(
+    dtype: torch.dtype, quantised: bool, device: str
+) -> None:
+    layer = make(device)
+    if quantised:
+        quantize_model_(layer)
+    x = torch.randn(2, 30, 32, device=device)
+    with torch.no_grad(), torch.autocast(device, dtype):
+        cache = layer.make_cache(2, 30)
+        assert cache.dtype == dtype
+        torch.testing.assert_close(served(layer, x, cache), layer(x), atol=0.03, rtol=0.03)
+        assert layer.make_cache(2, 30, dtype=torch.float32).dtype == torch.float32
+    with torch.autocast(device, enabled=False):
+        assert quantised or layer.make_cache(2, 30).dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    layer = make("cpu", dtype=torch.float64)
+    x = torch.randn(2, 30, 32, dtype=torch.float64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = layer.make_cache(2, 30)
+        assert cache.dtype == torch.float64
+        torch.testing.assert_close(served(layer, x, cache), layer(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"selection_stride": 4}, {"scope": "q_head"}], ids=str)
+def test_a_compiled_step_with_gradients_is_the_eager_one(options: dict[str, Any], device: str) -> None:
+    """It runs, and a backward through it raises when it comes, not when the step is compiled."""
+    torch._dynamo.reset()
+    layer = make(device, **options)
+    x = torch.randn(2, 12, 32, device=device)
+    cache, eager = layer.make_cache(2, 30), layer.make_cache(2, 30)
+    step = torch.compile(lambda part: layer(part, cache=cache), fullgraph=True, backend="aot_eager")
+    for part in x.split((9, 1, 1, 1), dim=1):
+        got, wanted = step(part), layer(part, cache=eager)
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+        assert got.requires_grad
+        assert wanted.requires_grad
+        for out in (got, wanted):
+            with pytest.raises(
+                RuntimeError, match=r"tree_cache_attention is not implemented.*torch\.no_grad"
+            ):
+                out.sum().backward()
+        assert all(p.grad is None for p in layer.q_proj.parameters())
+    assert not cache.k_pool.requires_grad
+    assert cache.lengths.tolist() == eager.lengths.tolist() == [12, 12]
+
+
+def test_an_exported_step_serves_the_cache_that_it_was_exported_with(device: str) -> None:
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = make(device, selection_stride=4)
+            self.cache = self.layer.make_cache(2, 30)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, cache=self.cache)
+
+    step, x = Step(), torch.randn(2, 14, 32, device=device)
+    other = step.layer.make_cache(2, 30)
+    with torch.no_grad():
+        exported = torch.export.export(step, (x[:, :1],)).module()
+        assert step.cache.lengths.tolist() == [0, 0]
+        for part in x.split(1, dim=1):
+            torch.testing.assert_close(exported(part), step.layer(part, cache=other), atol=1e-5, rtol=1e-5)
+    assert step.cache.lengths.tolist() == [14, 14]
