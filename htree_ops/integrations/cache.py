@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -9,14 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from htree_ops.integrations.documents import take_rows
 from htree_ops.ops.arguments import autocast_dtype, check_int
-from htree_ops.ops.tree_cache import TreeKVCache
+from htree_ops.ops.tree_cache import TreeCacheBytes, TreeKVCache
 from htree_ops.ops.tree_cache.leaves import check_bits
 
-__all__ = ["HandedOver", "TreeCache"]
+__all__ = ["CACHE", "HandedOver", "TreeCache"]
 
+#: The keyword of a cache in a model and in ``generate()``: another since transformers 5.24, which warns of the old one;
+#: before it "cache" meant a paged one.
+CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 #: A crop by so many strides always finds the lists that the next token needs (docs/semantics/tree_cache.md §7.4).
 STRIDES_BACK = 3
 #: Options of tree_attention that a cache has no use for.
@@ -158,10 +164,12 @@ class TreeLayer(CacheLayerMixin):
                 a mask that does not fit the tokens that the cache holds; on CUDA its rows are NaN.
         """
         before, n = self.columns, q.shape[1]
-        if before + n > self.shared.max_cache_len:
+        most = self.shared.max_cache_len
+        if before + n > most:
+            reset = f", or reset() the {before} that it holds" if before and n <= most else ""
             raise ValueError(
                 f"TreeCache: max_cache_len must be at least {before + n}, the tokens of a sequence with its padding, "
-                f"got {self.shared.max_cache_len}"
+                f"got {most}: make a larger cache{reset}"
             )
         if (dtype := autocast_dtype(q.device)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -227,6 +235,26 @@ class TreeLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Most columns."""
         return self.shared.max_cache_len
+
+    def tokens(self) -> tuple[Tensor | None, Tensor | None]:
+        """Copies of the keys [B, H_kv, columns, K] and values [B, H_kv, columns, V], 0 at padding; (None, None) before
+        the first call. The host waits for the device.
+        """
+        cache, rows = self.cache, self.shared.rows
+        if cache is None:
+            return None, None
+        shape = (cache.batch, cache.num_kv_heads, self.columns)
+        keys, values = (
+            torch.zeros(*shape, width, dtype=cache.dtype, device=cache.device)
+            for width in (cache.head_dim, cache.value_dim)
+        )
+        for b in range(cache.batch):
+            real: Tensor | slice = (
+                slice(None) if rows is None else rows.mask[b, : self.columns].to(cache.device)
+            )
+            for target, held in zip((keys, values), cache.layer(b, 0), strict=True):
+                target[b, :, real] = held.transpose(0, 1)
+        return keys, values
 
     def reset(self) -> None:
         """Takes all tokens back and keeps the memory."""
@@ -309,11 +337,13 @@ class TreeLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """A cache of finished tree nodes for models with ``attn_implementation="htree"``, one per ``generate()``.
 
-    ``model.generate(ids, past_key_values=TreeCache(model.config, max_cache_len=4096))`` gives the tokens of
-    ``generate(ids, use_cache=False)``, and a step reads what its query opens. It serves padded batches, beams, drafts
-    (assisted generation), prompts in chunks and any ``selection_stride``. ``copy.deepcopy`` of a filled cache keeps a
-    prompt. Memory for ``max_cache_len`` tokens of every sequence and layer is taken by the first call. No gradient
-    flows through it.
+    ``model.generate(ids, cache=TreeCache(model.config, max_cache_len=4096))`` gives the tokens of
+    ``generate(ids, use_cache=False)``, and a step reads what its query opens; before transformers 5.24 the argument is
+    ``past_key_values``. It serves padded batches, beam search, speculative decoding (assisted generation), prompts in
+    chunks and any ``selection_stride``. ``copy.deepcopy`` of a filled cache keeps a prompt; ``reset()`` makes it ready
+    for another one. Memory for ``max_cache_len`` tokens of every sequence and layer is taken by the first call.
+    Iteration gives what it gives for a ``DynamicCache``, as copies: keys and values of each layer, 0 at padding, and
+    None; so ``DynamicCache(cache)`` holds the same tokens. No gradient flows through it.
     Source: docs/semantics/tree_cache.md §7; docs/models.md says how to serve with it.
 
     Args:
@@ -360,6 +390,37 @@ class TreeCache(Cache):
             )
         super().__init__(layers=[TreeLayer(self.shared) for _ in range(text.num_hidden_layers)])
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer has taken its memory."""
+        return len(self._filled()) == len(self)
+
+    def num_bytes(self) -> TreeCacheBytes:
+        """Tokens of all sequences, and the memory of all layers (:meth:`htree_ops.TreeKVCache.num_bytes`)."""
+        found = [cache.num_bytes() for cache in self._filled()]
+        return TreeCacheBytes(
+            tokens=found[0].tokens if found else 0,
+            used=sum(x.used for x in found),
+            allocated=sum(x.allocated for x in found),
+        )
+
+    def _filled(self) -> list[TreeKVCache]:
+        """The caches of the layers that have one."""
+        return [x.cache for x in self.layers if isinstance(x, TreeLayer) and x.cache is not None]
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        for layer in self.layers:
+            assert isinstance(layer, TreeLayer)
+            yield *layer.tokens(), None
+
+    def __repr__(self) -> str:
+        batch = self._filled()[0].batch if self._filled() else None
+        sizes = {"layers": len(self), "batch": batch, "tokens": self.get_seq_length()} | {
+            name: getattr(self.shared, name)
+            for name in ("max_cache_len", "page_size", "num_pages", "leaf_bits", "prompt_bytes")
+        }
+        return f"TreeCache({', '.join(f'{name}={size}' for name, size in sizes.items() if size is not None)})"
+
     def reset(self) -> None:
         """Takes all tokens back and keeps the memory."""
         super().reset()
@@ -377,6 +438,5 @@ class TreeCache(Cache):
         Raises:
             ValueError: an error was recorded.
         """
-        for layer in self.layers:
-            if isinstance(layer, TreeLayer) and layer.cache is not None:
-                layer.cache.check()
+        for cache in self._filled():
+            cache.check()

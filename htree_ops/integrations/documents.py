@@ -21,6 +21,7 @@ __all__ = [
     "attend_cached",
     "attend_documents",
     "attend_padded",
+    "attend_real_documents",
     "attend_restarting",
     "documents_of",
     "has_restarts",
@@ -158,36 +159,68 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def attend_cached(
+    query: Tensor, key: Tensor, value: Tensor, real_q: Tensor, real_k: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Tree attention of padded sequences whose real queries are the last of their real keys; it can be traced.
+
+    The real rows of the whole batch move to the front of one row, a document for each sequence. No Python code reads
+    how many there are: rows behind the last document count for nothing, whatever they hold (§1.16).
+
+    Args:
+        query: [B, T_q, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
+        real_q: bool [B, T_q]; real_k: bool [B, T]; False at padding.
+        options: keywords of :func:`htree_ops.tree_attention`, with any importance.
+
+    Returns:
+        [B, T_q, H, V]; 0 at padding, which has no gradient and may hold NaN.
+    """
+    (rows_q, cu_q), (rows_k, cu_k) = (_real_rows(real) for real in (real_q, real_k))
+    documents = Documents(cu_q, cu_k, real_q.shape[1], real_k.shape[1])
+    return _attend_rows(query, key, value, documents, rows_q, rows_k, options)
+
+
+def _real_rows(real: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows [B * T] of a mask [B, T], the real ones first, and where those of each sequence begin, int32 [B + 1]."""
+    rows = torch.argsort(~real.flatten(), stable=True)
+    ends = real.sum(1).cumsum(0)
+    return rows, torch.cat((torch.zeros_like(ends[:1]), ends)).int()
+
+
+def attend_real_documents(
+    query: Tensor, key: Tensor, value: Tensor, real: Tensor, positions: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Tree attention of the documents that restarting positions [B or 1, T] show in padded sequences; reads lengths.
+
+    Shapes and results are those of :func:`attend_restarting`, which can be traced.
+    """
+    documents, rows = _remembered((real, positions), "rows", lambda: _real_documents(real, positions))
+    return _attend_rows(query, key, value, documents, rows, rows, options)
+
+
+def _real_documents(real: Tensor, positions: Tensor) -> tuple[Documents, Tensor]:
+    """The documents without padding, and the rows [B * T] that are real."""
+    starts = restarts(positions, real)
+    starts[:, :1] = True
+    rows = real.flatten().nonzero().flatten()
+    document = (starts.flatten().cumsum(0) - 1)[rows]
+    lengths = torch.bincount(document, minlength=int(starts.sum())).tolist()
+    return Documents.of(lengths, lengths, real.device), rows
+
+
+def _attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    real: Tensor,
+    documents: Documents,
+    rows_q: Tensor,
+    rows_k: Tensor,
     options: dict[str, Any],
-    positions: Tensor | None = None,
 ) -> Tensor:
-    """:func:`attend_padded` for queries [B, T_q, H, K] that are the last rows of ``real`` [B, T]; reads its lengths.
-
-    With ``positions`` [B or 1, T], where T_q = T, each document of a sequence is a text of its own.
-    """
-    B, T_q = query.shape[:2]
-    known = (real,) if positions is None else (real, positions)
-    documents, rows_q, rows_k = _remembered(known, T_q, lambda: _real_rows(real, T_q, positions))
+    """Tree attention of documents in these rows of [B * T_q] queries and [B * T] keys; 0 in the others."""
     q, k, v = (x.flatten(0, 1)[rows] for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k)))
     out = attend_documents(q, k, v, documents, options)
-    result = out.new_zeros(B * T_q, *out.shape[1:])
-    return result.index_copy(0, rows_q, out).unflatten(0, (B, T_q))
-
-
-def _real_rows(real: Tensor, T_q: int, positions: Tensor | None) -> tuple[Documents, Tensor, Tensor]:
-    """The documents without padding, and the rows of queries [B * T_q] and keys [B * T] that are real."""
-    starts = torch.zeros_like(real) if positions is None else restarts(positions, real)
-    starts[:, :1] = True
-    document, number = starts.flatten().cumsum(0).view_as(real) - 1, int(starts.sum())
-    last = slice(real.shape[1] - T_q, None)
-    rows_q, rows_k = (mask.flatten().nonzero().flatten() for mask in (real[:, last], real))
-    counted = document[:, last].flatten()[rows_q], document.flatten()[rows_k]
-    lengths_q, lengths_k = (torch.bincount(x, minlength=number).tolist() for x in counted)
-    return Documents.of(lengths_q, lengths_k, real.device), rows_q, rows_k
+    result = out.new_zeros(query.shape[0] * query.shape[1], *out.shape[1:])
+    return result.index_copy(0, rows_q, out).unflatten(0, query.shape[:2])
 
 
 # ---- lengths, read once per tensor: every layer of a model gets the same one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
 )
 
+from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import (
     NAME,
     has_compact_positions,
@@ -38,8 +38,6 @@ __all__ = ["patch_model_", "unpatch_model_"]
 
 #: Width of the heads of a rotation by no angle, where it divides the width of a row.
 IDENTITY_WIDTH = 128
-#: The keyword of a layer's cache: another since transformers 5.24, where "cache" meant a paged one before.
-CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 
 
 def _is_just(module: nn.Module, *kinds: type[nn.Module]) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    DynamicCache,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -32,18 +33,24 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 from transformers.utils.import_utils import is_tracing
 
 from htree_ops.integrations import quantizer
-from htree_ops.integrations.cache import HandedOver, TreeCache
+from htree_ops.integrations.cache import CACHE, HandedOver, TreeCache
 from htree_ops.integrations.documents import (
     Documents,
     attend_cached,
     attend_documents,
     attend_padded,
+    attend_real_documents,
     attend_restarting,
     documents_of,
     has_restarts,
     restarts,
 )
+<<<<<<< HEAD
 from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as, options_of
+=======
+from htree_ops.integrations.leaders import LeaderLayer, keep_leaders, leaders_of
+from htree_ops.ops.arguments import check_dtype, check_tensors, named_as, options_of
+>>>>>>> d7364c7dce5abea0a2505d05440f4b3322f111d2
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 from htree_ops.ops.tree_attention.attention import check_scope
 
@@ -65,7 +72,15 @@ ROTARY: dict[type[nn.Module], type[nn.Module]] = {
 }
 #: Tensors among the keywords of an attention call that do not change what attention computes.
 HARMLESS = frozenset(
-    ("cache_position", "labels", "num_items_in_batch", "position_ids", "seq_idx", "token_type_ids")
+    (
+        "cache_position",
+        "labels",
+        "num_items_in_batch",
+        "position_ids",
+        "seq_idx",
+        "shift_labels",
+        "token_type_ids",
+    )
 )
 #: What to do with a model, or with a part of one, that tree attention cannot serve.
 PART = "{'text_config': 'htree'} for the language model of a model with several parts"
@@ -121,6 +136,8 @@ def register(positions: Positions | None = None) -> None:
     chosen = PreTrainedModel.get_correct_attn_implementation
     if not hasattr(chosen, "refuses"):
         PreTrainedModel.get_correct_attn_implementation = _only_with_interface(chosen)  # type: ignore[method-assign]
+    if not hasattr(DynamicCache.__init__, "keeps_leaders"):
+        DynamicCache.__init__ = keep_leaders(DynamicCache.__init__, _stride_of)  # type: ignore[method-assign]
     quantizer.register()
 
 
@@ -199,6 +216,14 @@ def options_of_config(config: PretrainedConfig) -> Choices:
     if "scope" in options:  # packed documents and a cache take the word for a known one
         check_scope("config.htree", options["scope"])
     return Choices(options, positions == "compact", packed)
+
+
+def _stride_of(config: PretrainedConfig) -> int:
+    """selection_stride of a model with this config, 1 where it has another attention or a value that is refused."""
+    if config._attn_implementation != NAME:
+        return 1
+    stride = options_of_config(config).options.get("selection_stride", 1)
+    return stride if isinstance(stride, int) else 1
 
 
 def _refuse(message: str) -> NoReturn:
@@ -393,7 +418,8 @@ def attention(
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
             return _attend_bounded(q, k, v, mask, *bounds, options | of_model), None
-        return _attend(q, k, v, mask, positions, options | of_model, packed), None
+        leaders = leaders_of(key, options.get("selection_stride", 1))
+        return _attend(q, k, v, mask, positions, options | of_model, packed, leaders), None
     except (TypeError, ValueError):
         with options_of("config.htree"):  # it may be an option that the op has refused
             TreeOptions(**options)
@@ -422,7 +448,8 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest:
             _refuse(REFUSED[name])
         if isinstance(thing, Tensor) and name not in HARMLESS:
             _refuse(
-                f"the model passes {name!r} to its attention, which htree does not know: use attn_implementation='sdpa'"
+                f"the model passes {name!r} to its attention, which htree does not know: leave it out of the call, or "
+                "use attn_implementation='eager' if attention depends on it"
             )
 
 
@@ -442,10 +469,13 @@ def _attend(
     positions: Tensor | None,
     options: dict[str, Any],
     packed: bool,
+    leaders: LeaderLayer | None,
 ) -> Tensor:
     """Whole sequences, padded ones and documents that positions show."""
     if q.shape[1] != k.shape[1]:
-        return _attend_behind_a_cache(q, k, v, mask, positions, options)
+        return _attend_behind_a_cache(q, k, v, mask, positions, options, leaders)
+    if leaders is not None:
+        leaders.keep(q, mask if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 else None)
     if mask is None:
         mask = positions
     if mask is None:
@@ -485,19 +515,16 @@ def _attend_real(
     packed: bool,
 ) -> Tensor:
     """The rows that are no padding, of whole sequences or of documents."""
-    # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
-    looks_ahead = options.get("importance") == "lse"
     if torch.compiler.is_compiling():
-        if looks_ahead:
-            _refuse(
-                "padding with importance='lse' cannot be compiled: call the model uncompiled, or pad nothing"
-            )
         if positions is not None and packed:
             return attend_restarting(q, k, v, positions, real, options)
         if positions is not None:
             q = _nan_where_packed(q, positions, real)
-    elif looks_ahead or (positions is not None and has_restarts(positions, real)):
-        return attend_cached(q, k, v, real, options, positions)
+    elif positions is not None and has_restarts(positions, real):
+        return attend_real_documents(q, k, v, real, positions, options)
+    if options.get("importance") == "lse":
+        # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
+        return attend_cached(q, k, v, real, real, options)
     return attend_padded(q, k, v, real, options)
 
 
@@ -508,19 +535,25 @@ def _attend_behind_a_cache(
     real: Tensor | None,
     positions: Tensor | None,
     options: dict[str, Any],
+    leaders: LeaderLayer | None,
 ) -> Tensor:
     """Queries that are the last rows: the tree of all keys is built again."""
-    if options.get("selection_stride", 1) != 1:
+    stride = options.get("selection_stride", 1)
+    if stride != 1 and leaders is None:
         _refuse(
-            f"queries behind a DynamicCache need selection_stride = 1, got {options['selection_stride']}: "
-            "generate with past_key_values=TreeCache(model.config, max_cache_len=...), or use_cache=False"
+            f"queries behind a cache with selection_stride = {stride} need one that keeps those of leaders: use "
+            f"{CACHE}=TreeCache(model.config, max_cache_len=...), or {CACHE}=DynamicCache(config=model.config), made "
+            "after register() and with this stride, or use_cache=False, as for a model that changes the cache's keys"
         )
     if real is not None and (real.dtype != torch.bool or real.dim() != 2):
         _refuse("behind a cache only padding may be masked: other masks need attn_implementation='sdpa'")
-    if real is not None and torch.compiler.is_compiling():
-        _refuse("a padded batch behind a cache cannot be compiled: call the model uncompiled, or pad nothing")
     q = _without_documents(q, positions, real, k.shape[1] - q.shape[1])
-    return tree_attention(q, k, v, **options) if real is None else attend_cached(q, k, v, real, options)
+    if leaders is not None:
+        leaders.keep(q, real)
+        return leaders.attend(q, k, v, real, options)
+    if real is None:
+        return tree_attention(q, k, v, **options)
+    return attend_cached(q, k, v, real[:, -q.shape[1] :], real, options)
 
 
 @named_as(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -56,6 +57,19 @@ def make_model(
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)  # of the usual 0.02 attention would be nearly uniform
     return model.to(device).eval()
+
+
+def make_other(
+    config: str, model: str, sizes: dict[str, Any], attention: Any = "htree", options: Any = EXACT
+) -> PreTrainedModel:
+    """The same weights for the same family."""
+    made = getattr(transformers, config)(**sizes, htree=dict(options))
+    torch.manual_seed(0)
+    found = getattr(transformers, model)._from_config(made, attn_implementation=attention)
+    torch.manual_seed(1)
+    for p in found.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return found.eval()
 
 
 def make_text(batch: int = 2, length: int = 40, device: str = "cpu") -> torch.Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from small_models import SPARSE, logits_and_gradients, make_model, make_text
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
+from transformers.integrations.executorch import register_dynamic_cache_export_support
 
+from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import _nan_where_packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,6 +37,65 @@ def test_compiled_models_give_what_uncompiled_ones_give(
         torch.testing.assert_close(got[0], wanted[0])
         for ours, theirs in zip(got[1], wanted[1], strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+STEPS = {"ones": 0, "left": 9, "none": None}
+
+
+@pytest.mark.parametrize(
+    ("padding", "importance", "tokens", "backend"),
+    [("ones", "lse_causal", 1, "aot_eager"), ("left", "lse", 3, "eager"), ("none", "lse_causal", 1, "eager")],
+)
+def test_steps_behind_the_default_cache_compile_once(
+    padding: str, importance: str, tokens: int, backend: str
+) -> None:
+    torch._dynamo.reset()
+    model = make_model(options=SPARSE | {"importance": importance}, num_hidden_layers=1)
+    ids = make_text()
+    mask = torch.ones_like(ids)
+    mask[0, : STEPS[padding] or 0] = 0
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    compiled_at = []  # the number of graphs after each step
+    with torch.no_grad():
+        for begin, end in pairwise((0, *range(23, 40, tokens))):
+            call = {} if STEPS[padding] is None else {"attention_mask": mask[:, :end]}
+            got, wanted = (
+                m(ids[:, begin:end], **{CACHE: cache}, **call).logits
+                for m, cache in zip((compiled if begin else model, model), caches, strict=True)
+            )
+            torch.testing.assert_close(got, wanted)
+            compiled_at.append(graphs.frame_count)
+    assert 0 == compiled_at[0] < compiled_at[1] == compiled_at[-1]
+
+
+@pytest.mark.parametrize("padding", STEPS)
+def test_steps_behind_the_default_cache_are_exported(padding: str) -> None:
+    """With the length of the cache as a dynamic one; with strict=True transformers itself fails at that."""
+    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
+    mask = torch.ones_like(ids)
+    mask[0, : STEPS[padding] or 0] = 0
+
+    def call(begin: int) -> dict[str, Any]:
+        masked = {} if STEPS[padding] is None else {"attention_mask": mask[:, : begin + 1]}
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(
+                ids[:, :begin],
+                attention_mask=masked["attention_mask"][:, :-1] if masked else None,
+                **{CACHE: cache},
+            )
+        return {"input_ids": ids[:, begin : begin + 1], CACHE: cache, **masked}
+
+    tokens = torch.export.Dim.DYNAMIC
+    sizes = {"input_ids": None, CACHE: [[{2: tokens}], [{2: tokens}]]}
+    sizes |= {} if STEPS[padding] is None else {"attention_mask": {1: tokens}}
+    register_dynamic_cache_export_support()
+    with torch.no_grad():
+        exported = torch.export.export(model, (), call(20), dynamic_shapes=sizes, strict=False).module()
+        for begin in (20, 31):
+            torch.testing.assert_close(exported(**call(begin)).logits, model(**call(begin)).logits)
 
 
 def test_a_compiled_model_tells_padding_from_documents() -> None:
@@ -100,9 +164,9 @@ def test_documents_behind_a_cache_are_refused_with_what_to_do() -> None:
     model, ids = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1), make_text()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     positions = torch.arange(40)[None]
-    cache = model(ids[:, :20], position_ids=positions[:, :20]).past_key_values
+    cache = model(ids[:, :20], position_ids=positions[:, :20])[CACHE]
     with pytest.raises(RuntimeError, match="htree: a cache holds one text per sequence"):
-        compiled(ids[:, 20:], position_ids=positions[:, :20] % 7, past_key_values=cache)
+        compiled(ids[:, 20:], position_ids=positions[:, :20] % 7, **{CACHE: cache})
 
 
 def test_the_word_packed_is_a_bool() -> None:

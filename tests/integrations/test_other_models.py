@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import EXACT, SIZES, SPARSE, make_model, make_text
+from small_models import EXACT, SIZES, SPARSE, make_model, make_other, make_text
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from htree_ops.integrations import patch_model_, unpatch_model_
+from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import TreeCache, attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,19 +62,6 @@ GAPS: dict[str, dict[str, Any]] = {
     "left padding": {"attention_mask": [[0] * 11 + [1] * 29, [1] * 40]},
     "documents": {"position_ids": [[*range(13), *range(20), *range(7)], [*range(40)]]},
 }
-
-
-def make_other(
-    config: str, model: str, sizes: dict[str, Any], attention: Any = "htree", options: Any = EXACT
-) -> PreTrainedModel:
-    """The same weights for the same family."""
-    made = getattr(transformers, config)(**sizes, htree=dict(options))
-    torch.manual_seed(0)
-    found = getattr(transformers, model)._from_config(made, attn_implementation=attention)
-    torch.manual_seed(1)
-    for p in found.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    return found.eval()
 
 
 def logits_and_gradients(model: PreTrainedModel, ids: Tensor, call: dict[str, Tensor]) -> list[Tensor]:
@@ -348,7 +336,7 @@ def test_a_tree_cache_is_for_layers_of_full_attention() -> None:
 def test_a_model_that_changes_what_its_cache_returns_is_refused() -> None:
     model = make_other("DiffLlamaConfig", "DiffLlamaForCausalLM", SIZES)
     with pytest.raises(NotImplementedError, match="hands what its cache returns to its attention unchanged"):
-        model(make_text(), past_key_values=TreeCache(model.config, max_cache_len=64))
+        model(make_text(), **{CACHE: TreeCache(model.config, max_cache_len=64)})
     for function in (torch.cat, nn.functional.dropout):
         with pytest.raises(NotImplementedError, match="use a DynamicCache"):
             function(TreeCache(model.config, 64).update(TEXT, TEXT, 0)[0])

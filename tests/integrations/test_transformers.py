@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils.generic import TransformersKwargs
 
 import htree_ops
-from htree_ops.integrations.cache import TreeCache
+from htree_ops.integrations.cache import CACHE, TreeCache
 from htree_ops.integrations.transformers import (
     _compact_options,
     _computed_rotation,
@@ -120,8 +123,8 @@ def test_padding_changes_nothing_where_later_tokens_count(device: str) -> None:
         torch.testing.assert_close(out[real], attend(seed, None)[0], rtol=1e-4, atol=1e-4)
         assert not out[~real].any()
     compiled = torch.compile(lambda q: attention(layer, q, q, q, real)[0], backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="padding with importance='lse' cannot be compiled"):
-        compiled(torch.zeros(1, 4, 38, 8, device=device))
+    q = torch.randn(1, 4, 38, 8, device=device)
+    torch.testing.assert_close(compiled(q), attention(layer, q, q, q, real)[0])
 
 
 def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
@@ -216,7 +219,7 @@ def test_scaled_positions_are_compiled_exported_and_served() -> None:
     torch.testing.assert_close(exported.module()(ids, use_cache=False).logits, model(ids).logits)
     cache = TreeCache(model.config, max_cache_len=40)
     with torch.no_grad():
-        parts = [model(part, past_key_values=cache).logits for part in ids.split((31, 1, 1, 7), dim=1)]
+        parts = [model(part, **{CACHE: cache}).logits for part in ids.split((31, 1, 1, 7), dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -241,7 +244,7 @@ def test_a_cache_gives_what_the_whole_text_gives(device: str) -> None:
     model, ids = make_model(options=SPARSE, device=device), make_text(device=device)
     whole = model(ids, use_cache=False).logits
     first = model(ids[:, :23], use_cache=True)
-    rest = model(ids[:, 23:], past_key_values=first.past_key_values)
+    rest = model(ids[:, 23:], **{CACHE: first[CACHE]})
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, rtol=1e-4, atol=1e-4)
     assert torch.equal(
         model.generate(ids, max_new_tokens=6, do_sample=False),
@@ -258,13 +261,6 @@ def test_a_padded_prompt_in_chunks_through_the_default_cache(device: str) -> Non
     assert torch.equal(
         model.generate(ids, prefill_chunk_size=7, **call), model.generate(ids, use_cache=False, **call)
     )
-
-
-def test_a_stride_needs_no_cache(device: str) -> None:
-    model, ids = make_model(options=SPARSE | {"selection_stride": 4}, device=device), make_text(device=device)
-    model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=False)
-    with pytest.raises(NotImplementedError, match=r"selection_stride = 1, got 4.*use_cache=False"):
-        model.generate(ids, max_new_tokens=2, do_sample=False)
 
 
 # ---- training
@@ -305,8 +301,20 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool, device: str) ->
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_the_trainer_trains(packed: bool, tmp_path: Any) -> None:
+class PaddingFree:
+    """One row of documents between boundaries, and labels that are already those of the next token."""
+
+    def __init__(self) -> None:
+        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = self.flatten(rows)
+        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        return batch
+
+
+@pytest.mark.parametrize("packed", ["padded", "packed", "padding-free"])
+def test_the_trainer_trains(packed: str, tmp_path: Any) -> None:
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
         ids = torch.tensor([[0] * (longest - len(row["input_ids"])) + row["input_ids"] for row in rows])
@@ -323,8 +331,12 @@ def test_the_trainer_trains(packed: bool, tmp_path: Any) -> None:
         logging_steps=1, save_strategy="no", use_cpu=True, gradient_checkpointing=True, disable_tqdm=True,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True) if packed else collate
-    trainer = Trainer(model=model, args=arguments, train_dataset=texts, data_collator=collator)
+    collators = {
+        "padded": collate,
+        "packed": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+        "padding-free": PaddingFree(),
+    }
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts, data_collator=collators[packed])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8
@@ -406,7 +418,7 @@ def no_dict() -> Any:
 
 def behind_a_cache(**call: Any) -> None:
     model = make_model()
-    model(make_text(), past_key_values=model(make_text()).past_key_values, **call)
+    model(make_text(), **{CACHE: model(make_text())[CACHE]}, **call)
 
 
 def packed_with(**call: Any) -> None:
@@ -448,7 +460,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         r"mask of padding \[B, T\], got torch.bool \(2, 1, 40, 40\)",
     ),
     "static cache": (
-        lambda: call_with({}, past_key_values=StaticCache(config=make_model().config, max_cache_len=64)),
+        lambda: call_with({}, **{CACHE: StaticCache(config=make_model().config, max_cache_len=64)}),
         NotImplementedError,
         "static cache .* DynamicCache",
     ),
@@ -590,6 +602,25 @@ def test_keywords_of_other_models_are_refused(keywords: dict[str, Any], message:
     assert attention(layer, q, k, k, None, num_items_in_batch=torch.ones(1))[0].shape == (1, 6, 4, 8)
     with pytest.raises(NotImplementedError, match=message):
         attention(layer, q, k, k, None, **keywords)
+
+
+def test_keywords_of_losses_and_collators_change_nothing() -> None:
+    """All tensors that transformers itself lists for a model's call or for its loss."""
+    listed = {name for name, kind in TransformersKwargs.__annotations__.items() if "Tensor" in str(kind)}
+    loss = {
+        name for name, x in signature(ForCausalLMLoss).parameters.items() if "Tensor" in str(x.annotation)
+    }
+    listed -= {"cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}  # these say what attention computes
+    assert {"shift_labels", "num_items_in_batch", "seq_idx"} <= listed | loss
+    layer, model = make_model().model.layers[0].self_attn, make_model()
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    wanted = attention(layer, q, k, k, None)[0]
+    for name in listed | loss:
+        assert torch.equal(attention(layer, q, k, k, None, **{name: torch.ones(1, 6)})[0], wanted)
+    ids = make_text()
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    wanted_loss = model(ids, labels=ids).loss
+    torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, wanted_loss)
 
 
 def test_compact_positions_need_a_known_model() -> None:

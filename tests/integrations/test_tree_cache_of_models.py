@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import EXACT, SPARSE, make_model, make_text
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel
 
 import htree_ops
+from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.transformers import TreeCache, attention
 
@@ -37,7 +38,7 @@ def generate(
     model: PreTrainedModel, ids: Tensor, cached: bool = True, leaf_bits: int | None = None, **call: Any
 ) -> Tensor:
     tree = TreeCache(model.config, 96, page_size=16, leaf_bits=leaf_bits)
-    cache = {"past_key_values": tree} if cached else {"use_cache": False}
+    cache = {CACHE: tree} if cached else {"use_cache": False}
     return model.generate(ids, **{"max_new_tokens": 10, **GREEDY, **cache, **call})
 
 
@@ -72,7 +73,7 @@ def test_neighbours_are_opened_in_models_too() -> None:
         whole = model(ids, use_cache=False).logits
         assert not torch.allclose(whole, make_model(options=wide)(ids, use_cache=False).logits, atol=1e-4)
         cache = TreeCache(model.config, 96, page_size=16)
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([37, 1, 1, 21], dim=1)]
+        parts = [model(part, **{CACHE: cache}).logits for part in ids.split([37, 1, 1, 21], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -94,7 +95,7 @@ def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
     """Near to 16 bits, in less memory, and with drafts and chunks the same tokens as step by step."""
     model, ids = make_model(options=SPARSE, device=device, head_dim=64), make_text(length=30, device=device)
     plain, packed = (TreeCache(model.config, 96, page_size=16, leaf_bits=x) for x in (None, bits))
-    wanted, found = (model(ids, past_key_values=cache).logits for cache in (plain, packed))
+    wanted, found = (model(ids, **{CACHE: cache}).logits for cache in (plain, packed))
     assert not torch.equal(found, wanted)
     error = (found - wanted).norm() / wanted.norm()
     assert error < {8: 0.02, 4: 0.3}[bits]
@@ -106,7 +107,7 @@ def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
     )
     packed.crop(-12)
     assert packed.get_seq_length() == 18
-    again = model(ids[:, 18:], past_key_values=packed).logits
+    again = model(ids[:, 18:], **{CACHE: packed}).logits
     torch.testing.assert_close(again, found[:, 18:], rtol=1e-5, atol=1e-4)
     packed.check()
 
@@ -123,18 +124,18 @@ def test_prompts_in_chunks_and_prompts_that_are_kept(options: dict[str, Any], de
     )
     cache = TreeCache(model.config, 96)
     with torch.no_grad():
-        model(ids[:, :23], past_key_values=cache)
+        model(ids[:, :23], **{CACHE: cache})
     for _ in range(2):
         kept = copy.deepcopy(cache)
-        assert torch.equal(generate(model, ids, past_key_values=kept), wanted)
+        assert torch.equal(generate(model, ids, **{CACHE: kept}), wanted)
         assert kept.get_seq_length() == 49
-    assert torch.equal(generate(model, ids, past_key_values=cache), wanted)
+    assert torch.equal(generate(model, ids, **{CACHE: cache}), wanted)
     longer = torch.cat([wanted, ids], 1)  # goes on where the cache ends
-    again = generate(model, longer, past_key_values=cache, max_new_tokens=3)
+    again = generate(model, longer, **{CACHE: cache}, max_new_tokens=3)
     assert torch.equal(again, generate(model, longer, cached=False, max_new_tokens=3))
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert torch.equal(generate(model, ids, past_key_values=cache, attention_mask=mask)[1], wanted[1])
+    assert torch.equal(generate(model, ids, **{CACHE: cache}, attention_mask=mask)[1], wanted[1])
     cache.check()
 
 
@@ -217,14 +218,14 @@ def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device:
     model, ids = make_model(options=SPARSE, device=device).train(), make_text(device=device)
     cache = TreeCache(model.config, 64)
     with pytest.raises(RuntimeError, match="derivative for htree::tree_cache_attention is not implemented"):
-        model(ids, labels=ids, past_key_values=cache).loss.backward()
+        model(ids, labels=ids, **{CACHE: cache}).loss.backward()
     cache.reset()
     model.zero_grad()
     model(ids, labels=ids, use_cache=False).loss.backward()
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model.gradient_checkpointing_enable()
-    model(ids, labels=ids, past_key_values=cache).loss.backward()
+    model(ids, labels=ids, **{CACHE: cache}).loss.backward()
     assert cache.get_seq_length() == 0
     assert all(torch.equal(p.grad, want) for p, want in zip(model.parameters(), wanted, strict=True))
 
@@ -240,7 +241,7 @@ def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
 
     def call(m: Any, cache: TreeCache, begin: int, end: int) -> Tensor:
         masked = {"attention_mask": mask[:, :end]} if padded else {}
-        return m(ids[:, begin:end], past_key_values=cache, **masked).logits
+        return m(ids[:, begin:end], **{CACHE: cache}, **masked).logits
 
     with torch.no_grad():
         if not padded:
@@ -263,7 +264,7 @@ def test_a_cache_follows_autocast(device: str) -> None:
     with torch.autocast(device, torch.bfloat16):
         cache = TreeCache(model.config, 64)
         with torch.no_grad():
-            got = model(ids, past_key_values=cache).logits
+            got = model(ids, **{CACHE: cache}).logits
             wanted = model(ids, use_cache=False).logits
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
         assert cache.layers[0].cache.dtype == torch.bfloat16
@@ -282,13 +283,13 @@ def filled(
     model = make_model(options=options, num_hidden_layers=1, head_dim=head_dim)
     cache = TreeCache(model.config, size, **memory)
     with torch.no_grad():
-        model(make_text(length=30), past_key_values=cache, attention_mask=mask)
+        model(make_text(length=30), **{CACHE: cache}, attention_mask=mask)
     return model, cache
 
 
 def go_on(model: Any, cache: TreeCache, columns: int = 1, **call: Any) -> None:
     with torch.no_grad():
-        model(make_text(call.pop("batch", 2), columns), past_key_values=cache, **call)
+        model(make_text(call.pop("batch", 2), columns), **{CACHE: cache}, **call)
 
 
 def with_other_options() -> None:
@@ -342,7 +343,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "documents": (
         lambda: make_model()(
-            make_text(length=30), position_ids=DOCUMENTS, past_key_values=TreeCache(make_model().config, 64)
+            make_text(length=30), position_ids=DOCUMENTS, **{CACHE: TreeCache(make_model().config, 64)}
         ),
         NotImplementedError,
         "one text per sequence",
@@ -352,7 +353,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
             make_text(length=30),
             position_ids=DOCUMENTS,
             attention_mask=PADDING,
-            past_key_values=TreeCache(make_model().config, 64),
+            **{CACHE: TreeCache(make_model().config, 64)},
         ),
         NotImplementedError,
         "one text per sequence",
@@ -364,7 +365,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "boundaries": (
         lambda: make_model()(
-            make_text(1, 30), cu_seq_lens_q=BOUNDS, past_key_values=TreeCache(make_model().config, 64)
+            make_text(1, 30), cu_seq_lens_q=BOUNDS, **{CACHE: TreeCache(make_model().config, 64)}
         ),
         NotImplementedError,
         "one text per sequence",
@@ -425,6 +426,66 @@ def test_what_a_tree_cache_cannot_do_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_cache_is_refused_with_what_to_do() -> None:
+    model, cache = filled(size=35)
+    with pytest.raises(
+        ValueError, match=r"at least 60, .*, got 35: make a larger cache, or reset\(\) the 30 that it"
+    ):
+        go_on(model, cache, 30)
+    cache.reset()
+    go_on(model, cache, 30)
+    with pytest.raises(
+        ValueError, match=r"at least 70, .*: make a larger cache$"
+    ):  # a reset would not be enough
+        go_on(model, cache, 40)
+
+
+# ---- what it tells of itself
+
+
+def test_a_cache_says_what_it_holds() -> None:
+    model = make_model(options=SPARSE)
+    cache = TreeCache(model.config, 64, page_size=16)
+    assert not cache.is_initialized
+    assert cache.num_bytes() == (0, 0, 0)
+    assert list(cache) == [(None, None, None)] * 2
+    assert repr(cache) == "TreeCache(layers=2, tokens=0, max_cache_len=64, page_size=16)"
+    with torch.no_grad():
+        model(make_text(length=30), attention_mask=PADDING, **{CACHE: cache})
+    assert cache.is_initialized
+    assert repr(cache) == "TreeCache(layers=2, batch=2, tokens=30, max_cache_len=64, page_size=16)"
+    held, layers = cache.num_bytes(), [layer.cache.num_bytes() for layer in cache.layers]
+    assert held.tokens == 51
+    assert (held.used, held.allocated) == (sum(x.used for x in layers), sum(x.allocated for x in layers))
+    cache.reset()
+    assert cache.is_initialized
+    assert cache.num_bytes().tokens == 0
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_keys_and_values_move_to_another_cache(padded: bool, device: str) -> None:
+    """The model goes on with them, with tree attention or with its own."""
+    model, ids = make_model(device=device), make_text(length=40, device=device)
+    mask = padded_mask(ids) if padded else torch.ones_like(ids)
+    caches = TreeCache(model.config, 64, page_size=16), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :30], attention_mask=mask[:, :30], **{CACHE: cache})
+            model(ids[:, 30:35], attention_mask=mask[:, :35], **{CACHE: cache})
+        caches[0].crop(-2)
+        caches[1].crop(-2)
+        moved = DynamicCache(caches[0])
+        for ours, theirs in zip(moved, caches[1], strict=True):
+            for got, want in zip(ours[:2], theirs[:2], strict=True):
+                real = mask[:, None, :33, None].bool()
+                torch.testing.assert_close(got, want.masked_fill(~real, 0))
+        wanted = model(ids, attention_mask=mask, use_cache=False).logits[:, 33:]
+        for name in ("htree", "eager"):
+            model.set_attn_implementation(name)
+            found = model(ids[:, 33:], attention_mask=mask, **{CACHE: copy.deepcopy(moved)}).logits
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_that_is_not_used_is_no_window() -> None:

@@ -1,0 +1,264 @@
+"""selection_stride behind the DynamicCache that transformers makes: for generate(), an assistant, a second prompt."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import SPARSE, make_model, make_text
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
+
+from htree_ops.integrations.cache import CACHE
+from htree_ops.integrations.documents import attend_padded
+from htree_ops.integrations.leaders import LeaderLayer
+from htree_ops.integrations.transformers import TreeCache, attention, register
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STRIDED = SPARSE | {"selection_stride": 4}
+GREEDY = {"do_sample": False, "eos_token_id": 60, "max_new_tokens": 16}
+
+
+@functools.cache
+def strided_model(device: str, **changes: Any) -> Any:
+    return make_model(options=STRIDED, device=device, **changes)
+
+
+def tree_cache(model: Any) -> dict[str, Any]:
+    return {CACHE: TreeCache(model.config, 96, page_size=16)}
+
+
+# ---- the second cache of generate()
+
+
+@pytest.mark.parametrize("own", ["tree", "dynamic"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_drafts_of_an_assistant_with_a_stride(layers: int, own: str, device: str) -> None:
+    """The assistant is another model, or one whose drafts are all right, which goes far ahead."""
+    model, ids = strided_model(device), make_text(1, 12, device).repeat(1, 3)
+    assistant = make_model(options=STRIDED, device=device, num_hidden_layers=layers)
+    assistant.generation_config.num_assistant_tokens = 8
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    wanted = model.generate(ids, use_cache=False, **GREEDY)
+    cache = tree_cache(model) if own == "tree" else {}
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **cache, **GREEDY), wanted)
+
+
+def test_drafts_of_the_first_layers(device: str) -> None:
+    model, ids = strided_model(device), make_text(1, 12, device).repeat(1, 3)
+    wanted = model.generate(ids, use_cache=False, **GREEDY)
+    found = model.generate(ids, assistant_early_exit=1, **tree_cache(model), **GREEDY)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_guidance_by_a_second_prompt(padded: bool, device: str) -> None:
+    """The second prompt has a cache of its own, with its own padding."""
+    model, ids = strided_model(device), make_text(2, 30, device)
+    call: dict[str, Any] = {"guidance_scale": 1.7, "negative_prompt_ids": make_text(2, 23, device)}
+    if padded:
+        call["negative_prompt_attention_mask"] = torch.ones_like(call["negative_prompt_ids"])
+        call["negative_prompt_attention_mask"][0, :5] = 0
+    wanted = model.generate(ids, use_cache=False, **call, **GREEDY)
+    assert not torch.equal(model.generate(ids, use_cache=False, **GREEDY), wanted)
+    assert torch.equal(model.generate(ids, **tree_cache(model), **call, **GREEDY), wanted)
+    assert torch.equal(model.generate(ids, **call, **GREEDY), wanted)
+
+
+def test_a_prompt_that_is_kept(device: str) -> None:
+    model, ids = strided_model(device), make_text(device=device)
+    wanted = model.generate(ids, use_cache=False, **GREEDY)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :23], **{CACHE: cache})
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **{CACHE: copy.deepcopy(cache)}, **GREEDY), wanted)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 1], device=device))
+    swapped = model.generate(ids.flip(0), **{CACHE: cache}, **GREEDY)
+    assert torch.equal(swapped, wanted.flip(0))
+    cache.reset()
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, **GREEDY), wanted)
+
+
+def test_no_name_of_an_argument_is_one_that_transformers_warns_of() -> None:
+    model = strided_model("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model.generate(make_text(), **tree_cache(model), **GREEDY)
+
+
+# ---- rows
+
+
+@functools.cache
+def make_attention(stride: int) -> Any:
+    return (
+        make_model(options=SPARSE | {"selection_stride": stride}, num_hidden_layers=1)
+        .model.layers[0]
+        .self_attn
+    )
+
+
+@pytest.mark.filterwarnings("ignore:tree_attention. q is")
+@given(data=st.data())
+def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.DataObject) -> None:
+    """Any mask, any cuts, columns that are taken back however far, sequences that become others."""
+    batch, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    layer = make_attention(data.draw(st.sampled_from([2, 4])))
+    masked = data.draw(st.booleans())
+    rows = st.lists(st.booleans() if masked else st.just(True), min_size=columns, max_size=columns)
+    real = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    q, k, v = (torch.randn(batch, columns, heads, 8, generator=generator) for heads in (4, 2, 2))
+    cache = DynamicCache(config=layer.config)
+    done = 0
+    while done < columns:
+        n = data.draw(st.integers(1, columns - done))
+        part = slice(done, done + n)
+        wanted = attend_padded(q, k, v, real, layer.config.htree | {"rope_base": None})[:, part]
+        handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
+        mask = None if bool(real.all()) else real[:, : done + n]
+        got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
+        torch.testing.assert_close(got, wanted)
+        done += n
+        step = data.draw(st.sampled_from(["go on", "crop", "reorder"]))
+        if step == "crop" and done < columns:
+            back = data.draw(st.integers(0, done - 1))
+            cache.crop(-back)
+            done -= back
+            fresh = torch.randn(q.shape, generator=generator)
+            q = torch.cat([q[:, :done], fresh[:, done:]], 1)
+            k = torch.cat([k[:, :done], fresh[:, done:, :2]], 1)
+        elif step == "reorder":
+            beams = torch.tensor(
+                data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
+            )
+            cache.reorder_cache(beams)
+            q, k, v, real = (x[beams] for x in (q, k, v, real))
+    kept = cache.layers[0].queries
+    assert kept is not None
+    assert kept.shape[1] == -(-columns // cache.layers[0].stride)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_steps_compile_once(padded: bool) -> None:
+    torch._dynamo.reset()
+    model, ids = strided_model("cpu", num_hidden_layers=1), make_text()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask if padded else None, use_cache=False).logits
+        for begin, end in pairwise((0, *range(23, 33))):
+            call = {"attention_mask": mask[:, :end]} if padded else {}
+            got = (compiled if begin else model)(ids[:, begin:end], **{CACHE: cache}, **call).logits
+            torch.testing.assert_close(got, wanted[:, begin:end], rtol=1e-4, atol=1e-4)
+    assert graphs.frame_count == 1
+
+
+def test_a_compiled_model_gives_nan_where_the_mask_has_changed() -> None:
+    """It cannot look, as on a GPU."""
+    torch._dynamo.reset()
+    model, ids = strided_model("cpu", num_hidden_layers=1), make_text(length=23)
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+        step = torch.compile(model, fullgraph=True, backend="eager")
+        found = step(ids[:, :1], attention_mask=mask, **{CACHE: cache}).logits
+    assert found.isnan().flatten(1).all(1).tolist() == [True, False]
+
+
+# ---- whose layers they are
+
+
+def test_only_layers_of_a_strided_tree_keep_queries() -> None:
+    register()  # a second time
+    layers = {
+        "strided": strided_model("cpu"),
+        "no stride": make_model(options=SPARSE),
+        "eager": make_model(options=STRIDED, attention="eager"),
+    }
+    for name, model in layers.items():
+        kinds = {type(layer) is LeaderLayer for layer in DynamicCache(config=model.config).layers}
+        assert kinds == {name == "strided"}
+    assert not DynamicCache().layers
+
+
+def test_training_with_a_cache_that_nobody_asked_for_is_training_without() -> None:
+    model, ids = strided_model("cpu"), make_text()
+    gradients = []
+    for use_cache in (True, False):
+        loss = model(ids, labels=ids, use_cache=use_cache).loss
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def step_behind(cache: Any, model: Any, mask: Tensor | None = None) -> None:
+    with torch.no_grad():
+        model(make_text(length=23), **{CACHE: cache})
+        model(make_text(length=1), attention_mask=mask, **{CACHE: cache})
+
+
+def filled_by_another() -> None:
+    model = make_model(options=STRIDED, attention="eager")
+    model.set_attn_implementation("htree")
+    cache = DynamicCache(config=model.config)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(make_text(length=23), **{CACHE: cache})
+        model.set_attn_implementation("htree")
+        model(make_text(length=1), **{CACHE: cache})
+
+
+def with_another_stride() -> None:
+    model = make_model(options=STRIDED)
+    cache = DynamicCache(config=model.config)
+    model.config.htree = SPARSE | {"selection_stride": 2}
+    step_behind(cache, model)
+
+
+CHANGED = torch.ones(2, 24, dtype=torch.long)
+CHANGED[0, :9] = 0
+REFUSED = (
+    rf"stride = \d need .* {CACHE}=TreeCache.* {CACHE}=DynamicCache\(config=model.config\).*use_cache=False"
+)
+REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a cache without the config": (
+        lambda: step_behind(DynamicCache(), strided_model("cpu")),
+        NotImplementedError,
+        REFUSED,
+    ),
+    "another stride": (with_another_stride, NotImplementedError, REFUSED),
+    "tokens of another attention": (
+        filled_by_another,
+        ValueError,
+        "every token must have gone through tree attention",
+    ),
+    "a mask that changes": (
+        lambda: step_behind(DynamicCache(config=strided_model("cpu").config), strided_model("cpu"), CHANGED),
+        ValueError,
+        "attention_mask must go on as it began",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_has_no_leaders_is_refused_in_one_line(name: str) -> None:
+    call, kind, message = REFUSALS[name]
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
