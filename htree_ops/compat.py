@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, named_as
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
 from htree_ops.ops.hadamard.transform import grouped_hadamard
@@ -175,7 +175,7 @@ class RMSNormRoPEInput:
     Attributes:
         x: [B, S, Hd].
         weight: [Hd].
-        cos: [S, hd].
+        cos: [S, hd], or [1 or B, S, hd].
         sin: like cos.
         eps: added to the mean of squares.
     """
@@ -321,7 +321,7 @@ class FP8GEMMInput:
         b: [K, N] float8_e4m3fn, row- or column-major.
         a_scale: fp32 [] or [M, 1].
         b_scale: fp32 [] or [1, N].
-        output_dtype: float16, bfloat16 or float32.
+        output_dtype: float16, bfloat16 or float32; float16 by default, as in the design document and in the op.
     """
 
     a: Tensor
@@ -413,12 +413,15 @@ def validate_fp8_quantize_inputs(
 
 
 @named_as(x="q", positions="position_ids")
-def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Half-split rotary positions on q [B, H, S, D] in the layout of heads first, as design document [003] has it.
 
     Args:
         q: queries, D even.
-        cos, sin: float32 [size, D/2], the two halves of ``htree_ops.ops.tree_attention.stages.rope_cache``.
+        cos, sin: with ``position_ids`` float32 [size, D/2], the two halves of
+            ``htree_ops.ops.tree_attention.stages.rope_cache``. Without them a row for each token, as models of
+            transformers make them: [1 or B, S, D/2], or [1 or B, S, D] with equal halves, of which the first is read;
+            any floating dtype.
         position_ids: int32 or int64, [S] or [B, S], in [0, size).
 
     Returns:
@@ -429,14 +432,37 @@ def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Te
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: as ``rope``.
     """
     check_tensors("apply_rotary_pos_emb_q", q=(q, "B H S D"))
-    return torch.ops.htree.rope(q.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
+    return _rotated("apply_rotary_pos_emb_q", q, cos, sin, position_ids)
 
 
 @named_as(x="k", positions="position_ids")
-def apply_rotary_pos_emb_k(k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+def apply_rotary_pos_emb_k(k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """:func:`apply_rotary_pos_emb_q` of keys k [B, H_kv, S, D]."""
     check_tensors("apply_rotary_pos_emb_k", k=(k, "B H_kv S D"))
-    return torch.ops.htree.rope(k.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
+    return _rotated("apply_rotary_pos_emb_k", k, cos, sin, position_ids)
+
+
+def _rotated(function: str, x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> Tensor:
+    """x [B, heads, S, D] rotated by the rows of the tables that ``position_ids`` name, or by one for each token."""
+    if position_ids is None:
+        batch, _, length, width = x.shape
+        for name, table in (("cos", cos), ("sin", sin)):
+            sizes = tuple(table.shape)
+            is_row_per_token = len(sizes) == 3 and sizes[0] in (1, batch) and sizes[1] == length
+            if not is_row_per_token or sizes[2] not in (width, width // 2):
+                refuse(
+                    ShapeMismatchError,
+                    f"{function}: {name} must be [1 or {batch}, {length}, {width} or {width // 2}] where position_ids "
+                    f"is None, got {sizes}",
+                    expected=(batch, length, width),
+                    actual=sizes,
+                    tensor_name=name,
+                )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rows = torch.arange(cos.shape[:2].numel(), device=x.device, dtype=torch.int32)
+        position_ids = rows.view(cos.shape[:2]).expand(batch, length)
+        cos, sin = (table[..., : width // 2].to(dtype).flatten(0, 1) for table in (cos, sin))
+    return torch.ops.htree.rope(x.transpose(1, 2), cos, sin, position_ids).transpose(1, 2)
 
 
 # The names that design document [003] uses.

@@ -118,10 +118,13 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
 
 
 def _table_of(way: Placement, x: Any, table: Any) -> Placement | None:
-    """Placement of cos or sin beside x [B, S, ...], None where a rank could not find the rows of its positions."""
+    """Placement of cos or sin beside x [B, S, ...], None where a rank could not find the rows of its tokens."""
+    has_batch = len(table.shape) > 2
+    if way == Shard(0) and has_batch and _size(table, 0) > 1:
+        return Shard(0)
     if way != Shard(1):
         return _WHOLE
-    dim = 1 if len(table.shape) == 4 else 0
+    dim = 1 if has_batch else 0
     return Shard(dim) if _size(table, dim) == _size(x, 1) else None
 
 

@@ -45,12 +45,8 @@ from htree_ops.integrations.documents import (
     has_restarts,
     restarts,
 )
-<<<<<<< HEAD
-from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as, options_of
-=======
 from htree_ops.integrations.leaders import LeaderLayer, keep_leaders, leaders_of
-from htree_ops.ops.arguments import check_dtype, check_tensors, named_as, options_of
->>>>>>> d7364c7dce5abea0a2505d05440f4b3322f111d2
+from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as, options_of
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 from htree_ops.ops.tree_attention.attention import check_scope
 

@@ -15,7 +15,7 @@ def _visible(scores: torch.Tensor) -> torch.Tensor:
 
 
 def causal_softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax of each row's visible prefix in float64, 0 behind it; x [h, w] or [b, h, w] with w >= h.
+    """Softmax of each row's visible prefix in float64, 0 behind it; x [..., h, w] with w >= h.
 
     Works on the prefix alone, so nothing behind it can leak, not even a NaN.
     """

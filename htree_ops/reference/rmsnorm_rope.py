@@ -15,8 +15,9 @@ __all__ = [
 
 
 def full_table(table: Tensor, num_positions: int, head_dim: int) -> Tensor:
-    """[S', hd], [S', hd/2] or [1, S', 1, ...] as float64 [S, hd]."""
-    rows = (table[0, :, 0] if table.dim() == 4 else table)[:num_positions].double()
+    """[S', d], [1 or B, S', d] or [1 or B, S', 1, d] with d = hd or hd/2, as float64 [1 or B, S, hd]."""
+    rows = table[None] if table.dim() == 2 else table[:, :, 0] if table.dim() == 4 else table
+    rows = rows[:, :num_positions].double()
     return rows if rows.shape[-1] == head_dim else torch.cat((rows, rows), dim=-1)
 
 
@@ -39,8 +40,8 @@ def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """n [B, S, H, hd] rotated by the position's row of the tables."""
-    cos, sin = (full_table(t, n.shape[1], n.shape[-1])[:, None] for t in (cos, sin))
+    """n [B, S, H, hd] rotated by the token's row of the tables."""
+    cos, sin = (full_table(t, n.shape[1], n.shape[-1]).unsqueeze(-2) for t in (cos, sin))
     return n * cos + rotate_half(n) * sin
 
 
@@ -71,7 +72,7 @@ def _gradients(dn: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 
 def _rotated_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The transposed rotation of dy [B, S, H, hd]: dy cos - rotate_half(dy sin)."""
-    cos, sin = (full_table(t, dy.shape[1], dy.shape[-1])[:, None] for t in (cos, sin))
+    cos, sin = (full_table(t, dy.shape[1], dy.shape[-1]).unsqueeze(-2) for t in (cos, sin))
     return dy * cos - rotate_half(dy * sin)
 
 

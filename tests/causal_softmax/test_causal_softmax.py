@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-import htree_ops  # noqa: F401  (registers torch.ops.htree)
+import htree_ops
 from htree_ops.reference.causal_softmax import causal_softmax as reference
 from htree_ops.reference.causal_softmax import causal_softmax_backward as reference_backward
 from tests.support.cases import case_id, normal
@@ -77,17 +78,79 @@ def test_every_row_kernel(dtype: torch.dtype, w: int, block_size: int, device: s
             assert_close_spec(dx, reference_backward(dy, y), rtol, 1e-5, dtype=dtype)
 
 
+#: Leading dims of x [2, 3, h, w] that one stride does not lead through.
+HEAD_LAYOUTS = {
+    "heads of more": lambda x: torch.full_like(x, math.nan).repeat(1, 2, 1, 1)[:, :3].copy_(x),
+    "heads first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "heads last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(3, 9, 37), (2, 3, 9, 37)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_out_and_in_place_write_any_layout(dtype: torch.dtype, layout: str, device: str) -> None:
-    x = normal((3, 9, 37), dtype, device, seed=0)
+def test_out_and_in_place_write_any_layout(
+    dtype: torch.dtype, shape: tuple[int, ...], layout: str, device: str
+) -> None:
+    check_writes(LAYOUTS[layout], normal(shape, dtype, device, seed=0))
+
+
+@pytest.mark.parametrize("layout", HEAD_LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_and_in_place_write_any_leading_dims(dtype: torch.dtype, layout: str, device: str) -> None:
+    check_writes(HEAD_LAYOUTS[layout], normal((2, 3, 9, 37), dtype, device, seed=0))
+
+
+def check_writes(layout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """``out`` and x itself are written where ``layout`` puts them, and nothing beside them."""
     expected = op(x)
-    out = LAYOUTS[layout](torch.full_like(x, math.nan))
-    assert op.out(x, out=out) is None
-    assert torch.equal(out, expected)
-    target = LAYOUTS[layout](x)
-    assert op_(target) is None
-    assert torch.equal(target, expected)
+    for target, call in (
+        (layout(torch.full_like(x, math.nan)), lambda out: op.out(x, out=out)),
+        (layout(x.clone()), op_),
+        (layout(x.clone()), lambda out: op.out(out, out=out)),
+    ):
+        storage = target.as_strided((target.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+        beside = torch.ones_like(storage, dtype=torch.bool)
+        beside.as_strided(target.shape, target.stride(), target.storage_offset()).fill_(False)
+        before = storage.clone()
+        assert call(target) is None
+        assert torch.equal(target, expected)
+        assert torch.equal(storage[beside].isnan(), before[beside].isnan())
+        assert torch.equal(storage[beside].nan_to_num(), before[beside].nan_to_num())
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 3, 4, 33, 40), (1, 1, 1, 1, 1)], ids=str)
+def test_leading_dims_are_one_batch(shape: tuple[int, ...], device: str) -> None:
+    x = normal(shape, torch.float32, device, seed=0)
+    y = htree_ops.causal_softmax(x)
+    assert torch.equal(y, op(x.flatten(0, -3)).view_as(x))
+    assert torch.equal(op_backward(x, y), op_backward(x.flatten(0, -3), y.flatten(0, -3)).view_as(x))
+    single = x[(0,) * (x.dim() - 2)]
+    assert torch.equal(y[(0,) * (x.dim() - 2)], op(single))
+
+
+@pytest.mark.parametrize(
+    ("view", "copies"),
+    [
+        (lambda x: x, 0),
+        (lambda x: x[..., :9, 1:], 0),
+        (lambda x: x.mT.contiguous().mT, 0),
+        (lambda x: x[0, 0].expand(4, 2, -1, -1), 0),
+        (lambda x: x[:, 1:2], 0),
+        (lambda x: x[:, 1:], 1),
+        (lambda x: x[:, :1].expand(-1, 2, -1, -1), 1),
+        (lambda x: x.transpose(0, 1), 1),
+    ],
+)
+def test_scores_are_copied_only_where_leading_dims_have_no_common_stride(
+    view: Callable[[torch.Tensor], torch.Tensor], copies: int
+) -> None:
+    x = view(normal((4, 3, 10, 12), torch.float32, "cpu", seed=0))
+    y = torch.empty(x.shape)
+    for tensors, call in ((1, lambda: op(x)), (1, lambda: op.out(x, out=y)), (2, lambda: op_backward(x, x))):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        assert sum(event.name == "aten::copy_" for event in profile.events()) == copies * tensors
 
 
 def test_out_beside_its_input_touches_nothing_else(device: str) -> None:
@@ -177,6 +240,9 @@ def test_gradient(device: str) -> None:
     x = normal((2, 4, 6), torch.float64, device, seed=3).requires_grad_()
     assert torch.autograd.gradcheck(op, (x,), nondet_tol=0.0)
     assert torch.autograd.gradcheck(lambda v: op(v.transpose(-1, -2)[..., :3, :]), (x,), nondet_tol=0.0)
+    heads = normal((2, 3, 3, 4), torch.float64, device, seed=4).requires_grad_()
+    assert torch.autograd.gradcheck(op, (heads,), nondet_tol=0.0)
+    assert torch.autograd.gradcheck(lambda v: op(v[:, 1:].transpose(0, 1)), (heads,), nondet_tol=0.0)
 
 
 def test_masked_gradient_is_ignored(device: str) -> None:
@@ -218,10 +284,15 @@ ERRORS = {
     "one dim": (
         lambda: op(torch.zeros(5)),
         ValueError,
-        r"x must be 2-D \[h, w\] or 3-D \[b, h, w\], got 1-D \[5\]",
+        r"x must have at least 2 dims \[..., h, w\], got 1-D \[5\]",
     ),
-    "four dims": (lambda: op(torch.zeros(1, 1, 2, 2)), ValueError, "got 4-D"),
+    "no dims": (lambda: op(torch.zeros(())), ValueError, r"at least 2 dims \[..., h, w\], got 0-D \[\]"),
     "too few columns": (lambda: op(torch.zeros(5, 4)), ValueError, r"at least as many columns.*\[5, 4\]"),
+    "too few columns of heads": (
+        lambda: op(torch.zeros(2, 3, 5, 4)),
+        ValueError,
+        r"at least as many columns.*\[2, 3, 5, 4\]",
+    ),
     "integer": (
         lambda: op(torch.zeros(3, 3, dtype=torch.int32)),
         TypeError,
@@ -259,6 +330,14 @@ def test_errors_name_argument_requirement_and_value(name: str) -> None:
         call()
 
 
+def test_a_wrong_rank_is_a_shape_mismatch() -> None:
+    with pytest.raises(
+        htree_ops.ShapeMismatchError, match=r"^causal_softmax: x must have at least 2"
+    ) as caught:
+        htree_ops.causal_softmax(torch.zeros(5))
+    assert (caught.value.tensor_name, caught.value.actual) == ("x", (5,))
+
+
 # ---- properties
 
 rows_and_columns = st.integers(1, 40).flatmap(lambda h: st.tuples(st.just(h), st.integers(h, h + 80)))
@@ -284,6 +363,36 @@ def test_property_matches_torch_and_sums_to_one(
     arithmetic = rtol if dtype == torch.float64 else 1e-6
     slack = size[1] * torch.finfo(dtype).tiny + torch.finfo(dtype).eps * 2 + arithmetic
     assert (y.double().sum(-1) - 1).abs().max() <= slack
+
+
+@given(
+    leading=st.lists(st.integers(1, 3), max_size=4),
+    size=rows_and_columns,
+    seed=seeds,
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_property_any_leading_dims(
+    device: str,
+    leading: list[int],
+    size: tuple[int, int],
+    seed: int,
+    dtype: torch.dtype,
+    data: st.DataObject,
+) -> None:
+    """In any order in memory and as a part of more, x gives what its matrices give in a contiguous batch."""
+    batch = math.prod(leading)
+    rows = normal((batch, *size), dtype, device, seed)
+    order = data.draw(st.permutations(range(len(leading))))
+    more = [n + data.draw(st.integers(0, 1)) for n in leading]
+    stored = torch.full([*(more[d] for d in order), *size], math.nan, dtype=dtype, device=device)
+    x = stored.permute(*(order.index(d) for d in range(len(leading))), -2, -1)
+    x = x[tuple(slice(n) for n in leading)].copy_(rows.view(*leading, *size))
+    expected = op(rows)
+    assert torch.equal(op(x), expected.view_as(x))
+    assert torch.equal(op_backward(x, x), op_backward(rows, rows).view_as(x))
+    op_(x)
+    assert torch.equal(x, expected.view_as(x))
 
 
 @given(size=rows_and_columns, seed=seeds, shift=st.floats(-50, 50))
@@ -336,10 +445,42 @@ def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
     for rows in (6, 9):
         x = normal((2, 12, rows), torch.float64, device, rows).requires_grad_()
-        twin = x.detach().clone().requires_grad_()
+        again = x.detach().clone().requires_grad_()
         compiled(x).sum().backward()
-        model(twin).sum().backward()
-        assert_close_spec(x.grad, twin.grad, 1e-12, 1e-14)
+        model(again).sum().backward()
+        assert_close_spec(x.grad, again.grad, 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_heads(dynamic: bool, device: str) -> None:
+    """Forward, backward, in place and ``out=``, of heads that are a part of more."""
+
+    def model(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        changed = x.detach().clone()
+        part = changed[:, :-1]
+        htree_ops.causal_softmax(part, out=part)
+        htree_ops.causal_softmax(x.detach()[:, 1:], out=out)
+        return htree_ops.causal_softmax(x[:, 1:]), changed
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for shape in ((2, 3, 5, 7), (4, 4, 3, 9)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        out = torch.empty(x[:, 1:].shape, device=device)
+        y, changed = compiled(x, out)
+        assert torch.equal(y, op(x[:, 1:].contiguous()))
+        assert torch.equal(out, y)
+        assert torch.equal(changed[:, :-1], op(x[:, :-1].contiguous()))
+        assert torch.equal(changed[:, -1], x[:, -1])
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        (expected,) = torch.autograd.grad(op(x[:, 1:].contiguous()).square().sum(), x)
+        assert torch.equal(dx, expected)
+
+
+def test_meta_tensors_of_heads() -> None:
+    x = torch.empty(2, 3, 5, 7, device="meta").transpose(0, 1)
+    for result in (op(x), op_backward(x, x)):
+        assert result.shape == (3, 2, 5, 7)
+        assert result.is_contiguous()
 
 
 def test_export_keeps_one_node(device: str) -> None:

@@ -231,6 +231,31 @@ def test_python_functions_and_names(device: str) -> None:
     assert torch.equal(rotated[:, :, 0], x[:, :, 0])  # position 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rotary_positions_by_the_tables_of_transformers(dtype: torch.dtype, device: str) -> None:
+    """A row for each token: of one table for all sequences, or of one for each."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    x = normal((2, 3, 5, 64), dtype, device, seed=7)
+    angle = normal((2, 5, 32), torch.float32, device, seed=8, scale=3.0)
+    for angles in (angle, angle[:1]):
+        tables = (
+            torch.cat((angles, angles), -1).cos().to(dtype),
+            torch.cat((angles, angles), -1).sin().to(dtype),
+        )
+        expected = llama.apply_rotary_pos_emb(x.float(), x.float(), *(t.float() for t in tables))[0].to(dtype)
+        for columns in (64, 32):
+            given = [t[..., :columns] for t in tables]
+            for rotate in (htree_ops.compat.apply_rotary_pos_emb_q, htree_ops.compat.apply_rotary_pos_emb_k):
+                torch.testing.assert_close(rotate(x, *given), expected)
+        compiled = torch.compile(htree_ops.compat.apply_rotary_pos_emb_q, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, *tables), htree_ops.compat.apply_rotary_pos_emb_q(x, *tables))
+    leaf = x.float().requires_grad_()
+    cos, sin = (t.float() for t in tables)
+    ours = torch.autograd.grad(htree_ops.compat.apply_rotary_pos_emb_q(leaf, cos, sin).square().sum(), leaf)
+    theirs = torch.autograd.grad(llama.apply_rotary_pos_emb(leaf, leaf, cos, sin)[0].square().sum(), leaf)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_there_is_no_gradient(device: str) -> None:
     x = torch.randn(1, 1, 2, 64, device=device, requires_grad=True)
     pruned, _ = ops.kv_prune(x, 20)

@@ -195,3 +195,15 @@ def test_no_tensors_are_refused() -> None:
         htree_ops.compat.apply_rotary_pos_emb_q(X[0], *table, torch.arange(5))
     with pytest.raises(ShapeMismatchError, match="apply_rotary_pos_emb_k: k must be 4-D"):
         htree_ops.compat.apply_rotary_pos_emb_k(X[0], *table, torch.arange(5))
+    x, row = torch.zeros(2, 3, 5, 64), torch.zeros(1, 5, 64)
+    for name, given in {
+        "cos": [(torch.zeros(wrong), row) for wrong in ((5, 64), (3, 5, 64), (2, 4, 64), (2, 5, 16))],
+        "sin": [(row, row[0])],
+    }.items():
+        for tables in given:
+            with pytest.raises(
+                ShapeMismatchError,
+                match=rf"^apply_rotary_pos_emb_q: {name} must be \[1 or 2, 5, 64 or 32\] where",
+            ) as caught:
+                htree_ops.compat.apply_rotary_pos_emb_q(x, *tables)
+            assert caught.value.tensor_name == name

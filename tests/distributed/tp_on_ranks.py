@@ -52,7 +52,7 @@ def example(name: str) -> tuple[Any, ...]:
     ends = torch.tensor([0, 13, 40], dtype=torch.int32)
     documents = (q[0], k[0], v[0], ends, ends, 27, 27)
     wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
-    heads, angles = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6)
+    heads, angles, of_each = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6), x(4, 8, 6, seed=19)
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
     gradient = x(4, 8, 12, seed=10)
     codes = [x(*shape, seed=11).to(torch.float8_e4m3fn) for shape in ((8, 64), (64, 12))]
@@ -72,9 +72,17 @@ def example(name: str) -> tuple[Any, ...]:
         ),
         "rope": lambda: (q, *angles.view(2, 8, 3)[:, :, :2], torch.arange(160).view(4, 40) % 8),
         "rmsnorm_rope": lambda: (wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
-        "rmsnorm_rope_backward": lambda: (wide + 1, wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
-        "head_rmsnorm_rope": lambda: (heads, weight[:6], angles, angles + 1),
-        "head_rmsnorm_rope_backward": lambda: (heads + 1, heads, weight[:6], angles, angles + 1),
+        "rmsnorm_rope_backward": lambda: (
+            wide + 1,
+            wide,
+            weight,
+            of_each[..., :4],
+            of_each[..., 2:],
+            1e-5,
+            4,
+        ),
+        "head_rmsnorm_rope": lambda: (heads, weight[:6], of_each[:, :, None], of_each[:, :, None] + 1),
+        "head_rmsnorm_rope_backward": lambda: (heads + 1, heads, weight[:6], angles[None], angles[None] + 1),
         "gated_mlp": lambda: mlp,
         "gated_mlp_forward": lambda: mlp,
         "gated_mlp_backward": lambda: (gradient, *mlp),

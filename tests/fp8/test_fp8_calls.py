@@ -388,7 +388,22 @@ def test_a_number_is_the_scale_of_every_group(device: str) -> None:
         q, used, _ = fp8_quantize(x, 20.0, granularity)
         assert torch.equal(used, torch.full(shape, 20.0, device=device))
         assert torch.equal(codes_of(q), reference.encode(x.float() * 20.0))
-        assert torch.equal(fp8_fake_quant(x, 20.0, granularity), fp8_dequantize(q, used))
+        assert torch.equal(fp8_fake_quant(x, 20.0, granularity), fp8_dequantize(q, used, x.dtype))
+
+
+def test_dequantised_values_are_those_of_the_scale_by_default(device: str) -> None:
+    """A quantised tensor comes back without an infinity, whatever its dtype was; the op's own default is float16."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = normal((6, 300), dtype, device, seed=6, scale=1e3 if dtype == torch.float16 else 1e30)
+        q, scale, _ = fp8_quantize(x)
+        back = fp8_dequantize(q, scale)
+        assert back.dtype == torch.float32
+        torch.testing.assert_close(back, x.float(), rtol=1 / 16, atol=float(x.abs().max()) * 2.0**-10 / 448)
+        assert torch.equal(back, ops.fp8_dequantize(q, scale, torch.float32))
+        assert fp8_dequantize(q, scale, torch.float16).isinf().any() == (dtype != torch.float16)
+        assert ops.fp8_dequantize(q, scale).dtype == torch.float16
+        compiled = torch.compile(fp8_dequantize, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, scale), back)
 
 
 OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 3000][::23]

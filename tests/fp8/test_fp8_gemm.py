@@ -15,7 +15,7 @@ from htree_ops.errors import (
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
-from htree_ops.ops.fp8 import fp8_quantize
+from htree_ops.ops.fp8 import fp8_quantize, fp8_scale_inv
 from htree_ops.ops.fp8.gemm import COMPILED_CONFIGS, KEYS, fp8_gemm, fp8_gemm_exact
 from htree_ops.reference import fp8 as reference
 from tests.support.cases import case_id, normal
@@ -374,8 +374,8 @@ def test_python_layer(device: str) -> None:
     a = normal((20, 48), torch.float32, device, seed=1)
     b = normal((48, 32), torch.bfloat16, device, seed=2)
     (qa, sa, _), (qb, sb, _) = fp8_quantize(a), fp8_quantize(b)
-    assert torch.equal(fp8_gemm(a, b), op(qa, qb, sa, sb))
-    assert torch.equal(fp8_gemm(qa, b, sa, output_dtype=torch.bfloat16), op(qa, qb, sa, sb, torch.bfloat16))
+    assert torch.equal(fp8_gemm(a, b), op(qa, qb, sa, sb, torch.float32))
+    assert torch.equal(fp8_gemm(qa, b, sa, output_dtype=torch.float16), op(qa, qb, sa, sb))
     assert torch.equal(fp8_gemm_exact(qa, qb, sa, sb), op_exact(qa, qb, sa, sb))
     with pytest.raises(ValueError, match="a_scale must be a Tensor where a is quantised already, got None"):
         fp8_gemm(qa, b)
@@ -389,6 +389,43 @@ def test_python_layer(device: str) -> None:
         fp8_gemm(qa, qb, sa, torch.tensor(1.0, device="meta"))
 
 
+def test_the_product_of_floats_has_their_dtype(device: str) -> None:
+    """Of two the one that holds both; float16, the default of the op, only where both operands are codes."""
+    half, bf16, single = torch.float16, torch.bfloat16, torch.float32
+    wanted = {(FP8, FP8): half, (half, bf16): single, (bf16, half): single}
+    for x in (half, bf16, single):
+        wanted |= {(x, x): x, (x, FP8): x, (FP8, x): x, (x, single): single, (single, x): single}
+    a, b = torch.full((16, 64), 2.0, device=device), torch.full((64, 16), 0.5, device=device)
+    scale = torch.ones((), device=device)
+    for (x, y), dtype in wanted.items():
+        operands = (a.to(x), b.to(y), scale, scale)
+        torch._dynamo.reset()
+        for c in (fp8_gemm(*operands), torch.compile(fp8_gemm, fullgraph=True, backend="eager")(*operands)):
+            assert c.dtype == dtype, (x, y)
+            assert (c == 64).all()
+        assert fp8_gemm(*operands, bf16).dtype == bf16
+    codes = (a.to(FP8), b.to(FP8), scale, scale)
+    assert fp8_gemm_exact(*codes).dtype == half
+    assert fp8_gemm_exact(*codes, single).dtype == single
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_product_of_floats_does_not_overflow(dtype: torch.dtype, device: str) -> None:
+    a, b = torch.full((16, 64), 60.0, device=device), torch.full((64, 16), 60.0, device=device)
+    product = fp8_gemm(a.to(dtype), b.to(dtype))
+    torch.testing.assert_close(product.float(), a @ b, rtol=0.1, atol=0)
+    assert fp8_gemm(a.half(), b.half()).isinf().all(), "230 400 in the dtype of the operands"
+
+
+def test_scales_are_the_reciprocals_of_those_of_torch(device: str) -> None:
+    a, b = normal((16, 64), torch.float32, device, seed=1), normal((64, 32), torch.float32, device, seed=2)
+    (qa, sa, _), (qb, sb, _) = fp8_quantize(a), fp8_quantize(b)
+    inverse = [fp8_scale_inv(s) for s in (sa, sb)]
+    theirs = torch._scaled_mm(qa, qb.t().contiguous().t(), *inverse, out_dtype=torch.float32)
+    torch.testing.assert_close(fp8_gemm(qa, qb, sa, sb, torch.float32), theirs, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close([fp8_scale_inv(s) for s in inverse], [sa, sb])
+
+
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
 def test_given_scales_of_float_operands(rows: bool, columns: bool, device: str) -> None:
@@ -398,8 +435,8 @@ def test_given_scales_of_float_operands(rows: bool, columns: bool, device: str) 
     sb = torch.linspace(50, 90, 32, device=device)[None, :] if columns else torch.tensor(70.0, device=device)
     qa, _, _ = fp8_quantize(a, sa, "channel" if rows else "tensor")
     qb, _, _ = fp8_quantize(b, sb, "channel" if columns else "tensor", 0)
-    assert torch.equal(fp8_gemm(a, b, sa, sb), op(qa, qb, sa, sb))
-    assert torch.equal(fp8_gemm(qa, b, sa, sb), op(qa, qb, sa, sb))
+    assert torch.equal(fp8_gemm(a, b, sa, sb), op(qa, qb, sa, sb, torch.float32))
+    assert torch.equal(fp8_gemm(qa, b, sa, sb), op(qa, qb, sa, sb, torch.bfloat16))
     for wrong in (torch.ones(1, 20), torch.ones(20), torch.ones(20, 48)):
         with pytest.raises(ShapeMismatchError, match=r"^fp8_gemm: a_scale must have shape \[20, 1\]"):
             fp8_gemm(a, b, wrong.to(device), sb)

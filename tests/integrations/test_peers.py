@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import TreeCache
-from htree_ops.testing.compare import assert_no_worse_than_eager, compare
+from tests.support.compare import assert_no_worse_than_eager, compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

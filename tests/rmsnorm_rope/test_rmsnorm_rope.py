@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+import htree_ops
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
 from tests.support.layouts import LAYOUTS
@@ -18,6 +19,7 @@ from tests.support.rmsnorm_rope_cases import (
     BACKWARD_CASES,
     CASES,
     DTYPES,
+    TABLES,
     RMSNormRoPEBackwardCase,
     RMSNormRoPECase,
     assert_forward,
@@ -84,11 +86,65 @@ def test_half_tables_equal_full_ones(device: str) -> None:
     cos, sin = tables(6, 32, torch.float32, device)
     full = op(x, weight, cos, sin, 1e-6, 4)
     assert torch.equal(op(x, weight, cos[:, :16], sin[:, :16], 1e-6, 4), full)
-    assert torch.equal(op(x, weight, cos[None, :, None], sin[None, :, None]), full)
+    for view in (
+        lambda t: t[None, :, None],
+        lambda t: t[None],
+        lambda t: t[None].expand(2, -1, -1),
+        lambda t: t[None, :, None].repeat(2, 1, 1, 1),
+        lambda t: t[None, :, :16].repeat(2, 1, 1),
+    ):
+        assert torch.equal(op(x, weight, view(cos), view(sin), 1e-6, 4), full)
     heads = x.view(2, 6, 4, 32)
     assert torch.equal(
         head_op(heads, weight[:32], cos[:, :16], sin[:, :16]), head_op(heads, weight[:32], cos, sin)
     )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "misaligned", "in_larger"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_sequence_has_its_own_table(dtype: torch.dtype, layout: str, device: str) -> None:
+    """Row b of the batch is computed with table b, to the last bit as it would be alone."""
+    batch, positions, hidden = 5, 6, 512
+    x, dy = (normal((batch, positions, hidden), dtype, device, seed) for seed in (0, 1))
+    weight = normal((hidden,), dtype, device, 2)
+    cos, sin = (
+        LAYOUTS[layout](t.view(batch, positions, 64)) for t in tables(batch * positions, 64, dtype, device)
+    )
+    y = op(x, weight, cos, sin)
+    dx, _ = op_backward(dy, x, weight, cos, sin)
+    heads, weight_of_head = x.unflatten(-1, (8, 64)), weight[:64]
+    of_heads = head_op(heads, weight_of_head, cos, sin)
+    d_heads, _ = head_op_backward(dy.view_as(heads), heads, weight_of_head, cos, sin)
+    for b in range(batch):
+        own, table = slice(b, b + 1), (cos[b], sin[b])
+        assert torch.equal(op(x[own], weight, *table), y[own])
+        assert torch.equal(op_backward(dy[own], x[own], weight, *table)[0], dx[own])
+        assert torch.equal(head_op(heads[own], weight_of_head, *table), of_heads[own])
+        alone = head_op_backward(dy.view_as(heads)[own], heads[own], weight_of_head, *table)
+        assert torch.equal(alone[0], d_heads[own])
+    assert not torch.equal(y, op(x, weight, cos[0], sin[0]))
+
+
+def test_the_tables_of_a_model_of_transformers(device: str) -> None:
+    """Norm and rotation as the model computes them, of sequences that are padded on the left."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    x = normal((3, 7, 64), torch.float32, device, 0)
+    norm = llama.LlamaRMSNorm(64, eps=1e-6).to(device)
+    with torch.no_grad():
+        norm.weight.copy_(1 + normal((64,), torch.float32, device, 1, 0.3))
+    padding = torch.tensor([0, 2, 5], device=device)
+    positions = (torch.arange(7, device=device) - padding[:, None]).clamp(min=0)
+    tables_of = llama.LlamaRotaryEmbedding(config).to(device)
+    for position_ids in (positions, positions[:1]):
+        cos, sin = tables_of(x, position_ids)  # [3, 7, 16] and [1, 7, 16]
+        heads = norm(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        expected = llama.apply_rotary_pos_emb(heads, heads, cos, sin)[0].transpose(1, 2).flatten(-2)
+        with torch.no_grad():
+            module = htree_ops.FusedRMSNormRoPE(64, 16, device=device)
+            module.weight.copy_(norm.weight)
+            torch.testing.assert_close(module(x, cos, sin), expected)
+        torch.testing.assert_close(htree_ops.rmsnorm_rope(x, norm.weight, cos, sin), expected)
 
 
 def test_without_num_heads_the_table_is_a_whole_head(device: str) -> None:
@@ -165,6 +221,8 @@ def test_gradcheck(requires: tuple[bool, bool], device: str) -> None:
     assert torch.autograd.gradcheck(lambda a, w: op(a, w, cos, sin, 1e-3), (x, weight), nondet_tol=0.0)
     half = (cos[:, :4], sin[:, :4])
     assert torch.autograd.gradcheck(lambda a, w: op(a, w, *half, 1e-3, 3), (x, weight), nondet_tol=0.0)
+    of_each = [t.view(2, 3, 8) for t in tables(6, 8, torch.float64, device, unequal=True)]
+    assert torch.autograd.gradcheck(lambda a, w: op(a, w, *of_each, 1e-3), (x, weight), nondet_tol=0.0)
 
     def per_head(a: Tensor, w: Tensor) -> Tensor:
         return head_op(a.view(2, 3, 3, 8).transpose(1, 2), w[:8], cos, sin, 1e-3)
@@ -231,7 +289,7 @@ def problems(draw: st.DrawFn) -> RMSNormRoPECase:
         dtype=draw(st.sampled_from(DTYPES)),
         shape=shape,
         head_dim=head_dim,
-        table=draw(st.sampled_from(["full", "half", "four_d", "unequal", "longer"])),
+        table=draw(st.sampled_from(TABLES)),
         weight_dtype=draw(st.sampled_from([None, *DTYPES])),
         table_dtype=draw(st.sampled_from([None, *DTYPES])),
         layout=draw(st.sampled_from(list(LAYOUTS))),

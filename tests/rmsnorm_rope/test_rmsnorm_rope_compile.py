@@ -49,8 +49,9 @@ def test_opcheck(case: RMSNormRoPECase, device: str) -> None:
     torch.library.opcheck(backward_of(case).default, (dy, x, weight, *rest))
 
 
+@pytest.mark.parametrize("of_each", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
+def test_compile_with_views_and_backward(dynamic: bool, of_each: bool, device: str) -> None:
     def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         whole = htree_ops.rmsnorm_rope(x[..., 8:40].sin(), weight, cos, sin)
         heads = x[..., :32].unflatten(-1, (4, 8)).transpose(1, 2).transpose(1, 2)
@@ -60,7 +61,9 @@ def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
     for length in (6, 9):
         x = normal((2, length, 40), torch.float64, device, length)
         weight = normal((32,), torch.float64, device, 1)
-        cos, sin = tables(length, 8, torch.float64, device)
+        cos, sin = tables(2 * length if of_each else length, 8, torch.float64, device)
+        if of_each:
+            cos, sin = (t.view(2, length, 8) for t in (cos, sin))
         ours = [t.clone().requires_grad_() for t in (x, weight)]
         eager = [t.clone().requires_grad_() for t in (x, weight)]
         compiled(*ours, cos, sin).sum().backward()
@@ -69,7 +72,8 @@ def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
             assert_close_spec(a.grad, b.grad, 1e-12, 1e-12)
 
 
-def test_new_lengths_do_not_recompile() -> None:
+@pytest.mark.parametrize("of_each", [False, True])
+def test_new_lengths_do_not_recompile(of_each: bool) -> None:
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
@@ -79,7 +83,9 @@ def test_new_lengths_do_not_recompile() -> None:
 
     weight = torch.ones(64)
     for batch, length in ((2, 5), (3, 9), (4, 40), (7, 23)):
-        cos, sin = tables(length, 16, torch.float32, "cpu")
+        cos, sin = tables(batch * length if of_each else length, 16, torch.float32, "cpu")
+        if of_each:
+            cos, sin = (t.view(batch, length, 16) for t in (cos, sin))
         model(torch.randn(batch, length, 64), weight, cos, sin)
     assert counter.frame_count == 1
 
@@ -153,12 +159,11 @@ def test_every_tuned_kernel(dtype: torch.dtype, block_size: int, num_stages: int
 
 
 @pytest.mark.gpu
-def test_more_rows_than_blocks() -> None:
+@pytest.mark.parametrize("table", ["unequal", "batched"])
+def test_more_rows_than_blocks(table: str) -> None:
     """Each block takes several rows, the ring wraps around, and the last blocks have one row less."""
     for shape, head_dim in (((3, 1000, 1024), 128), ((2, 501, 7, 128), 128), ((2, 700, 4096), 64)):
-        case = RMSNormRoPECase(
-            name="many", dtype=torch.bfloat16, shape=shape, head_dim=head_dim, table="unequal"
-        )
+        case = RMSNormRoPECase(name="many", dtype=torch.bfloat16, shape=shape, head_dim=head_dim, table=table)
         inputs = case.make_inputs("cuda")
         assert_forward(forward_of(case)(*inputs), inputs)
         backward = RMSNormRoPEBackwardCase(name="many", dtype=torch.bfloat16, forward=case)

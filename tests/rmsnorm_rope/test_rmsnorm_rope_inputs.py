@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from htree_ops.errors import (
     ShapeMismatchError,
     UnsupportedDtypeError,
 )
+from htree_ops.ops.rmsnorm_rope import function
 from tests.support.rmsnorm_rope_cases import assert_forward, tables
 
 
@@ -73,7 +75,15 @@ def meta(*shape: int) -> torch.Tensor:
             "cos",
         ),
         ({"sin": torch.zeros(3, 2)}, ShapeMismatchError, "sin must have shape .*the shape of cos", "sin"),
-        ({"cos": torch.zeros(1, 3, 4)}, ShapeMismatchError, "cos must be", "cos"),
+        ({"cos": torch.zeros(4)}, ShapeMismatchError, "cos must be 2-D .* got 1-D", "cos"),
+        ({"cos": torch.zeros(1, 1, 3, 1, 4)}, ShapeMismatchError, "cos must be 2-D .* got 5-D", "cos"),
+        ({"sin": torch.zeros(1, 3, 4)}, ShapeMismatchError, "sin must have shape .*the shape of cos", "sin"),
+        (
+            {"cos": torch.zeros(3, 3, 4), "sin": torch.zeros(3, 3, 4)},
+            ShapeMismatchError,
+            r"size 0 of cos must be 1 or 2 \(B of x\), got 3 in ",
+            "cos",
+        ),
     ],
 )
 def test_validation_names_tensor_and_class(
@@ -171,11 +181,31 @@ def test_module() -> None:
     y = module(x, cos, sin)
     assert_forward(y, (x, module.weight.detach(), cos, sin, 1e-5, 4))
     assert torch.equal(module(x, cos[:, :8], sin[:, :8]), y)
+    assert torch.equal(module(x, cos[None], sin[None]), y)
+    assert torch.equal(module(x, cos[None, :, :8].expand(2, -1, -1), sin[None, :, :8].expand(2, -1, -1)), y)
     y.square().sum().backward()
     assert module.weight.grad is not None
     for head_dim in (0, 7, 24):
         with pytest.raises(ValueError, match="head_dim must be even and divide hidden_dim = 64"):
             htree_ops.FusedRMSNormRoPE(64, head_dim)
+
+
+def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(function, "_warned_of_transposed", False)
+    x, weight = torch.randn(2, 4, 9, 8), torch.ones(8)  # [B, H, S, hd]
+    cos, sin = (t.view(2, 9, 8) for t in tables(18, 8, torch.float32, "cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        htree_ops.head_rmsnorm_rope(x.transpose(1, 2), weight, cos, sin)
+        htree_ops.head_rmsnorm_rope(x, weight, cos[:, :4], sin[:, :4])
+        torch._dynamo.reset()
+        torch.compile(htree_ops.head_rmsnorm_rope, backend="eager", fullgraph=True)(x, weight, cos, sin)
+    with pytest.warns(UserWarning, match=r"read as 4 tokens of 9 heads.*transpose\(1, 2\)") as said:
+        htree_ops.head_rmsnorm_rope(x, weight, cos[0], sin[0])
+    assert [warning.filename for warning in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        htree_ops.head_rmsnorm_rope(x, weight, cos, sin)
 
 
 def test_configuration_keywords() -> None:
@@ -301,14 +331,29 @@ ERRORS = {
         "sin must have shape",
     ),
     "table rank": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)),
+        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(4), torch.zeros(4)),
         ValueError,
-        "cos must be 2-D",
+        r"cos must be 2-D \[S, hd\], 3-D \[B, S, hd\] or 4-D \[B, S, 1, hd\], got 1-D \[4\]",
+    ),
+    "table of no dims": (
+        lambda: head_op(torch.zeros(1, 2, 1, 8), ONES[8], torch.zeros(()), torch.zeros(())),
+        ValueError,
+        r"head_rmsnorm_rope: cos must be 2-D .*got 0-D \[\]",
     ),
     "batched table": (
-        lambda: op(torch.zeros(2, 2, 8), ONES[8], torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)),
+        lambda: op(torch.zeros(2, 2, 8), ONES[8], torch.zeros(3, 2, 4), torch.zeros(3, 2, 4)),
         ValueError,
-        "size 0 of cos must be 1",
+        r"size 0 of cos must be 1 or 2 \(B of x\), got 3 in \[3, 2, 4\]",
+    ),
+    "batched table of heads": (
+        lambda: head_op(torch.zeros(2, 2, 4, 8), ONES[8], torch.zeros(2, 2, 4, 8), torch.zeros(2, 2, 4, 8)),
+        ValueError,
+        r"size 2 of cos must be 1 \(one table for all heads\), got 4",
+    ),
+    "short batched table": (
+        lambda: op(torch.zeros(3, 3, 8), ONES[8], torch.zeros(3, 2, 4), torch.zeros(3, 2, 4)),
+        ValueError,
+        "at least S = 3 positions, got 2",
     ),
     "eps": (
         lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), -1.0),
@@ -363,7 +408,7 @@ def test_errors_name_argument_requirement_and_value(name: str) -> None:
 
 def test_ranks_come_before_shapes() -> None:
     x, weight, cos = torch.zeros(1, 2, 8), torch.zeros(3), torch.zeros(2, 4)
-    with pytest.raises(htree_ops.ShapeMismatchError, match=r"cos must be 2-D \[S, hd\] or 4-D"):
+    with pytest.raises(htree_ops.ShapeMismatchError, match=r"cos must be 2-D \[S, hd\], 3-D"):
         htree_ops.compat.validate_rmsnorm_rope_inputs(x, weight, cos[0], cos)
 
 

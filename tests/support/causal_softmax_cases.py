@@ -80,7 +80,7 @@ def backward_tolerance(dy: torch.Tensor, y: torch.Tensor, y_error: float = 0.0) 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalSoftmaxCase(Case):
-    """x ``shape`` = [h, w] or [b, h, w], laid out by ``strides`` (elements), else by the named layout.
+    """x ``shape`` = [..., h, w], laid out by ``strides`` (elements), else by the named layout.
 
     ``scale`` multiplies the standard normal values: 1e4 makes every row one-hot and must not overflow.
     """
@@ -165,6 +165,17 @@ _SHAPES: tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None], ...] = (
     ("empty_rows", (0, 8), None),
     ("empty_columns", (0, 0), None),
     ("empty_batch", (0, 4, 8), None),
+    ("heads", (2, 3, 5, 7), None),
+    ("heads_square", (2, 4, 65, 65), None),
+    ("heads_one_stride", (2, 3, 9, 40), (3 * 512, 512, 48, 1)),
+    ("heads_of_more", (2, 3, 9, 40), (8 * 360, 360, 40, 1)),
+    ("heads_last", (2, 3, 9, 40), (9 * 40 * 3, 1, 40 * 3, 3)),
+    ("heads_swapped", (2, 3, 9, 40), (360, 2 * 360, 40, 1)),
+    ("groups", (2, 3, 2, 4, 33), None),
+    ("groups_of_more", (2, 3, 2, 4, 33), (2000, 2 * 132, 132, 33, 1)),
+    ("many_dims", (2, 1, 3, 1, 1, 2, 3, 6), None),
+    ("empty_heads", (2, 0, 4, 8), None),
+    ("empty_matrices", (2, 3, 0, 8), None),
 )
 
 #: Every size in every dtype.

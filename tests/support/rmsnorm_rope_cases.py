@@ -21,6 +21,7 @@ __all__ = [
     "BENCHMARK_CASES",
     "CASES",
     "DTYPES",
+    "TABLES",
     "RMSNormRoPEBackwardCase",
     "RMSNormRoPECase",
     "assert_forward",
@@ -30,6 +31,18 @@ __all__ = [
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 EPS = 1e-6
+TABLES = (
+    "full",
+    "half",
+    "four_d",
+    "unequal",
+    "longer",
+    "of_all",
+    "batched",
+    "batched_half",
+    "batched_four_d",
+    "batched_longer",
+)
 
 
 def tables(
@@ -48,7 +61,9 @@ class RMSNormRoPECase(Case):
     """x ``shape`` = [B, S, Hd] with heads of ``head_dim``, or [B, S, H, hd] for the form per head.
 
     Attributes:
-        table: "full" [S, hd], "half" [S, hd/2], "four_d" [1, S, 1, hd], "unequal" halves or "longer" than S.
+        table: "full" [S, hd], "half" [S, hd/2], "four_d" [1, S, 1, hd], "unequal" halves or "longer" than S; as models
+            of transformers make them "of_all" [1, S, hd], and with other angles for each sequence "batched"
+            [B, S, hd], "batched_half" [B, S, hd/2], "batched_four_d" [B, S, 1, hd] or "batched_longer" than S.
         weight_dtype, table_dtype: dtypes of weight and tables, by default that of x.
     """
 
@@ -70,6 +85,16 @@ class RMSNormRoPECase(Case):
         """Elements of a row."""
         return self.shape[-1]
 
+    @property
+    def num_tables(self) -> int:
+        """Tables of cos: one, or one for each sequence."""
+        return self.shape[0] if self.table.startswith("batched") else 1
+
+    @property
+    def table_columns(self) -> int:
+        """Factors of a position in a table."""
+        return self.head_dim // 2 if self.table.endswith("half") else self.head_dim
+
     def make_x(self, device: str | torch.device, seed: int = 0) -> Tensor:
         """x alone."""
         return LAYOUTS[self.layout](normal(self.shape, self.dtype, device, seed, self.scale))
@@ -77,10 +102,15 @@ class RMSNormRoPECase(Case):
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """(x, weight, cos, sin, eps[, num_heads]) of the op."""
         weight = 1 + normal((self.width,), self.weight_dtype or self.dtype, device, seed + 1, 0.3)
-        columns = self.head_dim // 2 if self.table == "half" else self.head_dim
-        num_positions = self.shape[1] + (5 if self.table == "longer" else 0)
+        num_positions = self.shape[1] + (5 if self.table.endswith("longer") else 0)
         kind = self.table_dtype or self.dtype
-        cos, sin = tables(num_positions, columns, kind, device, self.table == "unequal")
+        cos, sin = tables(
+            self.num_tables * num_positions, self.table_columns, kind, device, self.table == "unequal"
+        )
+        if self.table == "of_all" or self.table.startswith("batched"):
+            cos, sin = (t.unflatten(0, (self.num_tables, num_positions)) for t in (cos, sin))
+        if self.table == "batched_four_d":
+            cos, sin = (t[:, :, None] for t in (cos, sin))
         if self.table == "four_d":
             cos, sin = (t[None, :, None] for t in (cos, sin))
         if self.layout == "misaligned":
@@ -90,8 +120,8 @@ class RMSNormRoPECase(Case):
 
     def bytes(self) -> int:
         """x read, y written, weight and tables read once."""
-        columns = self.head_dim // 2 if self.table == "half" else self.head_dim
-        table = 2 * self.shape[1] * columns * (self.table_dtype or self.dtype).itemsize
+        rows = self.num_tables * self.shape[1]
+        table = 2 * rows * self.table_columns * (self.table_dtype or self.dtype).itemsize
         weight = self.width * (self.weight_dtype or self.dtype).itemsize
         return 2 * math.prod(self.shape) * self.dtype.itemsize + weight + table
 
@@ -155,9 +185,9 @@ def _gradient_terms(inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     dy, x, weight, cos, sin, eps = inputs[:6]
     dy, x, weight = (t.double().abs() for t in (dy, x, weight))
     head_dim = x.shape[-1] if x.dim() == 4 else reference.head_dim_of(x, cos, inputs[6])
-    cos, sin = (reference.full_table(t, x.shape[1], head_dim).abs()[:, None] for t in (cos, sin))
+    cos, sin = (reference.full_table(t, x.shape[1], head_dim).abs().unsqueeze(-2) for t in (cos, sin))
     heads = dy.unflatten(-1, (-1, head_dim))
-    cos, sin = (t[:, None] if heads.dim() == 5 else t for t in (cos, sin))
+    cos, sin = (t.unsqueeze(-2) if heads.dim() == 5 else t for t in (cos, sin))
     dn = (heads * cos + torch.roll(heads * sin, head_dim // 2, dims=-1)).flatten(-2)
     r = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     dot = (dn * weight * x).sum(dim=-1, keepdim=True)
@@ -206,6 +236,14 @@ _SHAPES = (
     _case("four_d_table", (2, 5, 512), 64, table="four_d"),
     _case("unequal_halves", (2, 5, 512), 64, table="unequal"),
     _case("longer_table", (2, 5, 512), 64, table="longer"),
+    _case("table_of_all", (2, 5, 512), 64, table="of_all"),
+    _case("batched_table", (3, 5, 512), 64, table="batched"),
+    _case("batched_half_table", (3, 5, 512), 64, table="batched_half", table_dtype=torch.float32),
+    _case("batched_four_d_table", (3, 5, 512), 64, table="batched_four_d"),
+    _case("batched_longer_table", (3, 5, 512), 64, table="batched_longer"),
+    _case("batched_one_token", (7, 1, 512), 64, table="batched"),
+    _case("batched_40000", (2, 2, 40000), 200, table="batched"),
+    _case("batched_empty", (0, 4, 64), 16, table="batched"),
     _case("fp32_factors", (2, 5, 512), 64, weight_dtype=torch.float32, table_dtype=torch.float32),
     _case("mixed_factors", (2, 5, 512), 64, weight_dtype=torch.bfloat16, table_dtype=torch.float16),
     _case("double_factors", (2, 5, 512), 64, weight_dtype=torch.float64, table_dtype=torch.float64),
@@ -220,6 +258,10 @@ _SHAPES = (
     _case("heads_6", (2, 3, 4, 6), 6),
     _case("heads_192", (2, 3, 4, 192), 192),
     _case("heads_half_table", (2, 5, 3, 64), 64, table="half"),
+    _case("heads_table_of_all", (2, 5, 3, 64), 64, table="of_all"),
+    _case("heads_batched", (3, 5, 9, 128), 128, table="batched", table_dtype=torch.float32),
+    _case("heads_batched_half", (3, 5, 4, 6), 6, table="batched_half"),
+    _case("heads_batched_four_d", (3, 5, 3, 64), 64, table="batched_four_d"),
     _case("heads_unequal", (3, 5, 9, 128), 128, table="unequal", table_dtype=torch.float32),
     _case("heads_empty", (2, 5, 0, 64), 64),
     *(_case(f"heads_{layout}", (2, 4, 3, 32), 32, layout=layout) for layout in LAYOUTS),

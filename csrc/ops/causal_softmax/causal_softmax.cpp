@@ -1,6 +1,7 @@
 // Schemas, Meta, Autograd and registrations of the causal_softmax room. docs/semantics/causal_softmax.md §5
 #include "ops/causal_softmax/causal_softmax.h"
 
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "host/autograd.h"
@@ -48,27 +49,40 @@ using Backward = void (*)(const at::Tensor&, const at::Tensor&, const at::Tensor
 template <Forward kForward>
 at::Tensor forward(const at::Tensor& x, int64_t block_size) {
   at::Tensor out = prepare(x, block_size);
-  kForward(x, block_size, out);
+  kForward(with_batch_stride(x), block_size, out);
   return out;
+}
+
+// Writes to `out`, which may be x: at once where it has a batch stride, else by way of a fresh tensor.
+template <Forward kForward>
+void forward_into(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
+  if (batch_stride(out).has_value()) {
+    kForward(with_batch_stride(x), block_size, out);
+  } else {
+    const at::Tensor fresh =
+        at::empty(out.sizes(), out.options().memory_format(at::MemoryFormat::Contiguous));
+    kForward(with_batch_stride(x), block_size, fresh);
+    out.copy_(fresh);
+  }
 }
 
 template <Forward kForward>
 void forward_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
   prepare_out(x, block_size, out);
-  kForward(x, block_size, out);
+  forward_into<kForward>(x, block_size, out);
 }
 
 template <Forward kForward>
 void forward_inplace(const at::Tensor& x, int64_t block_size) {
   prepare_inplace(x, block_size);
-  kForward(x, block_size, x);
+  forward_into<kForward>(x, block_size, x);
 }
 
 // dx = torch.where(mask, y * (dy - (dy * y).masked_fill(~mask, 0).sum(-1, keepdim=True)), 0)
 template <Backward kBackward>
 at::Tensor backward(const at::Tensor& dy, const at::Tensor& y) {
   at::Tensor dx = prepare_backward(dy, y);
-  kBackward(dy, y, dx);
+  kBackward(with_batch_stride(dy), with_batch_stride(y), dx);
   return dx;
 }
 

@@ -10,8 +10,8 @@ namespace {
 
 void check_scores(const char* op, const char* name, const at::Tensor& x) {
   check_floating(op, name, x, /*double_on_cuda=*/true);
-  TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, op, ": ", name,
-                    " must be 2-D [h, w] or 3-D [b, h, w], got ", x.dim(), "-D ", x.sym_sizes());
+  TORCH_CHECK_VALUE(x.dim() >= 2, op, ": ", name, " must have at least 2 dims [..., h, w], got ", x.dim(),
+                    "-D ", x.sym_sizes());
   TORCH_CHECK_VALUE(holds(x.sym_size(-1).sym_ge(x.sym_size(-2))), op, ": ", name,
                     " must have at least as many columns (keys) as rows (queries), got ", x.sym_sizes());
 }
@@ -23,9 +23,30 @@ void check_block_size(const char* op, int64_t block_size) {
 
 }  // namespace
 
+std::optional<int64_t> batch_stride(const at::Tensor& x) {
+  int64_t stride = 0;
+  int64_t count = 1;
+  for (int64_t dim = x.dim() - 3; dim >= 0; --dim) {
+    if (x.size(dim) == 1) {
+      continue;
+    }
+    if (count == 1) {
+      stride = x.stride(dim);
+    } else if (x.stride(dim) != stride * count) {
+      return std::nullopt;
+    }
+    count *= x.size(dim);
+  }
+  return stride;
+}
+
+at::Tensor with_batch_stride(const at::Tensor& x) {
+  return batch_stride(x).has_value() ? x : x.contiguous();
+}
+
 Problem problem_of(const at::Tensor& x, int64_t block_size) {
   return {
-      .batch = x.dim() == 3 ? x.size(0) : 1,
+      .batch = c10::multiply_integers(x.sizes().slice(0, x.dim() - 2)),
       .rows = x.size(-2),
       .cols = x.size(-1),
       .block_size = static_cast<int>(block_size),
@@ -33,7 +54,7 @@ Problem problem_of(const at::Tensor& x, int64_t block_size) {
 }
 
 Strides strides_of(const at::Tensor& x) {
-  return {.batch = x.dim() == 3 ? x.stride(0) : 0, .row = x.stride(-2), .col = x.stride(-1)};
+  return {.batch = batch_stride(x).value(), .row = x.stride(-2), .col = x.stride(-1)};
 }
 
 at::Tensor prepare(const at::Tensor& x, int64_t block_size) {

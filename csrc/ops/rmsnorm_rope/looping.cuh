@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   const T* const source = keep ? kept : x;  // a thread reads back what it kept itself
   for_pairs<Tr>(p.shape, packs_per_half, [&](int column, int in_half) {
     Rotation<A, Tr::kPack> rotation;
-    rotation.load(p.cos, p.sin, index.position, in_half);
+    rotation.load(p.cos, p.sin, index.batch, index.position, in_half);
     A w_lower[Tr::kPack], w_upper[Tr::kPack];
     load_both(p.weight.data, p.weight.dtype, column, column + half, w_lower, w_upper);
     const auto x_lower = device::load_pack<Tr::kPack>(source + column);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
     const auto for_gradients = [&](auto&& f) {
       for_pairs<Tr>(p.shape, packs_per_half, [&](int column, int in_half) {
         Rotation<A, Tr::kPack> rotation;
-        rotation.load(p.cos, p.sin, index.position, in_half);
+        rotation.load(p.cos, p.sin, index.batch, index.position, in_half);
         const auto dy_lower = device::load_pack<Tr::kPack>(dy + column);
         const auto dy_upper = device::load_pack<Tr::kPack>(dy + column + half);
         A dn[2][Tr::kPack], w[2][Tr::kPack];

@@ -87,9 +87,10 @@ struct Rotation {
   A sin_lower[N];
   A sin_upper[N];
 
-  __device__ __forceinline__ void load(const Table& cos, const Table& sin, int64_t position, int column) {
-    const int64_t cos_at = position * cos.position_stride + column;
-    const int64_t sin_at = position * sin.position_stride + column;
+  __device__ __forceinline__ void load(const Table& cos, const Table& sin, int64_t batch, int64_t position,
+                                       int column) {
+    const int64_t cos_at = batch * cos.batch_stride + position * cos.position_stride + column;
+    const int64_t sin_at = batch * sin.batch_stride + position * sin.position_stride + column;
     if (cos.dtype != sin.dtype) {
       load_both(cos.data, cos.dtype, cos_at, cos_at + cos.upper, cos_lower, cos_upper);
       load_both(sin.data, sin.dtype, sin_at, sin_at + sin.upper, sin_lower, sin_upper);

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
     weight[pair].load(p.weight, columns, pair);
   }
   Rotation<A, Tr::kPack> rotation;
-  uint32_t loaded_position = rows.num_rows;  // no position yet
+  uint32_t loaded_row = rows.num_rows;  // of the tables; none yet
 
   for (uint32_t iteration = 0; iteration < mine.iterations; ++iteration) {
     if constexpr (Tr::kRing) {
@@ -147,9 +147,10 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
       pipeline.fetch({RowIndex(rows, mine.row(next)).of(p.x)}, columns, next < mine.iterations);
     }
     const RowIndex index(rows, mine.row(iteration));
-    if (index.position != loaded_position) {
-      rotation.load(p.cos, p.sin, index.position, columns.in_half);
-      loaded_position = index.position;
+    const uint32_t table_row = p.shape.batched_tables ? index.token : index.position;
+    if (table_row != loaded_row) {
+      rotation.load(p.cos, p.sin, index.batch, index.position, columns.in_half);
+      loaded_row = table_row;
     }
     Pack<T, Tr::kPack> x[Tr::kPairs][2];
     pipeline.wait();
@@ -234,7 +235,7 @@ __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(true))
     {
       // The tables are needed only here: their registers then go to dn.
       Rotation<A, Tr::kPack> rotation;
-      rotation.load(p.cos, p.sin, index.position, columns.in_half);
+      rotation.load(p.cos, p.sin, index.batch, index.position, columns.in_half);
       Pack<T, Tr::kPack> dy[Tr::kPairs][2];
       pipeline.wait();
       pipeline.take(0, index.of(p.dy), columns, dy);

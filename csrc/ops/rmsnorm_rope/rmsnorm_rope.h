@@ -25,7 +25,7 @@ inline const char* backward_name(Norm norm) {
 }
 
 // The arguments as they come. For kHidden x is [B, S, Hd] and weight [Hd]; for kHead x is [B, S, H, hd] and
-// weight [hd]. cos and sin are [S', hd], [S', hd / 2] or [1, S', 1, ...] with S' >= S.
+// weight [hd]. cos and sin are [S', d], [1 or B, S', d] or [1 or B, S', 1, d] with S' >= S and d = hd or hd / 2.
 struct Arguments {
   Norm norm;
   const at::Tensor& x;
@@ -43,14 +43,15 @@ struct Problem {
   int64_t heads;  // rows per position and batch: 1 for kHidden
   int64_t width;
   int64_t head_dim;
-  bool half_tables;  // tables are [S', hd / 2]: both halves of a head share their factors
+  bool half_tables;     // table rows have hd / 2 factors, which both halves of a head share
+  bool batched_tables;  // each sequence of the batch has tables of its own
   double eps;
 
   int64_t num_rows() const { return batch * positions * heads; }
 };
 
 // Views in that form, with unit stride in the last dim: rows are [batch, positions, heads,
-// width], tables [S', d].
+// width], tables [S', d] or [1 or batch, S', d].
 struct Operands {
   Problem problem;
   at::Tensor x;
@@ -58,6 +59,11 @@ struct Operands {
   at::Tensor cos;
   at::Tensor sin;
 };
+
+// Elements from the table of one sequence to that of the next, in the form of Operands; 0 where all share one.
+inline int64_t table_batch_stride(const at::Tensor& table) {
+  return table.dim() == 3 && table.size(0) > 1 ? table.stride(0) : 0;
+}
 
 // Checks the arguments of the functional ops and returns the output: uninitialised, contiguous, of
 // x's shape and dtype.

@@ -33,13 +33,18 @@ c10::SymInt head_dim_of(const Arguments& a) {
 }
 
 void check_tables(const char* op, const Arguments& a, const c10::SymInt& head_dim) {
-  const bool four_d = a.cos.dim() == 4;
-  if (four_d) {
-    check_size(op, "cos", a.cos, 0, 1, "one table for the whole batch");
+  const bool batched = a.cos.dim() > 2;
+  if (batched) {
+    const c10::SymInt tables = a.cos.sym_size(0);
+    const c10::SymInt batch = a.x.sym_size(0);
+    TORCH_CHECK_VALUE(equal(tables, 1) || same_size(tables, batch), op, ": size 0 of cos must be 1 or ",
+                      batch, " (B of x), got ", tables, " in ", a.cos.sym_sizes());
+  }
+  if (a.cos.dim() == 4) {
     check_size(op, "cos", a.cos, 2, 1, "one table for all heads");
   }
   check_shape(op, "sin", a.sin, a.cos.sym_sizes(), "the shape of cos");
-  const c10::SymInt positions = a.cos.sym_size(four_d ? 1 : 0);
+  const c10::SymInt positions = a.cos.sym_size(batched ? 1 : 0);
   TORCH_CHECK_VALUE(holds(positions.sym_ge(a.x.sym_size(1))), op,
                     ": cos and sin must have at least S = ", a.x.sym_size(1), " positions, got ", positions,
                     " in ", a.cos.sym_sizes());
@@ -64,9 +69,9 @@ void check(const char* op, const Arguments& a) {
   const bool hidden = a.norm == Norm::kHidden;
   check_rank(op, "x", a.x, hidden ? 3 : 4, hidden ? "[B, S, Hd]" : "[B, S, H, hd]");
   check_rank(op, "weight", a.weight, 1, hidden ? "[Hd]" : "[hd]");
-  TORCH_CHECK_VALUE(a.cos.dim() == 2 || a.cos.dim() == 4, op,
-                    ": cos must be 2-D [S, hd] or 4-D [1, S, 1, hd], got ", a.cos.dim(), "-D ",
-                    a.cos.sym_sizes());
+  TORCH_CHECK_VALUE(a.cos.dim() >= 2 && a.cos.dim() <= 4, op,
+                    ": cos must be 2-D [S, hd], 3-D [B, S, hd] or 4-D [B, S, 1, hd], got ", a.cos.dim(),
+                    "-D ", a.cos.sym_sizes());
   check_size(op, "weight", a.weight, 0, a.x.sym_size(-1), hidden ? "Hd of x" : "hd of x");
   if (a.num_heads.has_value()) {
     check_at_least(op, "num_heads", *a.num_heads, 1);
@@ -112,7 +117,7 @@ double in_range(double eps, at::ScalarType dtype) {
 }
 
 at::Tensor table_rows(const at::Tensor& table) {
-  return with_unit_stride(table.dim() == 4 ? table.select(2, 0).select(0, 0) : table);
+  return with_unit_stride(table.dim() == 4 ? table.select(2, 0) : table);
 }
 
 }  // namespace
@@ -158,7 +163,8 @@ Operands operands_of(const Arguments& arguments) {
       .heads = o.x.size(2),
       .width = o.x.size(3),
       .head_dim = head_dim,
-      .half_tables = o.cos.size(1) != head_dim,
+      .half_tables = o.cos.size(-1) != head_dim,
+      .batched_tables = table_batch_stride(o.cos) != 0 || table_batch_stride(o.sin) != 0,
       .eps = in_range(arguments.eps, arguments.x.scalar_type()),
   };
   return o;

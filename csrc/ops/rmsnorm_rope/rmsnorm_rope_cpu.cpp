@@ -68,30 +68,36 @@ const A* as_arithmetic(const at::Tensor& t, int64_t offset, int64_t count, std::
   return result;
 }
 
-// The rows of the tables for one position after another, converted once per position.
+// The rows of the tables for one token after another, converted once per row.
 template <typename A>
 class Tables {
  public:
   explicit Tables(const Operands& o) : o_(o) {}
 
-  const TableRow<A>& at(int64_t position) {
-    if (position != position_) {
-      const int64_t half = o_.problem.head_dim / 2;
-      const int64_t columns = o_.cos.size(1);
-      const A* cos = as_arithmetic<A>(o_.cos, position * o_.cos.stride(0), columns, cos_);
-      const A* sin = as_arithmetic<A>(o_.sin, position * o_.sin.stride(0), columns, sin_);
-      const int64_t upper = o_.problem.half_tables ? 0 : half;
+  const TableRow<A>& at(int64_t batch, int64_t position) {
+    const int64_t table = o_.problem.batched_tables ? batch : 0;
+    if (position != position_ || table != table_) {
+      const A* cos = load(o_.cos, table, position, cos_);
+      const A* sin = load(o_.sin, table, position, sin_);
+      const int64_t upper = o_.problem.half_tables ? 0 : o_.problem.head_dim / 2;
       row_ = {cos, cos + upper, sin, sin + upper};
+      table_ = table;
       position_ = position;
     }
     return row_;
   }
 
  private:
+  static const A* load(const at::Tensor& t, int64_t table, int64_t position, std::vector<A>& buffer) {
+    const int64_t offset = table * table_batch_stride(t) + position * t.stride(-2);
+    return as_arithmetic<A>(t, offset, t.size(-1), buffer);
+  }
+
   const Operands& o_;
   std::vector<A> cos_;
   std::vector<A> sin_;
   TableRow<A> row_{};
+  int64_t table_ = -1;
   int64_t position_ = -1;
 };
 
@@ -124,7 +130,7 @@ void forward_typed(const Operands& o, const at::Tensor& out) {
     for_rows(p, begin, end, [&](int64_t batch, int64_t position, int64_t head) {
       kernel(reinterpret_cast<const Storage<T>*>(row_of(x, o.x, batch, position, head)),
              reinterpret_cast<Storage<T>*>(row_of(y, out, batch, position, head)), shape,
-             tables.at(position));
+             tables.at(batch, position));
     });
   });
 }
@@ -156,7 +162,7 @@ void backward_typed(const Operands& o, const at::Tensor& dy, const Gradients& gr
                         reinterpret_cast<const Storage<T>*>(row_of(x_data, o.x, batch, position, head)),
                         dx_data ? reinterpret_cast<Storage<T>*>(row_of(dx_data, dx, batch, position, head))
                                 : nullptr,
-                        dw, shape, tables.at(position), scratch.data());
+                        dw, shape, tables.at(batch, position), scratch.data());
                });
     }
   });

@@ -48,11 +48,13 @@ Weight weight_of(const at::Tensor& t) {
 }
 
 Table table_of(const at::Tensor& t, const Problem& p) {
-  return {t.const_data_ptr(), t.stride(0), static_cast<int>(p.half_tables ? 0 : p.head_dim / 2), dtype_of(t)};
+  const int upper = static_cast<int>(p.half_tables ? 0 : p.head_dim / 2);
+  return {t.const_data_ptr(), table_batch_stride(t), t.stride(-2), upper, dtype_of(t)};
 }
 
 Shape shape_of(const Problem& p) {
-  return {p.batch, p.positions, p.heads, static_cast<int>(p.width), static_cast<int>(p.head_dim), p.eps};
+  return {p.batch,          p.positions, p.heads, static_cast<int>(p.width), static_cast<int>(p.head_dim),
+          p.batched_tables, p.eps};
 }
 
 // Whether every row of every operand starts at a multiple of 16 bytes.

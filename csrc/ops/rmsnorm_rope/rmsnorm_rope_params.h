@@ -18,10 +18,11 @@ struct Weight {
   Dtype dtype;
 };
 
-// [positions, head_dim] or, when `upper` is 0, [positions, head_dim / 2]: the factors of the upper half of a
-// head start `upper` columns into the row.
+// [batch, positions, head_dim] or, when `upper` is 0, [batch, positions, head_dim / 2]: the factors of the
+// upper half of a head start `upper` columns into the row. A batch stride of 0: all sequences share the table.
 struct Table {
   const void* data;
+  int64_t batch_stride;
   int64_t position_stride;
   int upper;
   Dtype dtype;
@@ -44,6 +45,7 @@ struct Shape {
   int64_t heads;
   int width;
   int head_dim;
+  bool batched_tables;  // rows of one position share a row of the tables only within their sequence
   double eps;
 };
 

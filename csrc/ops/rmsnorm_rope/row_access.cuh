@@ -36,12 +36,12 @@ struct RowsView {
 };
 
 struct RowIndex {
+  uint32_t token;  // position * batch size + batch
   uint32_t batch;
   uint32_t position;
   uint32_t head;
 
-  __device__ __forceinline__ RowIndex(const RowsView& rows, uint32_t row) {
-    const uint32_t token = rows.heads.quotient(row);
+  __device__ __forceinline__ RowIndex(const RowsView& rows, uint32_t row) : token(rows.heads.quotient(row)) {
     position = rows.batch.quotient(token);
     head = rows.heads.remainder(row, token);
     batch = rows.batch.remainder(token, position);

@@ -19,10 +19,14 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
     Column j of row i is visible iff ``j <= i + (w - h)`` (aligned at the bottom right): with m the maximum
     of the row's visible entries, ``y_ij = exp(x_ij - m) / sum_j' exp(x_ij' - m)`` over visible j', and +0
     elsewhere. Masked entries are never read. Arithmetic in fp32 (fp64 for fp64) with one final rounding.
+    With w > h that is the causal mask of queries that are the last h of w tokens; ``is_causal`` of
+    ``torch.nn.functional.scaled_dot_product_attention`` is aligned at the top left and differs there.
     Source: docs/semantics/causal_softmax.md §5, design document [004].
 
     Args:
-        x: scores [h, w] or [b, h, w] with w >= h, any strides; float32, float16, bfloat16 or float64.
+        x: scores [..., h, w] with w >= h, such as [B, H, T_q, T], any strides; float32, float16, bfloat16 or
+            float64. It is read in place where its leading dims have one stride together, as they have in a
+            contiguous tensor, and is copied otherwise.
         block_size: threads per row on CUDA, 512 or 1024; 0 chooses by w. Checked on every device.
         out: tensor of the shape, dtype and device of x to write into, any strides. It may be x itself; the op
             then works in place. Not differentiable.
@@ -31,7 +35,7 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
         ``out`` where it is given, else a new contiguous tensor of the shape and dtype of x, differentiable.
 
     Raises:
-        ShapeMismatchError: rank other than 2 or 3, w < h, or another shape of ``out``.
+        ShapeMismatchError: fewer than 2 dims, w < h, or another shape of ``out``.
         UnsupportedDtypeError: x has another dtype, or ``out`` has not that of x.
         DeviceError: ``out`` lies on another device.
         ArchitectureNotSupportedError: another block_size.

@@ -1,4 +1,8 @@
-"""Products of FP8 matrices with scales (docs/semantics/fp8.md §3.3)."""
+"""Products of FP8 matrices with scales (docs/semantics/fp8.md §3.3).
+
+A scale is the factor that was applied when quantising, so that products are divided by it. ``torch._scaled_mm`` takes
+the reciprocals: :func:`~htree_ops.ops.fp8.fp8_scale_inv`.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,14 @@ def _quantised(x: Tensor, scale: Tensor | None, dim: int) -> tuple[Tensor, Tenso
     return codes, used
 
 
+def _dtype_of_product(a: Tensor, b: Tensor) -> torch.dtype:
+    """The dtype of the floating operands, float16 where both are quantised already."""
+    given = [x.dtype for x in (a, b) if x.dtype != FP8]
+    if not given:
+        return torch.float16
+    return given[0] if len(given) == 1 else torch.promote_types(*given)
+
+
 # In messages of fp8_quantize, x and scale are an operand of fp8_gemm and its scale.
 
 
@@ -68,7 +80,7 @@ def fp8_gemm(
     b: Tensor,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
-    output_dtype: torch.dtype = torch.float16,
+    output_dtype: torch.dtype | None = None,
     *,
     BLOCK_M: int | None = None,
     BLOCK_N: int | None = None,
@@ -78,6 +90,10 @@ def fp8_gemm(
     num_stages: int | None = None,
 ) -> Tensor:
     """``C = (Σ_k a·b) / (a_scale · b_scale)`` on FP8 tensor cores, rounded once to ``output_dtype``.
+
+    **Scales divide the product**, as they multiplied the operands: 448 / max|a| of :func:`htree_ops.fp8_quantize`.
+    ``torch._scaled_mm`` and most FP8 checkpoints have the reciprocals, with which the product is wrong and no error is
+    raised; :func:`~htree_ops.ops.fp8.fp8_scale_inv` turns one into the other.
 
     Accuracy: on the CPU 15 products at a time are summed in fp32 and those sums in fp64, an error of 2^-20 of Σ|a·b| at
     any K, with the same bits for any number of threads. The FP8 tensor cores of sm_90 align the terms of a sum to
@@ -96,7 +112,9 @@ def fp8_gemm(
         b: [K, N] likewise; column-major is read in place, row-major is transposed first.
         a_scale: fp32 [] or [M, 1], the factor that was applied when quantising a.
         b_scale: fp32 [] or [1, N].
-        output_dtype: float16, bfloat16 or float32.
+        output_dtype: float16, bfloat16 or float32. By default the dtype of the operands that are not quantised yet
+            (of two the one that holds both, as ``torch.promote_types`` has it), and float16 where both are, in which
+            results beyond 65504 are infinite.
         BLOCK_M, BLOCK_N, BLOCK_K, GROUP_SIZE_M, num_warps, num_stages: a configuration of the CUDA kernel for
             the tuner, all or none: rows and columns per block, elements of K between moves to fp32 registers,
             row tiles that are swept together, warps that multiply, stages of 128 elements of K. Checked
@@ -118,6 +136,7 @@ def fp8_gemm(
     """
     if a.dtype != FP8 or b.dtype != FP8 or a_scale is None or b_scale is None:
         _check_operands(a, b, a_scale, b_scale)
+    dtype = _dtype_of_product(a, b) if output_dtype is None else output_dtype
     if a.dtype != FP8:
         a, a_scale = _quantised_a(a, a_scale)
     if b.dtype != FP8:
@@ -137,15 +156,15 @@ def fp8_gemm(
             "fp8_gemm",
             (a.shape[0], b.shape[1], a.shape[1]),
             a,
-            lambda tried: torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, output_dtype, tried),
+            lambda tried: torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, dtype, tried),
             layout="column-major b" if b.stride(0) == 1 else "row-major b",
         )
-    return torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, output_dtype, config)
+    return torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, dtype, config)
 
 
 @named
 def fp8_gemm_exact(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype = torch.float16
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype | None = None
 ) -> Tensor:
     """:func:`fp8_gemm` with sums in fp64, exact up to K = 2^17: ``C = Σ_k a·b / a_scale / b_scale``, rounded to
     fp32 and from there to ``output_dtype``, so ``|error| <= (u + 2^-23)·|C|``.
@@ -154,6 +173,8 @@ def fp8_gemm_exact(
     slower than :func:`fp8_gemm`, even where fp64 has tensor cores.
     Source: docs/semantics/fp8.md §3.3, §3.5 (property 4).
 
-    Args and errors as for :func:`fp8_gemm`, for operands that are quantised already.
+    Args and errors as for :func:`fp8_gemm`, for operands that are quantised already; so ``output_dtype`` is float16 by
+    default, in which results beyond 65504 are infinite.
     """
-    return torch.ops.htree.fp8_gemm_exact(a, b, a_scale, b_scale, output_dtype)
+    dtype = torch.float16 if output_dtype is None else output_dtype
+    return torch.ops.htree.fp8_gemm_exact(a, b, a_scale, b_scale, dtype)

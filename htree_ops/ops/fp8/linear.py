@@ -64,9 +64,11 @@ class FP8Linear(nn.Module):
     that dtype. There is no gradient: a backward through it raises RuntimeError.
 
     ``state_dict`` holds weight (float8_e4m3fn [out, in]), weight_scale (fp32 [out, 1]), bias, and activation_scale
-    (fp32 []) where it is static. A state dict of an ``nn.Linear`` is quantised while it is loaded; a weight of
-    another dtype, a float weight beside a weight_scale, and scales that are not positive and finite are refused with
-    the RuntimeError of ``load_state_dict``. ``.to(dtype)``, ``.half()`` and the like change the bias alone.
+    (fp32 []) where it is static. Both scales multiply when quantising; those of most FP8 checkpoints, under the same
+    names, are the reciprocals (:func:`fp8_scale_inv`), which nothing can tell apart. A state dict of an
+    ``nn.Linear`` is quantised while it is loaded; a weight of another dtype, a float weight beside a weight_scale, and
+    scales that are not positive and finite are refused with the RuntimeError of ``load_state_dict``. ``.to(dtype)``,
+    ``.half()`` and the like change the bias alone.
 
     Args:
         in_features: K.
@@ -135,6 +137,8 @@ class FP8Linear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear, activation_scale: Tensor | float | None = None) -> FP8Linear:
         """The quantised ``linear``; with ``activation_scale`` (one positive number) its activations are static.
+
+        Activations are multiplied by ``activation_scale``, 448 / max|x|; elsewhere ``input_scale`` is its reciprocal.
 
         Raises:
             TypeError: not an ``nn.Linear``, or a scale that is not a number.
@@ -293,8 +297,9 @@ def quantize_model_(
         module: a model that holds linear layers; not itself one.
         filter: called with a layer's name and the layer; layers that it refuses stay, under all their names. By
             default all are swapped.
-        activation_scales: static activation scales by name, as from :func:`calibrate_activation_scales`; the other
-            layers are dynamic. Any name of a layer that occurs twice will do.
+        activation_scales: static activation scales by name, 448 / max|x| as from
+            :func:`calibrate_activation_scales`; the other layers are dynamic. Any name of a layer that occurs twice
+            will do.
 
     Raises:
         TypeError: module is not an ``nn.Module``, or is itself an ``nn.Linear``, which cannot be swapped in place;

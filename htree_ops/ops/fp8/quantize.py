@@ -112,7 +112,8 @@ def fp8_quantize(
     Args:
         x: any shape and strides; float32, float16 or bfloat16.
         scale: fp32 of the shape that :func:`fp8_compute_scale` returns, or a number for all groups; computed by
-            default. Values must be positive and finite; they are checked where x is on the CPU.
+            default. It multiplies x, so it is the reciprocal of the scale of ``torch._scaled_mm``. Values must be
+            positive and finite; they are checked where x is on the CPU.
         granularity, dim, block: see :func:`fp8_compute_scale`.
 
     Returns:
@@ -130,13 +131,16 @@ def fp8_quantize(
 
 
 @named
-def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16, block: int = 128) -> Tensor:
+def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None, block: int = 128) -> Tensor:
     """``q / scale``, divided in fp32 and rounded to ``dtype``. Source: docs/semantics/fp8.md §3.3.
+
+    The scale is that of :func:`fp8_quantize`. Elsewhere a scale often multiplies here: pass its :func:`fp8_scale_inv`.
 
     Args:
         q: float8_e4m3fn codes, any shape and strides.
         scale: fp32; [], or the shape of q with one dim of n reduced to 1 or to ceil(n / block).
-        dtype: float16, bfloat16 or float32.
+        dtype: float16, bfloat16 or float32; by default float32, the dtype of the scale, which holds every quotient
+            of a tensor that was quantised. In float16 one beyond 65504 is infinite.
         block: elements of a block, where the scale has one entry per block; as in the quantisation.
 
     Raises:
@@ -146,7 +150,7 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float16,
         ValueError: block below 1, or a scale on the CPU that is not positive and finite.
         TypeError: dtype is not a torch.dtype.
     """
-    return torch.ops.htree.fp8_dequantize(q, scale, dtype, block)
+    return torch.ops.htree.fp8_dequantize(q, scale, torch.float32 if dtype is None else dtype, block)
 
 
 @named
@@ -159,8 +163,9 @@ def fp8_fake_quant(
 ) -> Tensor:
     """x quantised and dequantised, in its own dtype, for training with the rounding in place.
 
-    Arguments and errors are those of :func:`fp8_quantize`. The gradient goes straight through the rounding:
-    dx = dy where |x·s| ≤ 448, else 0; the scale has none.
+    Arguments and errors are those of :func:`fp8_quantize`. With a given scale a value is rounded up by up to 1/17, in
+    float16 to infinity where that passes 65504; the computed one takes the largest value to itself. The gradient goes
+    straight through the rounding: dx = dy where |x·s| ≤ 448, else 0; the scale has none.
 
     Raises:
         NotImplementedError: scale requires a gradient.
@@ -171,7 +176,15 @@ def fp8_fake_quant(
 
 @named
 def fp8_scale_inv(scale: Tensor) -> Tensor:
-    """1 / scale in fp32: the convention of ``torch._scaled_mm``, whose scales multiply the product."""
+    """1 / scale in fp32: from the scales of this package, which multiply when quantising, to those of
+    ``torch._scaled_mm`` and most FP8 checkpoints, which multiply the product or the codes; and back.
+
+    Args:
+        scale: any shape and floating dtype.
+
+    Returns:
+        fp32 of the shape of ``scale``.
+    """
     return scale.float().reciprocal()
 
 

@@ -35,13 +35,14 @@ def gated_mlp(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> Tensor:
-    """``out = g · act(u)`` by default, with the activation on **up**; the usual SwiGLU needs ``act_on="gate"``.
+    """``out = g · act(u)``, the activation on **up**; weights of Llama, Qwen, Mistral … need ``act_on="gate"``.
 
     ``g = x·Wg^T`` and ``u = x·Wu^T``, accumulated in fp32 (fp64 for fp64), neither rounded before the result is.
-    With ``act_on="gate"`` it is ``act(g) · u``, as in Llama, Qwen, Mistral and nearly every other current model; the
-    default is the order of the design document. ``silu(z) = z·σ(z)``,
-    ``gelu(z) = z·Φ(z)`` (the form with erf). On sm_90 in fp16 and bf16 the forward is one kernel, which reads x once
-    for both products; elsewhere on CUDA it is two products of cuBLAS in fp32, which follow
+    With ``act_on="gate"`` it is ``act(g) · u``, the usual SwiGLU, as in nearly every current model; the default is the
+    order of the design document, and with such a model's weights its result is wrong without an error.
+    :meth:`FusedGatedMLP.from_module` finds out what a model's MLP computes. ``silu(z) = z·σ(z)``,
+    ``gelu(z) = z·Φ(z)`` (the form with erf, not Gemma's with tanh). On sm_90 in fp16 and bf16 the forward is one
+    kernel, which reads x once for both products; elsewhere on CUDA it is two products of cuBLAS in fp32, which follow
     ``torch.backends.cuda.matmul.allow_tf32``, and one elementwise kernel. On the CPU row-major weights of fp16, bf16
     and (up to 128 rows of x) fp32 are read as they are, with the same bits for any number of threads; other products,
     and those of the backward, come from the BLAS library, follow ``torch.set_float32_matmul_precision``, and keep

@@ -18,7 +18,8 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     """The Walsh-Hadamard transform of the last dim: ``y = scale * x @ H_n``.
 
     H_n is the Sylvester matrix, H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]], and is symmetric. With the default
-    scale n^(-1/2) the transform is orthonormal and its own inverse. It takes n log2 n additions in fp32 (fp64
+    scale n^(-1/2) the transform is orthonormal and its own inverse; ``fast_hadamard_transform.hadamard_transform``
+    multiplies by 1 by default. It takes n log2 n additions in fp32 (fp64
     for fp64); the sums are scaled and rounded once to the dtype of x. A sum beyond the range of that arithmetic is
     infinite whatever the scale. The gradient is the same transform with the same scale.
     Source: docs/semantics/hadamard.md §4.1, design document [003].

@@ -59,7 +59,7 @@ class FusedRMSNormRoPE(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, S, Hd], cos and sin [S, hd] or [S, hd/2] -> [B, S, Hd]."""
+        """x [B, S, Hd] -> [B, S, Hd]; cos and sin [S, d], [1 or B, S, d] or [1 or B, S, 1, d], d = hd or hd/2."""
         return rmsnorm_rope(x, self.weight, cos, sin, self.eps, self.hidden_dim // self.head_dim)
 
     def extra_repr(self) -> str:
