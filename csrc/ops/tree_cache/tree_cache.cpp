@@ -91,7 +91,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
                            const OptionalTensor& v_codes, const OptionalTensor& v_scales, bool open_next) {
   const TreeOptions options(
       {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
-      {selection_span, inv_freq, std::nullopt, open_next});
+      {selection_span, inv_freq, open_next});
   const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
   const auto given = std::count_if(std::begin(packed), std::end(packed),

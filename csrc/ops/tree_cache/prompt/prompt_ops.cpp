@@ -124,7 +124,7 @@ void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_poo
                  OptionalNumbers inv_freq) {
   const TreeOptions options(
       {compression_rate, max_top_nodes, top_k, std::nullopt, rope_base, "lse_causal", selection_stride},
-      {selection_span, inv_freq, std::nullopt, /*open_next=*/false});
+      {selection_span, inv_freq, /*open_next=*/false});
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPackOp, given, options, page_size, "end", end);
   check_heads(kPackOp, "num_heads", num_heads, k_pool.sym_size(1));
@@ -160,7 +160,7 @@ AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool
                      std::string_view importance, OptionalNumbers inv_freq, bool open_next) {
   const TreeOptions options(
       {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
-      {selection_span, inv_freq, std::nullopt, open_next});
+      {selection_span, inv_freq, open_next});
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPromptOp, given, options, page_size, "length", length);
   check_rank(kPromptOp, "q", q, 4, "[B, n, H, K]");
