@@ -171,7 +171,8 @@ def keep_leaders(init: Any, stride_of: Callable[[PretrainedConfig], int]) -> Any
         init(self, *args, **kwargs)
         config = kwargs.get("config", args[1] if len(args) > 1 else None)
         stride = 1 if config is None else stride_of(config.get_text_config(decoder=True))
-        if stride > 1:
+        # transformers exports a cache of its own layers alone, and of these keys and values.
+        if stride > 1 and not torch.compiler.is_exporting():
             self.layers = [
                 LeaderLayer(stride) if type(layer) is DynamicLayer and not layer.is_initialized else layer
                 for layer in self.layers

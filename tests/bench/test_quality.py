@@ -530,7 +530,7 @@ def test_a_picture_has_a_panel_for_every_model_that_its_table_has(study, tmp_pat
     ):
         panels.clear()
         assert draw(rows, tmp_path / "picture.png", "light")
-        used = study.tables.by_model(study.tables.last_rows(study.tables.with_dense(rows), piece))
+        used = study.tables.by_model(study.tables.last_rows(rows, piece))
         assert len(panels) == len(used) == models
         assert set(panels) == {study.pictures.model_of(mine[0]) for mine in used}
     panels.clear()

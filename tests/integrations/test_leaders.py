@@ -16,6 +16,7 @@ from small_models import SPARSE, make_model, make_text
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
+from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
@@ -180,6 +181,18 @@ def test_a_compiled_model_gives_nan_where_the_mask_has_changed() -> None:
         step = torch.compile(model, fullgraph=True, backend="eager")
         found = step(ids[:, :1], attention_mask=mask, **{CACHE: cache}).logits
     assert found.isnan().flatten(1).all(1).tolist() == [True, False]
+
+
+def test_whole_sequences_are_exported_and_steps_are_not() -> None:
+    model, ids = strided_model("cpu", num_hidden_layers=1), make_text()
+    register_dynamic_cache_export_support()
+    with torch.no_grad():
+        exported = torch.export.export(model, (ids,), strict=False).module()
+        torch.testing.assert_close(exported(ids).logits, model(ids).logits)
+        cache = exported(ids)[CACHE]
+        assert cache.get_seq_length() == ids.shape[1]
+        with pytest.raises(NotImplementedError, match=REFUSED):
+            torch.export.export(model, (ids[:, :1],), {CACHE: cache}, strict=False)
 
 
 # ---- whose layers they are
