@@ -1,4 +1,4 @@
-"""Builds htree_ops: the op library ``_C`` (torch only, no CPython) and the facts module ``_host`` (pybind11).
+"""Builds htree_ops: the op library ``_C`` (torch only, no CPython) and ``_host``, its configurations (pybind11).
 
 CUDA is optional and needs no GPU at build time; ``detect_cuda`` decides and records why.
 Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and ``MAX_JOBS`` are torch's own.
@@ -295,13 +295,6 @@ def main() -> None:
     merged = jobs.isdecimal() and int(jobs) <= FEW_JOBS
     instances().write(GENERATED, merged)
     op_extension = CUDAExtension if cuda.enabled else CppExtension
-    # One translation unit of _host says at run time what was decided here; -D strings need their own quotes.
-    facts = {
-        "HTREE_VERSION": version(),
-        "HTREE_TORCH": torch.__version__,
-        "HTREE_NVCC": cuda.nvcc_version or "",
-        "HTREE_ARCH_LIST": arch_list or "",
-    }
     extensions = [
         op_extension(
             "htree_ops._C",
@@ -312,14 +305,11 @@ def main() -> None:
             extra_link_args=["-s"],
             py_limited_api=True,
         ),
-        op_extension(
+        CppExtension(
             "htree_ops._host",
             ["csrc/bindings.cpp"],
             include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args={
-                "cxx": [*cxx_flags, "-O1", *(f'-D{name}="{value}"' for name, value in facts.items())],
-                "nvcc": [],
-            },
+            extra_compile_args={"cxx": [*cxx_flags, "-O1"]},
             extra_link_args=["-s"],
         ),
     ]

@@ -1,5 +1,5 @@
-// The module `_host`: facts about the build, for people and tests. No model needs it, and the
-// package works without it.
+// The module `_host`: what the kernels' configurations are, for people and tests. No model needs it, and the package
+// works without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,10 +11,6 @@
 #include <string>
 #include <tuple>
 #include <vector>
-
-#if defined(HTREE_WITH_CUDA)
-#include <cuda_runtime_api.h>
-#endif
 
 #include "device/sizes.h"
 #include "host/cuda/probes.h"
@@ -35,39 +31,7 @@ namespace py = pybind11;
 
 namespace {
 
-std::map<std::string, std::string> build_facts() {
-  return {{"version", HTREE_VERSION},
-          {"torch", HTREE_TORCH},
-          {"nvcc", HTREE_NVCC},
-          {"arch_list", HTREE_ARCH_LIST},
-          {"compiler", __VERSION__}};
-}
-
-// One dictionary per visible GPU; empty without CUDA or without a GPU.
-std::vector<py::dict> device_facts() {
-  std::vector<py::dict> devices;
-#if defined(HTREE_WITH_CUDA)
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    return devices;
-  }
-  for (int i = 0; i < count; ++i) {
-    cudaDeviceProp properties{};
-    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) {
-      continue;
-    }
-    py::dict facts;
-    facts["name"] = properties.name;
-    facts["capability"] = py::make_tuple(properties.major, properties.minor);
-    facts["multiprocessors"] = properties.multiProcessorCount;
-    facts["memory_bytes"] = properties.totalGlobalMem;
-    facts["l2_bytes"] = properties.l2CacheSize;
-    facts["shared_bytes_per_block"] = properties.sharedMemPerBlockOptin;
-    devices.push_back(facts);
-  }
-#endif
-  return devices;
-}
+constexpr int kMultiprocessors = 132;  // of an H100 and an H200
 
 // What each room chooses over its range of problems. The choices are pure functions, so they can be printed
 // without a GPU.
@@ -125,13 +89,14 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   auto& mlp = rooms["gated_mlp"];
   for (int64_t rows : {1, 17, 64}) {
     mlp.push_back(htree::gated_mlp::describe(
-        htree::gated_mlp::choose_config({rows, 11264, 4096, /*hopper_half=*/true, false, 132})));
+        htree::gated_mlp::choose_config({rows, 11264, 4096, /*hopper_half=*/true, false, kMultiprocessors})));
   }
   for (const auto& tile : htree::gated_mlp::kTiles) {
     mlp.push_back(htree::gated_mlp::describe(tile.config));
   }
   mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::config_of({128, 64, 64, 8, 4})));
-  mlp.push_back(htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, 132})));
+  mlp.push_back(
+      htree::gated_mlp::describe(htree::gated_mlp::choose_config({1, 1, 1, false, false, kMultiprocessors})));
   for (bool fuses : {true, false}) {
     mlp.push_back("backward: " + htree::gated_mlp::describe_gradient(fuses));
   }
@@ -144,7 +109,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   }
   for (bool cublas : {true, false}) {
     gemm.push_back(htree::fp8::describe(
-        htree::fp8::choose_gemm_config({1, 1, 1, /*multiprocessors=*/132, /*hopper=*/false, cublas})));
+        htree::fp8::choose_gemm_config({1, 1, 1, kMultiprocessors, /*hopper=*/false, cublas})));
   }
   auto& norm = rooms["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
@@ -194,38 +159,38 @@ std::tuple<int, int, int> hadamard_config(int element_size, int log2_length) {
 // largest magnitude, or 0) for fp8_quantize of a contiguous matrix. `layout`: 0 one scale, 1 groups along
 // rows, 2 groups of rows of one matrix.
 std::tuple<int, int, int, int64_t> fp8_quantize_config(int64_t rows, int64_t cols, int layout, int64_t group,
-                                                       int element_size, int num_processors) {
+                                                       int element_size) {
   using namespace htree::fp8;
   const MatrixShape shape{rows, cols, static_cast<ScaleLayout>(layout), group, rows};
   const int pack = choose_pack(shape, cols, element_size, /*aligned=*/true);
   const ChunkConfig config = choose_group_config(group, pack);
-  return {config.threads, config.packs, pack, choose_largest_config(shape, pack, num_processors).num_splits};
+  return {config.threads, config.packs, pack,
+          choose_largest_config(shape, pack, kMultiprocessors).num_splits};
 }
 
 // (threads per row, pairs of packs per thread, stages, vectorised) for `num_rows` rows of `width` elements.
 std::tuple<int, int, int, bool> rmsnorm_rope_config(int64_t width, int64_t head_dim, int element_size,
-                                                    bool vectorised, bool backward, int64_t num_rows,
-                                                    int num_multiprocessors) {
+                                                    bool vectorised, bool backward, int64_t num_rows) {
   using namespace htree::rmsnorm_rope;
   KernelConfig config = choose_config(width, head_dim, element_size, vectorised, backward);
   if (!backward) {
-    config = spread_few_rows(config, num_rows, packs_per_half(head_dim, element_size), num_multiprocessors);
+    config = spread_few_rows(config, num_rows, packs_per_half(head_dim, element_size), kMultiprocessors);
   }
   return {config.threads, config.pairs, config.stages, config.vectorised};
 }
 
 // In words, the kernel of gated_mlp for a result [rows, inner] and sums of length hidden.
 std::string gated_mlp_config(int64_t rows, int64_t inner, int64_t hidden, bool hopper_half,
-                             bool keeps_products, int multiprocessors) {
+                             bool keeps_products) {
   return htree::gated_mlp::describe(
-      htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, multiprocessors}));
+      htree::gated_mlp::choose_config({rows, inner, hidden, hopper_half, keeps_products, kMultiprocessors}));
 }
 
 // In words, what multiplies for dx, and for the gradients of the weights.
 std::pair<std::string, std::string> gated_mlp_gradient_config(int64_t rows, int64_t inner, int64_t hidden,
-                                                              bool hopper_half, int multiprocessors) {
+                                                              bool hopper_half) {
   using namespace htree::gated_mlp;
-  const Facts facts{rows, inner, hidden, hopper_half, /*keeps_products=*/true, multiprocessors};
+  const Facts facts{rows, inner, hidden, hopper_half, /*keeps_products=*/true, kMultiprocessors};
   return {describe_gradient(fuses_input_gradient(facts)), describe_gradient(fuses_weight_gradients(facts))};
 }
 
@@ -241,15 +206,15 @@ std::string gated_mlp_forced_config(int64_t block_m, int64_t block_n, int64_t bl
 }
 
 // In words, the kernel of fp8_gemm for c [m, n] and sums of length k.
-std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool cublas, int multiprocessors) {
-  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, multiprocessors, hopper, cublas}));
+std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool cublas) {
+  return htree::fp8::describe(htree::fp8::choose_gemm_config({m, n, k, kMultiprocessors, hopper, cublas}));
 }
 
 // Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay. Then the number of last
 // rows that have a launch of their own, and the blocks of their clusters.
 std::array<int64_t, 5> tree_decode_config(int64_t rows, int64_t group, int64_t dim,
                                           const htree::ClusterCounts& clusters, int64_t top_k, bool spans,
-                                          int multiprocessors, int wanted_cluster) {
+                                          int wanted_cluster) {
   const htree::tree_cache::DecodeProblem problem = {.rows = rows,
                                                     .group = group,
                                                     .top_k = top_k,
@@ -258,16 +223,17 @@ std::array<int64_t, 5> tree_decode_config(int64_t rows, int64_t group, int64_t d
                                                     .spans = spans,
                                                     .two_byte_type = true,
                                                     .aligned = true};
-  const auto plans = htree::tree_cache::plan_decode(problem, multiprocessors, clusters, wanted_cluster);
+  const auto plans = htree::tree_cache::plan_decode(problem, kMultiprocessors, clusters, wanted_cluster);
   return {plans.plan.cluster, plans.plan.stages, plans.plan.places.bytes, plans.num_last, plans.last.cluster};
 }
 
 // Of a dense top with `tiles` tiles: the query rows of a thread block that sums weights, and the blocks that share the
 // tiles of the same rows for importances. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
-std::array<int64_t, 2> tree_top_scores(int64_t rows, int64_t heads, int64_t tiles, int64_t num_sms) {
+std::array<int64_t, 2> tree_top_scores(int64_t rows, int64_t heads, int64_t tiles) {
   namespace tree = htree::tree_attention;
   const int64_t blocks = htree::ceil_div(rows, tree::kTopLists) * heads;
-  return {tree::reference_rows(rows, heads, num_sms), tree::importance_parts(blocks, tiles, num_sms)};
+  return {tree::reference_rows(rows, heads, kMultiprocessors),
+          tree::importance_parts(blocks, tiles, kMultiprocessors)};
 }
 
 // A call of tree attention on a GPU of the given capability and shared memory per thread block, and what
@@ -407,8 +373,7 @@ class TreeAttentionCall {
 // call, whose documents have the given numbers of queries and keys.
 std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
     const std::vector<int64_t>& num_queries, const std::vector<int64_t>& num_keys,
-    const std::string& grouping, int64_t num_heads, int64_t compression_rate, int64_t max_top_nodes,
-    int64_t top_k) {
+    const std::string& grouping, int64_t num_heads) {
   namespace tree = htree::tree_attention;
   std::vector<tree::VarlenDocument> documents;
   int64_t query_begin = 0, key_begin = 0, longest = 0;
@@ -419,7 +384,7 @@ std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
     longest = std::max(longest, num_keys[i]);
   }
   const auto count = static_cast<int64_t>(documents.size());
-  const tree::VarlenProblem problem = {num_heads, compression_rate, max_top_nodes, top_k};
+  const tree::VarlenProblem problem = {.num_heads = num_heads};
   const std::vector<tree::VarlenGroup> groups =
       grouping == "rank"     ? tree::group_by_rank(count, key_begin, longest)
       : grouping == "length" ? tree::group_by_length(documents, problem)
@@ -434,8 +399,7 @@ std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
 }  // namespace
 
 PYBIND11_MODULE(_host, module) {
-  module.doc() = "Build facts, device facts and compiled kernel configurations of htree_ops.";
-  module.def("build_facts", &build_facts, "How the library was built, as strings.");
+  module.doc() = "The compiled kernel configurations of htree_ops, and which of them a problem takes.";
   module.def("kernel_configurations", &kernel_configurations,
              "Compiled CUDA configurations by room; empty without.");
   module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("element_size"),
@@ -455,36 +419,34 @@ PYBIND11_MODULE(_host, module) {
       "Tokens that a block of kv_decode_attention takes where split_size is 0, and whether a cluster merges "
       "the blocks; clusters[n] of n blocks run at once.");
   module.def("fp8_quantize_config", &fp8_quantize_config, py::arg("rows"), py::arg("cols"), py::arg("layout"),
-             py::arg("group"), py::arg("element_size") = 2, py::arg("num_processors") = 132,
+             py::arg("group"), py::arg("element_size") = 2,
              "The kernels that fp8_quantize takes: (threads, packs, pack, splits).");
   module.def("hadamard_config", &hadamard_config, py::arg("element_size"), py::arg("log2_length"),
              "The kernel that hadamard_transform takes for rows of 2^log2_length elements.");
   module.def("rmsnorm_rope_config", &rmsnorm_rope_config, py::arg("width"), py::arg("head_dim"),
              py::arg("element_size"), py::arg("vectorised"), py::arg("backward") = false,
-             py::arg("num_rows") = 1 << 20, py::arg("num_multiprocessors") = 132,
+             py::arg("num_rows") = 1 << 20,
              "The kernel that rmsnorm_rope takes for rows of `width` elements.");
   module.def("gated_mlp_config", &gated_mlp_config, py::arg("rows"), py::arg("inner"),
              py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("keeps_products") = false,
-             py::arg("multiprocessors") = 132,
              "The kernel that gated_mlp takes for a result [rows, inner] and sums of length hidden.");
   module.def("gated_mlp_gradient_config", &gated_mlp_gradient_config, py::arg("rows"), py::arg("inner"),
-             py::arg("hidden") = 4096, py::arg("hopper_half") = true, py::arg("multiprocessors") = 132,
+             py::arg("hidden") = 4096, py::arg("hopper_half") = true,
              "What multiplies in the backward of gated_mlp: for dx, and for the gradients of the weights.");
   module.def("gated_mlp_forced_config", &gated_mlp_forced_config, py::arg("BLOCK_M"), py::arg("BLOCK_N"),
              py::arg("BLOCK_K"), py::arg("num_warps"), py::arg("num_stages"),
              "The kernel that a tuple of the tuning space names. ValueError where none is compiled.");
   module.def("fp8_gemm_config", &fp8_gemm_config, py::arg("m"), py::arg("n"), py::arg("k") = 4096,
-             py::arg("hopper") = true, py::arg("cublas") = true, py::arg("multiprocessors") = 132,
+             py::arg("hopper") = true, py::arg("cublas") = true,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_decode_config", &tree_decode_config, py::arg("rows"), py::arg("group"), py::arg("dim"),
              py::arg("clusters"), py::arg("top_k") = 512, py::arg("spans") = false,
-             py::arg("multiprocessors") = 132, py::arg("wanted_cluster") = 0,
+             py::arg("wanted_cluster") = 0,
              "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes, "
              "number of last rows with a launch of their own, blocks of their clusters); clusters[n] of n "
              "blocks run at once.");
   module.def(
       "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
-      py::arg("num_sms") = 132,
       "The scores of a dense top: (rows of a thread block, blocks that share the tiles of the same rows).");
   py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
@@ -494,9 +456,9 @@ PYBIND11_MODULE(_host, module) {
            py::arg("sizes"), py::arg("half_dtype"), py::arg("compression_rate") = 16,
            py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512, py::arg("selection_stride") = 1,
            py::arg("major") = 9, py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
-           py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false, py::arg("num_sms") = 132,
-           py::arg("selection_span") = 0, py::arg("rotate") = true, py::arg("gathered") = false,
-           py::arg("starts") = std::vector<int64_t>{})
+           py::arg("hopper_kernels") = true, py::arg("per_query_gather") = false,
+           py::arg("num_sms") = kMultiprocessors, py::arg("selection_span") = 0, py::arg("rotate") = true,
+           py::arg("gathered") = false, py::arg("starts") = std::vector<int64_t>{})
       .def("forward", &TreeAttentionCall::forward,
            "Path, chunks, and the kernels of the layers from the top down.")
       .def("backward", &TreeAttentionCall::backward, "Path, chunks and the kernels of the gradients.")
@@ -514,8 +476,6 @@ PYBIND11_MODULE(_host, module) {
       .def("growing_change", &TreeAttentionCall::growing_change, py::arg("begin"),
            "Units of these copies that the tokens from `begin` to T change.");
   module.def("varlen_groups", &varlen_groups, py::arg("num_queries"), py::arg("num_keys"),
-             py::arg("grouping"), py::arg("num_heads") = 32, py::arg("compression_rate") = 16,
-             py::arg("max_top_nodes") = 8192, py::arg("top_k") = 512,
+             py::arg("grouping"), py::arg("num_heads") = 32,
              "Documents, padded queries and keys, and in place or not, of each group.");
-  module.def("device_facts", &device_facts, "Name, capability and sizes of each visible GPU.");
 }

@@ -48,21 +48,20 @@ def _host_module() -> tuple[ModuleType | None, str | None]:
         return None, str(error)
 
 
-def _gpus_from_torch() -> list[dict[str, Any]]:
+def _gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    facts = []
-    for device_idx in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(device_idx)
-        facts.append(
-            {
-                "name": properties.name,
-                "capability": (properties.major, properties.minor),
-                "multiprocessors": properties.multi_processor_count,
-                "memory_bytes": properties.total_memory,
-            }
-        )
-    return facts
+    return [
+        {
+            "name": gpu.name,
+            "capability": (gpu.major, gpu.minor),
+            "multiprocessors": gpu.multi_processor_count,
+            "memory_bytes": gpu.total_memory,
+            "l2_bytes": gpu.L2_cache_size,
+            "shared_bytes_per_block": gpu.shared_memory_per_block_optin,
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 def collect() -> dict[str, Any]:
@@ -83,8 +82,7 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "build": built,
-        # A library without CUDA does not see GPUs. Torch may see one all the same, and the reader should know.
-        "gpus": host.device_facts() if host is not None and built.get("cuda") else _gpus_from_torch(),
+        "gpus": _gpus(),
         "ops": op_names(),
         "kernel_configurations": configurations() if configurations else None,
         "host_error": host_error,

@@ -72,12 +72,13 @@ def test_cpu_build_says_why(monkeypatch):
 
 def test_cuda_build_names_architectures_gpus_and_configurations(monkeypatch):
     host = SimpleNamespace(
-        device_facts=lambda: [{"name": "Some GPU", "capability": [9, 0], "multiprocessors": 132}],
         kernel_configurations=lambda: {"causal_softmax": ["128x8", "1024x8"], "rope": ["8"]},
     )
     built = {**BUILT, "cuda": "13.0", "reason": "toolkit and torch agree", "arch_list": "8.0+PTX;9.0a"}
     monkeypatch.setattr(info, "build_info", lambda: built)
     monkeypatch.setattr(info, "_host_module", lambda: (host, None))
+    gpus = [{"name": "Some GPU", "capability": [9, 0], "multiprocessors": 132}]
+    monkeypatch.setattr(info, "_gpus", lambda: gpus)
     facts = info.collect()
     assert json.loads(json.dumps(facts)) == facts
     text = info.format_text(facts)

@@ -272,9 +272,7 @@ def test_few_rows_have_more_threads(
 ) -> None:
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     vectorised = width != 40000
-    chosen = host.rmsnorm_rope_config(
-        width, head_dim, 2, vectorised, False, num_rows, num_multiprocessors=132
-    )
+    chosen = host.rmsnorm_rope_config(width, head_dim, 2, vectorised, False, num_rows)
     assert chosen[:2] == expected
 
 
