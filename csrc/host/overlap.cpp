@@ -4,67 +4,16 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <optional>
-#include <utility>
 #include <vector>
 
 namespace htree {
 namespace {
 
-// Two places have the same address where sum_i stride_i * x_i = target with 0 <= x_i <= last_i. This bounded
-// Diophantine equation is NP-complete in general and almost free for the nested strides of real tensors.
+// A place of a tensor is a sum of stride * x over its dims, in bytes, with 0 <= x <= last.
 struct Term {
   int64_t stride;
   int64_t last;
-};
-
-class Equation {
- public:
-  explicit Equation(std::vector<Term> terms) : terms_(std::move(terms)) {
-    std::sort(terms_.begin(), terms_.end(), [](Term a, Term b) { return a.stride > b.stride; });
-    reach_.assign(terms_.size() + 1, 0);
-    divisor_.assign(terms_.size() + 1, 0);
-    for (size_t i = terms_.size(); i-- > 0;) {
-      reach_[i] = reach_[i + 1] + terms_[i].stride * terms_[i].last;
-      divisor_[i] = std::gcd(divisor_[i + 1], terms_[i].stride);
-    }
-  }
-
-  // Also true where the search takes more than kMaxSteps.
-  bool solvable(int64_t target) {
-    steps_ = 0;
-    return solvable_from(0, target);
-  }
-
- private:
-  static constexpr int kMaxSteps = 1 << 16;
-
-  bool solvable_from(size_t first, int64_t target) {
-    if (target == 0 || ++steps_ > kMaxSteps) {
-      return true;
-    }
-    if (target < 0 || target > reach_[first] || target % divisor_[first] != 0) {
-      return false;
-    }
-    const auto [stride, last] = terms_[first];
-    if (first + 1 == terms_.size()) {
-      return true;  // within reach, and a multiple
-    }
-    const int64_t rest = std::max<int64_t>(target - reach_[first + 1], 0);
-    const int64_t least = (rest + stride - 1) / stride;
-    for (int64_t x = std::min(last, target / stride); x >= least; --x) {
-      if (solvable_from(first + 1, target - stride * x)) {
-        return true;
-      }
-    }
-    return false;
-  }
-
-  std::vector<Term> terms_;
-  std::vector<int64_t> reach_;    // of terms i and later together
-  std::vector<int64_t> divisor_;  // of the strides of terms i and later
-  int steps_ = 0;
 };
 
 bool is_symbolic(const at::Tensor& t) {
@@ -73,6 +22,25 @@ bool is_symbolic(const at::Tensor& t) {
 
 int64_t element_size_of(const at::Tensor& t) {
   return static_cast<int64_t>(t.element_size());
+}
+
+// The dims of more than one element.
+std::vector<Term> terms_of(const at::Tensor& t) {
+  std::vector<Term> terms;
+  for (int64_t dim = 0; dim < t.dim(); ++dim) {
+    if (t.size(dim) > 1) {
+      terms.push_back({t.stride(dim) * element_size_of(t), t.size(dim) - 1});
+    }
+  }
+  return terms;
+}
+
+int64_t reach_of(const std::vector<Term>& terms) {
+  int64_t bytes = 0;
+  for (const Term& term : terms) {
+    bytes += term.stride * term.last;
+  }
+  return bytes;
 }
 
 // Bytes from the first element of a to that of b; none where they cannot be compared.
@@ -90,30 +58,11 @@ std::optional<int64_t> distance_between(const at::Tensor& a, const at::Tensor& b
   return b.storage_offset() * element_size_of(b) - a.storage_offset() * element_size_of(a);
 }
 
-// Bytes from the first byte of t to the end of its last.
-int64_t extent_of(const at::Tensor& t) {
-  int64_t bytes = element_size_of(t);
-  for (int64_t dim = 0; dim < t.dim(); ++dim) {
-    bytes += (t.size(dim) - 1) * t.stride(dim) * element_size_of(t);
-  }
-  return bytes;
-}
-
-// Dims of more than one element, strides in bytes.
-std::vector<Term> terms_of(const at::Tensor& t) {
-  std::vector<Term> terms;
-  for (int64_t dim = 0; dim < t.dim(); ++dim) {
-    if (t.size(dim) > 1) {
-      terms.push_back({t.stride(dim) * element_size_of(t), t.size(dim) - 1});
-    }
-  }
-  return terms;
-}
-
-// Each dim, from the smallest stride on, steps over everything that the dims before it reach.
-bool is_nested(std::vector<Term> terms, int64_t element_size) {
+// Whether each stride, from the smallest on, steps over everything that those before it reach.
+bool is_nested(const at::Tensor& t) {
+  std::vector<Term> terms = terms_of(t);
   std::sort(terms.begin(), terms.end(), [](Term a, Term b) { return a.stride < b.stride; });
-  int64_t reach = element_size;
+  int64_t reach = element_size_of(t);
   for (const Term& term : terms) {
     if (term.stride < reach) {
       return false;
@@ -123,38 +72,53 @@ bool is_nested(std::vector<Term> terms, int64_t element_size) {
   return true;
 }
 
-}  // namespace
-
-bool overlaps_itself(const at::Tensor& t) {
-  if (is_symbolic(t) || t.numel() == 0 || t.is_non_overlapping_and_dense()) {
-    return false;
-  }
-  const std::vector<Term> terms = terms_of(t);
-  if (is_nested(terms, element_size_of(t))) {
-    return false;
-  }
-  if (std::any_of(terms.begin(), terms.end(), [](Term term) { return term.stride == 0; })) {
+// Whether the terms from `first` on, whose strides descend, have the sum `target`. `reach` is the largest sum of them.
+// Nested strides leave few values to each term; a search of more than kMaxSteps answers true.
+bool has_sum(const std::vector<Term>& terms, size_t first, int64_t target, int64_t reach, int& steps) {
+  constexpr int kMaxSteps = 1 << 16;
+  if (++steps > kMaxSteps) {
     return true;
   }
-  // Two different places differ by d_i in dim i, with d > 0 in at least one dim, say the first that differs.
-  // Put d_i = x_i + 1 in that dim and d_j = x_j - last_j in all others, and this is the same equation.
-  for (size_t i = 0; i < terms.size(); ++i) {
-    std::vector<Term> shifted = terms;
-    int64_t target = -terms[i].stride;
-    for (size_t j = 0; j < terms.size(); ++j) {
-      if (j == i) {
-        shifted[j].last = terms[j].last - 1;
-      } else {
-        shifted[j].last = 2 * terms[j].last;
-        target += terms[j].stride * terms[j].last;
-      }
-    }
-    if (Equation(std::move(shifted)).solvable(target)) {
+  if (first == terms.size() || target < 0 || target > reach) {
+    return target == 0;
+  }
+  const auto [stride, last] = terms[first];
+  const int64_t rest = reach - stride * last;  // the largest sum of the terms behind this one
+  for (int64_t x = std::min(last, target / stride); x >= 0 && target - stride * x <= rest; --x) {
+    if (has_sum(terms, first + 1, target - stride * x, rest, steps)) {
       return true;
     }
   }
   return false;
 }
+
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  const std::optional<int64_t> distance = distance_between(a, b);
+  if (!distance.has_value() || a.numel() == 0 || b.numel() == 0) {
+    return false;
+  }
+  // Byte u of an element of a meets byte v of one of b where place of a + u - (place of b + v) is the distance. Whatever is
+  // taken away counts backwards from its end instead.
+  std::vector<Term> terms = terms_of(a);
+  std::vector<Term> backwards = terms_of(b);
+  terms.push_back({1, element_size_of(a) - 1});
+  backwards.push_back({1, element_size_of(b) - 1});
+  const int64_t target = *distance + reach_of(backwards);
+  terms.insert(terms.end(), backwards.begin(), backwards.end());
+  std::sort(terms.begin(), terms.end(), [](Term x, Term y) { return x.stride > y.stride; });
+  std::vector<Term> merged;  // one term for each stride
+  for (const Term& term : terms) {
+    if (!merged.empty() && merged.back().stride == term.stride) {
+      merged.back().last += term.last;
+    } else if (term.stride > 0) {
+      merged.push_back(term);
+    }
+  }
+  int steps = 0;
+  return has_sum(merged, 0, target, reach_of(merged), steps);
+}
+
+}  // namespace
 
 bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
   if (a.is_same(b)) {
@@ -171,32 +135,11 @@ bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-bool share_memory(const at::Tensor& a, const at::Tensor& b) {
-  const std::optional<int64_t> distance = distance_between(a, b);
-  if (!distance.has_value() || a.numel() == 0 || b.numel() == 0 || *distance >= extent_of(a) ||
-      -*distance >= extent_of(b)) {
-    return false;
-  }
-  // The place of a minus the place of b equals the distance; the dims of b count backwards from their ends.
-  // Elements are wider than a byte, so byte u of a's element may meet byte v of b's.
-  std::vector<Term> terms = terms_of(a);
-  int64_t target = *distance;
-  for (const Term& term : terms_of(b)) {
-    terms.push_back(term);
-    target += term.stride * term.last;
-  }
-  terms.erase(std::remove_if(terms.begin(), terms.end(), [](Term term) { return term.stride == 0; }),
-              terms.end());
-  terms.push_back({1, element_size_of(a) - 1});
-  terms.push_back({1, element_size_of(b) - 1});
-  target += element_size_of(b) - 1;
-  return target >= 0 && Equation(std::move(terms)).solvable(target);
-}
-
 void check_writable(const char* op, const char* name, const at::Tensor& written) {
-  TORCH_CHECK(!overlaps_itself(written), op, ": elements of ", name,
-              " must not share memory, those of shape ", written.sizes(), " and strides ", written.strides(),
-              " do");
+  TORCH_CHECK(is_symbolic(written) || written.numel() == 0 || is_nested(written), op, ": elements of ", name,
+              " must not share memory, and each of its strides must step over all that smaller ones reach, "
+              "got shape ",
+              written.sizes(), " and strides ", written.strides());
 }
 
 void check_disjoint(const char* op, const char* name, const at::Tensor& written, const char* other_name,

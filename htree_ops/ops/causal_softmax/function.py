@@ -28,8 +28,8 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
             float64. It is read in place where its leading dims have one stride together, as they have in a
             contiguous tensor, and is copied otherwise.
         block_size: threads per row on CUDA, 512 or 1024; 0 chooses by w. Checked on every device.
-        out: tensor of the shape, dtype and device of x to write into, any strides. It may be x itself; the op
-            then works in place. Not differentiable.
+        out: tensor of the shape, dtype and device of x to write into. Each of its strides steps over all that the
+            smaller ones reach. It may be x itself; the op then works in place. Not differentiable.
 
     Returns:
         ``out`` where it is given, else a new contiguous tensor of the shape and dtype of x, differentiable.
