@@ -95,6 +95,11 @@ def op_calls(device: str) -> dict[str, list[Any]]:
     return found
 
 
+#: It returns a number, which Dynamo takes from no op.
+NUMBER = "tree_cache_prompt_bytes"
+OPS = {name: found for name, found in op_calls("cpu").items() if name != NUMBER}
+
+
 # ---- modules and caches
 
 
@@ -194,8 +199,8 @@ def mustafar(device: str) -> MustafarAttention:
 
 HEADS = ((2, 4, 20, 64), (2, 2, 20, 64), (2, 2, 20, 64))
 SUBJECTS: dict[str, Make] = {
-    **{f"op {name}": of_op(name, 0) for name in op_calls("cpu")},
-    **{f"op {name}, other": of_op(name, 1) for name, found in op_calls("cpu").items() if len(found) > 1},
+    **{f"op {name}": of_op(name, 0) for name in OPS},
+    **{f"op {name}, other": of_op(name, 1) for name, found in OPS.items() if len(found) > 1},
     **{
         function.__name__: of_function(function, kwargs)
         for function, kwargs, _ in CALLS
@@ -321,9 +326,15 @@ def test_every_name_of_the_tables_has_a_subject() -> None:
     assert len(names) >= 10
     rows = re.findall(r"^\|(.*?)\|", OPS_PAGE, re.M)
     names |= set(re.findall(r"`(\w+)`", "".join(rows)))
-    names -= {"refuse_backward"}  # it raises, whoever calls it: what a backward without a formula runs
+    names -= {NUMBER, "refuse_backward"}  # the latter raises, whoever calls it
     known = {re.sub("^op |, .*$", "", name) for name in SUBJECTS}
     assert names - known == set()
+
+
+def test_an_op_that_returns_a_number_is_refused_in_a_graph(device: str) -> None:
+    subject = of_op(NUMBER, 0)(device)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"op returned non-Tensor(?s:.)*{NUMBER}"):
+        compiled(subject, records=False)
 
 
 # ---- what counts tokens on the host

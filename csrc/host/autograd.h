@@ -12,8 +12,11 @@
 #include <array>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 #include <tuple>
+
+#include "host/no_gradient.h"
 
 namespace htree {
 
@@ -97,35 +100,6 @@ void mutate_and_bump(TensorRefs mutated, Call&& call) {
   }
 }
 
-[[noreturn]] inline void refuse_double_backward(const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": double backward is not supported");
-}
-
-// The node of once_differentiable. Only the wanted gradients become outputs, because outputs of a node must be
-// defined.
-struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
-  static constexpr bool is_traceable = true;
-
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
-                                                at::TensorList /*inputs*/, const char* op,
-                                                const std::function<torch::autograd::variable_list()>& call) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->saved_data["op"] = std::string(op);
-    torch::autograd::variable_list wanted;
-    for (const at::Tensor& gradient : call()) {
-      if (gradient.defined()) {
-        wanted.push_back(gradient);
-      }
-    }
-    return wanted;
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list&) {
-    refuse_double_backward(ctx->saved_data["op"].toStringRef().c_str());
-  }
-};
-
 // The Autograd kernel of a backward op. `call` runs it and returns its tuple of gradients, undefined where
 // `output_mask` is false. Differentiating them again raises in the name of `op`.
 template <size_t kCount, typename Call>
@@ -134,20 +108,25 @@ auto once_differentiable(const char* op, TensorRefs inputs, const std::array<boo
   using torch::autograd::variable_list;
   const bool any_wanted =
       std::any_of(output_mask.begin(), output_mask.end(), [](bool wanted) { return wanted; });
-  if (!any_wanted || !needs_grad(inputs)) {
+  const bool records = any_wanted && needs_grad(inputs);
+  auto gradients = [&] {
     at::AutoDispatchBelowAutograd guard;
     return call();
+  }();
+  if (records) {
+    variable_list wanted;
+    const auto for_each_wanted = [&](const auto& visit) {
+      std::apply([&](auto&... gradient) { ((gradient.defined() ? visit(gradient) : void()), ...); },
+                 gradients);
+    };
+    for_each_wanted([&](at::Tensor& gradient) { wanted.push_back(gradient); });
+    variable_list tensors;
+    std::copy_if(inputs.begin(), inputs.end(), std::back_inserter(tensors),
+                 [](const at::Tensor& x) { return x.defined(); });
+    wanted = without_gradient(tensors, std::string(op) + ": double backward is not supported", wanted);
+    auto next = wanted.begin();
+    for_each_wanted([&](at::Tensor& gradient) { gradient = *next++; });
   }
-  const variable_list tensors(inputs.begin(), inputs.end());
-  const std::function<variable_list()> as_list = [&] {
-    return std::apply([](const auto&... gradient) { return variable_list{gradient...}; }, call());
-  };
-  const variable_list wanted = OnceDifferentiable::apply(at::TensorList(tensors), op, as_list);
-  decltype(call()) gradients;
-  size_t place = 0, next = 0;
-  std::apply(
-      [&](auto&... gradient) { ((gradient = output_mask[place++] ? wanted[next++] : at::Tensor()), ...); },
-      gradients);
   return gradients;
 }
 

@@ -23,8 +23,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::isDifferentiableType;
 using torch::autograd::variable_list;
 
-constexpr char kRefuse[] = "htree::refuse_backward";
-
 // Calls `visit` with every defined tensor of `value`, those of a list too, and keeps what it assigns to them.
 template <typename Visit>
 void for_each_tensor(c10::IValue& value, const Visit& visit) {
@@ -39,33 +37,34 @@ void for_each_tensor(c10::IValue& value, const Visit& visit) {
   }
 }
 
-// The node of outputs that have no gradient. What raises is an op, which a compiler can trace without running it.
+// What raises is an op, which a compiler can trace without running it.
 struct NoGradient : torch::autograd::Function<NoGradient> {
   static constexpr bool is_traceable = true;
 
   // `outputs` is a function because tensors in the arguments would count as inputs.
-  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, const std::string& op,
+  static variable_list forward(AutogradContext* ctx, at::TensorList inputs, const std::string& message,
                                const std::function<variable_list()>& outputs) {
     ctx->set_materialize_grads(false);
-    ctx->saved_data["op"] = op;
+    ctx->saved_data["message"] = message;
+    ctx->saved_data["inputs"] = static_cast<int64_t>(inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
       ctx->saved_data["size" + std::to_string(i)] = inputs[i].sym_sizes();
     }
-    ctx->saved_data["inputs"] = static_cast<int64_t>(inputs.size());
     return outputs();
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     static const auto refuse =
-        op_handle<Tensor(const Tensor&, std::string_view, c10::SymIntArrayRef)>(kRefuse);
+        op_handle<Tensor(const Tensor&, std::string_view, c10::SymIntArrayRef)>("htree::refuse_backward");
     const auto given = std::find_if(gradients.begin(), gradients.end(),
                                     [](const Tensor& gradient) { return gradient.defined(); });
-    const std::string op = ctx->saved_data["op"].toStringRef();
+    const std::string message = ctx->saved_data["message"].toStringRef();
     const auto inputs = static_cast<size_t>(ctx->saved_data["inputs"].toInt());
-    variable_list refused(inputs + 2);
+    variable_list refused(inputs + 2);  // message and outputs have none
     for (size_t i = 0; i < inputs && given != gradients.end(); ++i) {
       if (ctx->needs_input_grad(i)) {
-        refused[i] = refuse.call(*given, op, ctx->saved_data["size" + std::to_string(i)].toSymIntVector());
+        const auto size = ctx->saved_data["size" + std::to_string(i)].toSymIntVector();
+        refused[i] = refuse.call(*given, message, size);
       }
     }
     return refused;
@@ -99,26 +98,32 @@ void call_without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   };
   for_each_output([&](Tensor& x) { outputs.push_back(x); });
   if (outputs.empty()) return;
-  const std::function<variable_list()> plain = [&] { return outputs; };
-  const variable_list recorded = NoGradient::apply(at::TensorList(inputs), op.schema().name(), plain);
-  auto next = recorded.begin();
+  const std::string message =
+      "derivative for " + op.schema().name() +
+      " is not implemented: the op has no gradient. Call it under torch.no_grad(), or "
+      "detach what requires one";
+  outputs = without_gradient(inputs, message, outputs);
+  auto next = outputs.begin();
   for_each_output([&](Tensor& x) { x = *next++; });
 }
 
-// raise RuntimeError
-Tensor refuse_backward(const Tensor& /*gradient*/, std::string_view op, c10::SymIntArrayRef /*size*/) {
-  TORCH_CHECK(
-      false, "derivative for ", op,
-      " is not implemented: the op has no gradient. Call it under torch.no_grad(), or detach what requires "
-      "one");
+// raise NotImplementedError(message)
+Tensor refuse_backward(const Tensor& /*gradient*/, std::string_view message, c10::SymIntArrayRef /*size*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, message);
 }
 
 // gradient.new_empty(size)
-Tensor refuse_backward_meta(const Tensor& gradient, std::string_view /*op*/, c10::SymIntArrayRef size) {
+Tensor refuse_backward_meta(const Tensor& gradient, std::string_view /*message*/, c10::SymIntArrayRef size) {
   return at::empty_symint(size, gradient.options());
 }
 
 }  // namespace
+
+variable_list without_gradient(const variable_list& inputs, const std::string& message,
+                               const variable_list& outputs) {
+  const std::function<variable_list()> plain = [&] { return outputs; };
+  return NoGradient::apply(at::TensorList(inputs), message, plain);
+}
 
 void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
@@ -127,7 +132,7 @@ void register_no_gradient(torch::Library& autograd, std::initializer_list<const 
 }
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  define_ops(library, {"refuse_backward(Tensor gradient, str op, SymInt[] size) -> Tensor"});
+  define_ops(library, {"refuse_backward(Tensor gradient, str message, SymInt[] size) -> Tensor"});
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {

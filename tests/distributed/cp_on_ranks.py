@@ -67,7 +67,8 @@ def compare(
     """
     one = one_process(sizes, dtype, options, device)
     many = many_processes(size, balance, sizes, dtype, options, device)
-    again = many_processes(size, balance, sizes, dtype, options, device)
+    with torch.device("meta"):  # a default device that no tensor is to be on
+        again = many_processes(size, balance, sizes, dtype, options, device)
     names = ("out", "lse", "dq", "dk", "dv")
     heads = sizes[3]
     stepwise = many_processes(size, balance, sizes, dtype, options | {"gather_steps": heads}, device)

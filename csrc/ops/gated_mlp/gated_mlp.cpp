@@ -7,8 +7,8 @@
 #include <string>
 
 #include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 
 namespace htree::gated_mlp {

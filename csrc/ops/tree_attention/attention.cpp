@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree/plan/problem.h"
 #include "ops/tree_attention/attention.h"

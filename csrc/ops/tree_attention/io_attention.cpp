@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/stages/select.h"

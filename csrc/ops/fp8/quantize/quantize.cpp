@@ -4,8 +4,8 @@
 #include <torch/library.h>
 
 #include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 
 namespace htree::fp8 {

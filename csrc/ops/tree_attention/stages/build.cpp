@@ -1,8 +1,8 @@
 // Schemas, checks, Meta, Autograd and registrations of tree_build, its backward and span_means.
 // docs/semantics/tree_attention.md §1.2, §1.8, §1.15.
 #include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree/tree_checks.h"
 #include "ops/tree_attention/kernels.h"

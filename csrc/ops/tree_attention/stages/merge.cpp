@@ -4,9 +4,9 @@
 #include <utility>
 
 #include "host/autograd.h"
+#include "host/no_gradient.h"
 #include "host/op_handle.h"
 #include "host/overlap.h"
-#include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree/tree_checks.h"
 #include "ops/tree_attention/kernels.h"

@@ -6,8 +6,8 @@
 #include <ATen/ops/where.h>
 
 #include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 #include "ops/tree_attention/kernels.h"
 

@@ -5,8 +5,8 @@
 #include <ATen/autocast_mode.h>
 
 #include "host/autograd.h"
-#include "host/op_handle.h"
 #include "host/no_gradient.h"
+#include "host/op_handle.h"
 #include "host/registration.h"
 
 namespace htree::tree_attention {

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "host/check.h"
-#include "host/overlap.h"
 #include "host/no_gradient.h"
+#include "host/overlap.h"
 #include "host/registration.h"
 #include "ops/tree_cache/mutating.h"
 
