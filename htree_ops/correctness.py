@@ -294,11 +294,11 @@ ROUNDINGS, SUM_ROUNDINGS = 4, 64
 
 def make_cases(dtype: torch.dtype, device: str) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
     """Small calls of the other op families, by op: each gives its result and the reference's in float64."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     ops = torch.ops.htree
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
     x, weight, angles = draw(2, 9, 64), draw(64), torch.arange(9.0, device=device)[:, None] * 0.1
     cos, sin = (f(angles * torch.arange(1, 17, device=device)).repeat(1, 2) for f in (torch.cos, torch.sin))

@@ -263,7 +263,7 @@ SCHEMAS = {
         'float? scale=None, float? rope_base=10000., str importance="lse_causal", float[]? inv_freq=None, '
         "bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
-    "refuse_backward": "(Tensor gradient, str message, SymInt[] size) -> Tensor",
+    "_refuse_backward": "(Tensor gradient, str message, SymInt[] size) -> Tensor",
 }
 FACTORIES = {"rope_cache", "top_parents"}
 AUTOCAST = {

@@ -55,7 +55,7 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     static const auto refuse =
-        op_handle<Tensor(const Tensor&, std::string_view, c10::SymIntArrayRef)>("htree::refuse_backward");
+        op_handle<Tensor(const Tensor&, std::string_view, c10::SymIntArrayRef)>("htree::_refuse_backward");
     const auto given = std::find_if(gradients.begin(), gradients.end(),
                                     [](const Tensor& gradient) { return gradient.defined(); });
     const std::string message = ctx->saved_data["message"].toStringRef();
@@ -132,25 +132,25 @@ void register_no_gradient(torch::Library& autograd, std::initializer_list<const 
 }
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  define_ops(library, {"refuse_backward(Tensor gradient, str message, SymInt[] size) -> Tensor"});
+  define_ops(library, {"_refuse_backward(Tensor gradient, str message, SymInt[] size) -> Tensor"});
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
-  library.impl("refuse_backward", TORCH_FN(refuse_backward));
+  library.impl("_refuse_backward", TORCH_FN(refuse_backward));
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
-  library.impl("refuse_backward", TORCH_FN(refuse_backward));
+  library.impl("_refuse_backward", TORCH_FN(refuse_backward));
 }
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
-  library.impl("refuse_backward", TORCH_FN(refuse_backward_meta));
+  library.impl("_refuse_backward", TORCH_FN(refuse_backward_meta));
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"refuse_backward"});
+  register_no_gradient(library, {"_refuse_backward"});
 }
 
 }  // namespace htree

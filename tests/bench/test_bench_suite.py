@@ -149,7 +149,7 @@ def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(families, tm
     assert {row.dtype for row in results.read_json(out)} == {"bfloat16"}
     captured = capsys.readouterr()
     assert "softmax tiny-float32: out of memory, not timed: " in captured.err
-    assert "0 cases wrong, not timed; 1 cases out of memory, not timed" in captured.out
+    assert "0 cases wrong, not timed; 1 case out of memory, not timed" in captured.out
 
     def broken(x):
         raise RuntimeError("no")

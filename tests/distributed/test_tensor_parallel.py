@@ -33,7 +33,7 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "tree_cache_pages_",
     ),
     "has no tensor that could be sharded": ("rope_cache", "top_parents"),
-    "raises": ("refuse_backward",),
+    "raises": ("_refuse_backward",),
     "a stage of tree attention; a model calls the whole": (
         "accumulate_non_topk",
         "bottom_accumulate",

@@ -136,7 +136,7 @@ def test_every_op_with_products_has_a_formula() -> None:
         "final_normalize", "fp8_compute_scale", "fp8_dequantize", "fp8_fake_quant", "fp8_fake_quant_backward",
         "fp8_quantize", "grouped_hadamard", "hadamard_transform", "hadamard_transform_", "head_rmsnorm_rope",
         "head_rmsnorm_rope_backward", "kv_compress", "kv_decompress", "kv_prune", "mask_topk_scores_",
-        "merge_to_global_", "refuse_backward", "rmsnorm_rope", "rmsnorm_rope_backward", "rope", "rope_cache",
+        "merge_to_global_", "_refuse_backward", "rmsnorm_rope", "rmsnorm_rope_backward", "rope", "rope_cache",
         "select_topk", "span_means", "top_parents", "tree_build", "tree_build_backward", "tree_cache_append_",
         "tree_cache_append_packed_", "tree_cache_copy_", "tree_cache_pack_prompt_", "tree_cache_pages_",
         "tree_cache_prompt_bytes",

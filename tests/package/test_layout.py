@@ -47,11 +47,6 @@ class Tree:
     def text(self, name: str) -> str:
         return (self.root / name).read_text(errors="replace")
 
-    @cached_property
-    def rooms(self) -> list[str]:
-        """Names of the folders under csrc/ops."""
-        return sorted({name.split("/")[2] for name in self.files if re.match(r"csrc/ops/[^/]+/", name)})
-
 
 def one_launcher_asks_for_shared_memory(tree: Tree) -> list[str]:
     text = "MaxDynamicSharedMemorySize"
@@ -122,31 +117,20 @@ def maps_name_existing_files(tree: Tree) -> list[str]:
     return missing
 
 
-def rooms_are_complete(tree: Tree) -> list[str]:
-    """Each room, or each stage of a room that is split into stages, has all of its files."""
-    if not tree.rooms:
-        return ["no room under csrc/ops"]
-    missing = []
-    for room in tree.rooms:
-        inside = [
-            name.removeprefix(f"csrc/ops/{room}/") for name in tree.files if f"csrc/ops/{room}/" in name
-        ]
-        split = sorted({name.split("/")[1] for name in inside if re.match(r"stages/\w+/", name)})
-        if split:  # a room by direction and method: its operator, and the stages with the CPU's in a folder
-            units = [f"csrc/ops/{room}/stages/{stage}/{stage}" for stage in split]
-            missing += [unit + end for unit in units for end in (".cpp", "_cuda.cpp")]
-            missing += [f"csrc/ops/{room}/cpu/stages/{stage}_cpu.cpp" for stage in split]
-        else:
-            # other folders hold kernels
-            stages = sorted({name.split("/")[0] for name in inside if re.match(r"(\w+)/\1\.(h|cpp)$", name)})
-            units = [f"csrc/ops/{room}/{stage}/{stage}" for stage in stages] or [f"csrc/ops/{room}/{room}"]
-            missing += [unit + end for unit in units for end in (".h", ".cpp", "_cpu.cpp", "_cuda.cpp")]
-        missing.append(f"htree_ops/ops/{room}/__init__.py")
-        reference = f"htree_ops/reference/{room}"
-        missing.append(f"{reference}/__init__.py" if (tree.root / reference).is_dir() else f"{reference}.py")
-        if not any(re.fullmatch(rf"tests/{room}/test_\w+\.py", name) for name in tree.files):
-            missing.append(f"tests/{room}/test_{room}.py")
-    return [f"{name} is missing" for name in missing if name not in tree.files]
+# Along the data: a family includes headers of those before it alone.
+FAMILIES = ("tree", "selection", "sparse_attention", "tree_attention", "tree_cache")
+
+
+def families_link_downward(tree: Tree) -> list[str]:
+    complaints = []
+    for name in tree.with_suffix(".h", ".cpp", ".cu", ".cuh"):
+        family = name.split("/")[2] if name.startswith("csrc/ops/") else ""
+        if family not in FAMILIES:
+            continue
+        for other, header in re.findall(r'#\s*include "ops/(\w+)/([^"]+)"', tree.text(name)):
+            if other in FAMILIES and FAMILIES.index(other) > FAMILIES.index(family):
+                complaints.append(f"{name} includes ops/{other}/{header}, of a family behind its own")
+    return complaints
 
 
 def results_say_where_they_come_from(tree: Tree) -> list[str]:
@@ -176,7 +160,7 @@ RULES: list[Callable[[Tree], list[str]]] = [
     the_package_stands_alone,
     kernels_know_no_torch,
     documents_name_existing_files,
-    rooms_are_complete,
+    families_link_downward,
     results_say_where_they_come_from,
 ]
 

@@ -86,7 +86,7 @@ def changed_tree(folder: Path, header: str, kept: str, put: str) -> Path:
     """A copy of the sources with one place of a stage's header changed."""
     tree = folder / "csrc"
     shutil.copytree(CSRC, tree, ignore=shutil.ignore_patterns("*.cpp"))
-    changed = tree / "ops" / "tree_attention" / "stages" / header
+    changed = tree / "ops" / "selection" / "cuda" / "any" / header
     text = changed.read_text()
     assert kept in text
     changed.write_text(text.replace(kept, put))
@@ -114,7 +114,7 @@ def test_selection_reads_the_same_scores(tmp_path: Path) -> None:
     """
     given = "const SelectParams params, const SelectPlan plan)"
     marked = given.replace("const SelectParams", "const __grid_constant__ SelectParams")
-    tree = changed_tree(tmp_path, "select/select_topk.cuh", given, marked)
+    tree = changed_tree(tmp_path, "select_topk.cuh", given, marked)
     full, io = (
         accesses_of(compile_to_ptx(write_instance(name, tmp_path), tree))
         for name in ("full_select_topk", "io_select_topk")
@@ -140,19 +140,19 @@ def test_next_parents_are_copied() -> None:
     ("header", "kept", "dropped", "instance"),
     [
         (
-            "scores/compute_scores.cuh",
+            "compute_scores.cuh",
             "sum += low[e] + high[e];",
             "sum += low[e];",
             "io_compute_scores_float",
         ),
         (
-            "scores/compute_scores.cuh",
+            "compute_scores.cuh",
             "angles += cos[e] + sin[e];",
             "angles += cos[e];",
             "io_compute_scores_float",
         ),
         (
-            "select/select_topk.cuh",
+            "select_topk.cuh",
             "fold_bits(values, fold);\n      } else {",
             "      } else {",
             "io_select_topk",
