@@ -51,6 +51,7 @@ def _host_module() -> tuple[ModuleType | None, str | None]:
 def _gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
+    gpus: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         {
             "name": gpu.name,
@@ -60,7 +61,7 @@ def _gpus() -> list[dict[str, Any]]:
             "l2_bytes": gpu.L2_cache_size,
             "shared_bytes_per_block": gpu.shared_memory_per_block_optin,
         }
-        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        for gpu in gpus
     ]
 
 

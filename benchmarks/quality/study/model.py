@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -176,7 +176,8 @@ class LanguageModel(nn.Module):
         is_fused = self.fused and torch.is_grad_enabled()
         before = compiled(before_attention) if is_fused else before_attention
         after = compiled(after_attention) if is_fused else after_attention
-        for block in self.body.blocks:
+        blocks: Any = self.body.blocks
+        for block in blocks:
             projections = block.attention
             qkv = torch.cat([p.weight for p in (projections.q_proj, projections.k_proj, projections.v_proj)])
             heads = (projections.num_heads, projections.num_kv_heads)
