@@ -25,6 +25,7 @@ from tests.support.causal_softmax_cases import (
     tolerance,
 )
 from tests.support.compare import assert_close_spec
+from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
 from tests.support.layouts import LAYOUTS
 
@@ -437,12 +438,12 @@ def test_opcheck(case: CausalSoftmaxCase, device: str) -> None:
     torch.library.opcheck(op_backward.default, (torch.randn_like(x), op(x)))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
+@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
+def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: str) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return op(x.transpose(-1, -2)[..., 1:, :].sin()).cos()
 
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for rows in (6, 9):
         x = normal((2, 12, rows), torch.float64, device, rows).requires_grad_()
         again = x.detach().clone().requires_grad_()

@@ -22,6 +22,7 @@ from htree_ops.ops.gated_mlp import COMPILED_CONFIGS, FusedGatedMLP, gated_mlp
 from htree_ops.tuning.space import GATED_MLP, config_search
 from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
+from tests.support.compilers import BACKENDS
 from tests.support.gated_mlp_cases import CASES, GatedMLPCase
 
 op = torch.ops.htree.gated_mlp
@@ -316,14 +317,14 @@ def test_opcheck(case: GatedMLPCase, device: str) -> None:
     torch.library.opcheck(op_saved_backward.default, (dy, gate, up, *inputs))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
+@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
+def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: str) -> None:
     weights = [normal((6, 8), torch.float32, device, seed) for seed in (1, 2)]
 
     def model(x: torch.Tensor) -> torch.Tensor:
         return op(x.transpose(0, 1)[1:].sin(), *weights, "gelu").cos()
 
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (5, 9):
         x = normal((3, length, 8), torch.float32, device, length).requires_grad_()
         twin = x.detach().clone().requires_grad_()

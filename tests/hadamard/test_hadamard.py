@@ -19,6 +19,7 @@ from htree_ops.ops.hadamard import (
 from htree_ops.reference import hadamard as reference
 from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
+from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
 from tests.support.hadamard_cases import (
     CASES,
@@ -344,13 +345,13 @@ def test_opcheck_grouped(case: GroupedHadamardCase, device: str) -> None:
     torch.library.opcheck(op_grouped.default, (x, group, scale))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_with_views_and_backward(dynamic: bool, device: str) -> None:
+@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
+def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: str) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         heads = op(x.transpose(1, 2)[:, :, 1:].sin())
         return op_grouped(heads, 2).cos()
 
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (6, 9):
         x = normal((2, length, 4, 8), torch.float64, device, length).requires_grad_()
         twin = x.detach().clone().requires_grad_()

@@ -16,6 +16,7 @@ from tree_attention_models import CASES, NAMES, OPS, OPTIONS, assert_same, gradi
 
 import htree_ops
 from tests.support.cases import normal
+from tests.support.compilers import BACKENDS
 from tests.support.tree_attention_calls import Call, calls
 from tests.support.tree_attention_cases import TreeAttentionCase
 
@@ -83,10 +84,10 @@ def views(x: Tensor, w: Tensor) -> Tensor:
     return out.flatten(2).cos()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_of_views_with_backward(dynamic: bool, device: str) -> None:
+@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
+def test_compile_of_views_with_backward(dynamic: bool, backend: str, device: str) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(views, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(views, backend=backend, fullgraph=True, dynamic=dynamic)
     for T in (40, 57):
         x = normal((2, T, 12), torch.float32, device, T).requires_grad_()
         w = normal((12, 64), torch.float32, device, 1, 0.3).requires_grad_()
@@ -338,7 +339,7 @@ def test_module_compiles_and_refuses_masks(device: str) -> None:
     assert "num_kv_heads=2" in repr(layer)
     x = normal((2, 50, 16), torch.float32, device, 0).requires_grad_()
     leaves = (x, *layer.parameters())
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found = gradients(lambda x, *_: compiled(x), leaves)
     expected = gradients(lambda x, *_: layer(x), leaves)
     assert_same(found, expected, rtol=1e-4, atol=1e-5)
