@@ -113,16 +113,12 @@ def test_columns_of_one_buffer_are_apart_at_any_size(size: tuple[int, int, int])
         op.causal_softmax.out(buffer[..., :cols], out=buffer[..., 1 : cols + 1])
 
 
-def test_pools_of_many_pages_may_lie_in_one_buffer() -> None:
-    buffer = torch.zeros(70_000, 2, 1, 2, 2)
-    rows = torch.ones(1, 1, 2)
-    numbers = (torch.tensor([[69_999]]), torch.tensor([0]), torch.tensor([0, 1]))
-    table, lengths, ends = (x.to(torch.int32) for x in numbers)
-    sizes = {"page_size": 2, "compression_rate": 2}
-    op.tree_cache_append_(buffer[:, 0], buffer[:, 1], rows, 2 * rows, table, lengths, ends, **sizes)
-    assert buffer[69_999, :, 0, 0].tolist() == [[1.0, 1.0], [2.0, 2.0]]
-    with pytest.raises(RuntimeError, match="k_pool must not share memory with v_pool"):
-        op.tree_cache_append_(buffer[:, 0], buffer[:, 0], rows, rows, table, lengths, ends, **sizes)
+def test_many_matrices_may_lie_in_one_buffer() -> None:
+    buffer = torch.zeros(70_000, 2, 1, 2)
+    op.causal_softmax.out(buffer[:, 0], out=buffer[:, 1])
+    assert buffer[69_999, 1, 0].tolist() == [0.5, 0.5]
+    with pytest.raises(RuntimeError, match="out must not share memory with x"):
+        op.causal_softmax.out(buffer[1:, 0], out=buffer[:-1, 0])
 
 
 def test_strange_strides_end_in_bounded_time() -> None:
