@@ -144,9 +144,9 @@ def _attention_rows_backward(
     *options: Any,
     **named: Any,
 ) -> int:
-    """The same for the gradient; there are lists where their tensor has layers."""
+    """The same for the gradient; there are lists where their tensor has rows."""
     dout, q, out, gmax, gsum = (_piece(x, starts) for x in (dout, q, out, gmax, gsum))
-    stored = [_piece(lists[1:], starts)] * lists[0]
+    stored = [lists] if lists[1] else []
     total = 0
     for end in (start + q[1] for start in starts):
         keys, values = _until(k, end), _until(v, end)

@@ -75,27 +75,18 @@ def _attention_ways(q: Any, k: Any, v: Any) -> list[Placement]:
     return [_WHOLE, Shard(0), *([Shard(2)] if _heads_divide(q, k, v, 2) else [])]
 
 
-def _lists_of(place: Placement) -> Placement:
-    """Placement of the lists [layers, B, T, H, k] beside that of q [B, T, H, K]."""
-    return Shard(place.dim + 1) if isinstance(place, Shard) else place
-
-
 def _attention(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
     return [_rule([way], [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)]
 
 
 def _attention_rows(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
-    return [
-        _rule([way] * 3 + [_lists_of(way)], [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)
-    ]
+    """The lists are [B, rows, H, k]."""
+    return [_rule([way] * 4, [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)]
 
 
 def _attention_rows_backward(*args: Any) -> list[Rule]:
     mask = _mask(args, 16, 3)
-    return [
-        _rule(_wanted([way] * 3, mask), [way] * 7 + [_lists_of(way)], len(args))
-        for way in _attention_ways(*args[1:4])
-    ]
+    return [_rule(_wanted([way] * 3, mask), [way] * 8, len(args)) for way in _attention_ways(*args[1:4])]
 
 
 # ---- tree attention of packed documents, whose offsets every rank has

@@ -70,6 +70,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     layer_span = (span and {"span_k": means, **span}) | following
     forward = torch.ops.htree.attention_forward(q, k, v, *shared, **later)
     parents = [stage.parents for stage in stages]
+    stored = torch.ops.htree.attention_rows(q, k, v, [t0], *shared, **later)[3]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
     io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
     built = reference.tree_build(k, v, rate)
@@ -111,7 +112,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("attention_rows", (q, k, v, [t0], *shared), later),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
         *(
-            Call(name, (dout, q, k, v, *forward[:3], torch.stack(parents), [t0], *shared), later)
+            Call(name, (dout, q, k, v, *forward[:3], stored, [t0], *shared), later)
             for name in ("attention_rows_backward", "attention_rows_backward_sums")
         ),
     ]

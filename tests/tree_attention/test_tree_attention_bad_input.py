@@ -121,9 +121,9 @@ ROWS = {
 ROWS_BACKWARD = {
     **ROWS,
     **{what: row for what, row in BACKWARD.items() if "parents" not in row[0]},
-    "lists of one layer": ({"lists": int32(1, 2, 12, 2, 2)}, ValueError, ["lists", "2", "1"]),
-    "lists rank": ({"lists": int32(2, 12, 2, 2)}, ValueError, ["lists", "2", "12"]),
-    "lists dtype": ({"lists": zeros(2, 2, 12, 2, 2)}, TypeError, ["lists", "int32", "float32"]),
+    "lists of one layer": ({"lists": int32(2, 12, 2, 2)}, ValueError, ["lists", "24", "12"]),
+    "lists rank": ({"lists": int32(2, 2, 12, 2, 2)}, ValueError, ["lists", "24", "12"]),
+    "lists dtype": ({"lists": zeros(2, 24, 2, 2)}, TypeError, ["lists", "int32", "float32"]),
 }
 
 LAYER = {

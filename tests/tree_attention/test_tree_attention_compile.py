@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.export.experimental import _export_forward_backward
 from tree_attention_models import CASES, NAMES, OPS, OPTIONS, assert_same, gradients, qkv
 
 import htree_ops
@@ -108,15 +109,47 @@ def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
         if grad:
             out.sum().backward()
 
-    run(40)  # three layers, like every length below: 8 * 4 < T <= 8 * 16
+    run(40)
     with torch.compiler.set_stance("fail_on_recompile"):
-        for T in (41, 57, 100, 128):
+        for T in (41, 57, 128, 129, 5, 9, 513):  # 1, 2, 3, 4 and 5 layers
             run(T)
-        if grad:  # one compilation per depth: the lists are outputs
-            with pytest.raises(RuntimeError, match="recompile"):
-                run(129)
-        else:
-            run(129)
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_bounds_over_several_depths_are_one_graph(backend: str, stride: int, device: str) -> None:
+    """`mark_dynamic` with bounds raises where a graph does not hold for each length between them."""
+    torch._dynamo.reset()
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = htree_ops.tree_attention(q, k, v, **OPTIONS, selection_stride=stride)
+        assert isinstance(out, Tensor)
+        return out
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for T in (20, 35, 129, 8, 3, 300):  # 2, 3, 4, 1, 1 and 4 layers; 3 tokens share a list at stride 4
+        leaves = qkv(device, T)
+        for x in leaves:
+            torch._dynamo.mark_dynamic(x, 1, min=2, max=300)
+        with torch.compiler.set_stance("default" if T == 20 else "fail_on_recompile"):
+            found = gradients(compiled, leaves)
+        for ours, theirs in zip(found, gradients(model, leaves), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_query_over_texts_of_several_depths_is_one_graph(device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS), backend="aot_eager", fullgraph=True
+    )
+    for T in (40, 129, 5):
+        q, k, v = qkv(device, T)
+        q = q[:, -1:].detach().clone().requires_grad_()
+        for x in (k, v):
+            torch._dynamo.mark_dynamic(x, 1, min=2, max=300)
+        with torch.compiler.set_stance("default" if T == 40 else "fail_on_recompile"):
+            compiled(q, k, v).sum().backward()
+        assert q.grad is not None
 
 
 def test_lengths_and_positions_of_stages_do_not_recompile(device: str) -> None:
@@ -194,6 +227,38 @@ def test_export_keeps_one_node_and_dynamic_lengths(device: str) -> None:
     for length in (40, 200):
         inputs = tuple(x.detach() for x in qkv(device, length))
         assert torch.equal(program.module()(*inputs), Layer()(*inputs))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_gradients_takes_lengths_of_every_depth(strict: bool, device: str) -> None:
+    T = torch.export.Dim("T", min=2, max=300)
+    program = torch.export.export(Layer(), qkv(device), dynamic_shapes=({1: T},) * 3, strict=strict)
+    exported = program.module()
+    for length in (40, 20, 129, 5, 300):
+        leaves = qkv(device, length)
+        for ours, theirs in zip(gradients(exported, leaves), gradients(Layer(), leaves), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+class Loss(Layer):
+    """What a joint graph of forward and backward is exported from."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().forward(q, k, v).square().sum()
+
+
+def test_an_exported_joint_graph_takes_lengths_of_every_depth(device: str) -> None:
+    T = torch.export.Dim("T", min=2, max=300)
+    forward = torch.export.export(Loss(), qkv(device), dynamic_shapes=({1: T},) * 3)
+    joint = _export_forward_backward(forward)
+    names = [str(node.target) for node in joint.graph.nodes if "htree" in str(node.target)]
+    assert names == ["htree.attention_rows.default", "htree.attention_rows_backward.default"]
+    for length in (40, 20, 129, 5, 300):
+        leaves = qkv(device, length)
+        loss = Loss()(*leaves)
+        expected = (loss, *torch.autograd.grad(loss, leaves))
+        for ours, theirs in zip(joint.graph_module(*leaves), expected, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_aot_inductor(device: str, tmp_path: Any) -> None:

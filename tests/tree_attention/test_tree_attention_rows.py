@@ -64,6 +64,13 @@ def assert_close(found: Tensor, expected: Tensor, share: float) -> None:
     assert error <= share * float(expected.double().abs().max())
 
 
+def stacked(lists: Tensor, rows: int) -> Tensor:
+    """The lists of attention_rows, `rows` of them for each layer, as [L, B, rows, H_kv, k]."""
+    depth = lists.shape[1] // rows
+    assert (lists[:, depth * rows :] == -1).all()
+    return lists[:, : depth * rows].unflatten(1, (depth, rows)).transpose(0, 1)
+
+
 def qkv(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
     B, T, H, H_kv, K, V = sizes
     shapes = ((B, T, H, K), (B, T, H_kv, K), (B, T, H_kv, V), (B, T, H, V))
@@ -83,9 +90,10 @@ def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -
         *results, lists = OPS.attention_rows(rows, k, v, [begin], *options)
         for found, expected in zip(results, whole, strict=True):
             assert torch.equal(found, expected[:, begin:end])
-        assert torch.equal(lists, torch.stack(parents)[:, :, begin // stride : -(-end // stride)])
+        expected_lists = torch.stack(parents)[:, :, begin // stride : -(-end // stride)]
+        assert torch.equal(stacked(lists, expected_lists.shape[2]), expected_lists)
         unstored = OPS.attention_rows(rows, k, v, [begin], *options, store_parents=False)
-        assert unstored[3].shape == (0, *lists.shape[1:])
+        assert unstored[3].shape == (lists.shape[0], 0, *lists.shape[2:])
         assert torch.equal(unstored[0], results[0])
         state = (dout[:, begin:end], rows, k, v, *results)
         gradients = OPS.attention_rows_backward(*state, lists, [begin], *options)
@@ -115,14 +123,15 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
         rows, upstream = (torch.cat([x[:, at : at + step] for at in starts], 1) for x in (q, dout))
         *results, lists = OPS.attention_rows(rows, k, v, starts, *options)
         ours = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists, starts, *options)
-        again = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists[:0], starts, *options)
+        again = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists[:, :0], starts, *options)
         sums = [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
         for i, start in enumerate(starts):
             piece = slice(i * step, (i + 1) * step)
             one = OPS.attention_rows(rows[:, piece], k, v, [start], *options)
             for found, expected in zip(results, one[:3], strict=True):
                 assert torch.equal(found[:, piece], expected)
-            assert torch.equal(lists[:, :, i * step // stride : (i + 1) * step // stride], one[3])
+            ours_here = stacked(lists, len(starts) * step // stride)[:, :, i * step // stride :]
+            assert torch.equal(ours_here[:, :, : step // stride], stacked(one[3], step // stride))
             state = (upstream[:, piece], rows[:, piece], k, v, *one)
             theirs = OPS.attention_rows_backward(*state, [start], *options)
             assert_close(ours[0][:, piece], theirs[0], 0 if device == "cpu" else 2e-2)
@@ -143,7 +152,8 @@ def test_a_chunk_of_a_long_text_has_the_rows_of_the_whole(importance: str, heads
     whole = OPS.attention_rows(q, k, v, [0], *options)
     for begin, end in ((20_480, 24_576), (12_288, 13_312), (2048, 2304)):
         part = OPS.attention_rows(q[:, begin:end], k, v, [begin], *options)
-        assert torch.equal(part[3], whole[3][:, :, begin // 4 : end // 4])
+        expected_lists = stacked(whole[3], 24_576 // 4)[:, :, begin // 4 : end // 4]
+        assert torch.equal(stacked(part[3], (end - begin) // 4), expected_lists)
         for found, expected in zip(part[:3], whole[:3], strict=True):
             assert torch.equal(found, expected[:, begin:end])
 
@@ -159,8 +169,24 @@ def test_lists_are_one_tensor_for_autograd(device: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         OPS.attention(q.requires_grad_(), k, v, 4, 8, 2)
-    assert [tuple(x.shape) for x in kept[-1:]] == [(3, 1, 40, 2, 2)]
+    assert [tuple(x.shape) for x in kept[-1:]] == [(1, 3 * 40, 2, 2)]
     assert len(kept) == 7
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
+    """A size that may be 1 would bind a compiled graph to lengths where it is or is not."""
+    q, k, v, dout = qkv((2, 4, 4, 2, 6, 5), torch.float32, device)
+    options = (4, 8, 2, None, 10000.0, "lse_causal", stride)
+    *results, lists = OPS.attention_rows(q[:, :1], k, v, [0], *options)
+    *whole, parents = OPS.attention_forward(q, k, v, *options)
+    assert lists.shape == (2, 2, 2, 2)
+    assert torch.equal(lists[:, :1], parents[0][:, :1])
+    assert (lists[:, 1:] == -1).all()
+    gradients = OPS.attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists, [0], *options)
+    again = OPS.attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists[:, :0], [0], *options)
+    for one, other in zip(gradients, again, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_row(device: str) -> None:

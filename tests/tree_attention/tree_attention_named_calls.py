@@ -181,7 +181,7 @@ CALLS = {
         "out": normal(2, 12, 4, 5),
         "gmax": ones(2, 12, 4),
         "gsum": ones(2, 12, 4),
-        "lists": lambda device: torch.stack([lists(layer=0)(device), lists()(device)]),
+        "lists": lambda device: torch.cat([lists(layer=0)(device), lists()(device)], 1),
         "starts": [8],
         **OPTIONS,
         "output_mask": [True, True, True],

@@ -391,12 +391,10 @@ def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: in
     del options["page_size"]
     options["top_k_per_layer"] = options.pop("top_k")
     start = 41 - arguments[0].shape[1]
-    for found, wanted in zip(
-        (out, gmax, gsum, lists),
-        ops.attention_rows(arguments[0], k, v, [start], **options, store_parents=True),
-        strict=True,
-    ):
-        assert torch.equal(found, wanted)
+    *wanted, rows = ops.attention_rows(arguments[0], k, v, [start], **options, store_parents=True)
+    wanted.append(rows.unflatten(1, (len(lists), -1)).transpose(0, 1))
+    for ours, theirs in zip((out, gmax, gsum, lists), wanted, strict=True):
+        assert torch.equal(ours, theirs)
     expected = reference.tree_cache_prompt(
         *(x.cpu() if isinstance(x, Tensor) else x for x in arguments), **case.options()
     )

@@ -42,7 +42,30 @@ AttentionArgs resolve_options(const char* op, const TreeOptions& options, const 
   return args;
 }
 
+std::vector<Tensor> lists_of_layers(const Tensor& lists, const Tensor& q, const Tensor& k,
+                                    const TreeOptions& options) {
+  std::vector<Tensor> layers;
+  if (lists.size(1) > 0) {
+    const int64_t rows = ceil_div(q.size(1), options.selection_stride);
+    const int64_t depth = symbolic_depth(k.sym_size(1), options).expect_int();
+    for (int64_t layer = 0; layer < depth; ++layer) {
+      layers.push_back(lists.narrow(1, layer * rows, rows));
+    }
+  }
+  return layers;
+}
+
 namespace {
+
+// The lists of a layer as the kernels read them: entries, heads and rows lie one behind the other, batches any number of
+// entries apart.
+Tensor packed_rows(const Tensor& list) {
+  const auto packed = [&](int64_t dim, int64_t stride) {
+    return list.size(dim) == 1 || list.stride(dim) == stride;
+  };
+  const bool whole = packed(3, 1) && packed(2, list.size(3)) && packed(1, list.size(2) * list.size(3));
+  return whole ? list : list.contiguous();
+}
 
 // The token of the first query where the queries are the last tokens (§1.13).
 SymInt suffix_start(const Tensor& q, const Tensor& k) {
@@ -92,14 +115,22 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOp
   return std::get<0>(run_suffix<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false));
 }
 
-// attention_forward for queries in pieces, with its lists as torch.stack(parents): what Autograd calls. The tree is
+// attention_forward for queries in pieces, with its lists as torch.cat(parents, 1): what Autograd calls. The tree is
 // built once for all pieces.
 template <AttentionForward* kKernel>
 AttentionRows attention_rows(const Tensor& q, const Tensor& k, const Tensor& v, c10::SymIntArrayRef starts,
                              const TreeOptions& options, bool store_parents) {
   AttentionRows result = prepare_attention_rows(q, k, v, starts, options, store_parents);
-  const auto& [out, gmax, gsum, lists] = result;
-  run_forward<kKernel>("attention_rows", q, k, v, starts, options, out, gmax, gsum, lists.unbind(0));
+  if constexpr (kKernel != nullptr) {
+    const auto& [out, gmax, gsum, lists] = result;
+    const std::vector<Tensor> parents = lists_of_layers(lists, q, k, options);
+    run_forward<kKernel>("attention_rows", q, k, v, starts, options, out, gmax, gsum, parents);
+    if (const auto used =
+            static_cast<int64_t>(parents.size()) * ceil_div(q.size(1), options.selection_stride);
+        used < lists.size(1)) {
+      lists.slice(1, used).fill_(-1);
+    }
+  }
   return result;
 }
 
@@ -124,7 +155,7 @@ void run_backward(const char* op, const Tensor& dout, const Tensor& q, const Ten
     } else if (dq.defined() || dk.defined() || dv.defined()) {
       std::vector<Tensor> lists;
       for (const Tensor& list : parents) {
-        lists.push_back(unit_last(list));
+        lists.push_back(packed_rows(list));
       }
       kKernel(unit_last(dout), unit_last(q), unit_last(k), unit_last(v), unit_last(out), unit_last(gmax),
               unit_last(gsum), lists, args, dq, dk, dv);
@@ -151,8 +182,10 @@ Gradients attention_rows_backward(const Tensor& dout, const Tensor& q, const Ten
                                   std::array<bool, 3> output_mask) {
   Gradients gradients =
       prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
-  run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum, lists.unbind(0), starts,
-                        options, gradients);
+  if constexpr (kKernel != nullptr) {
+    run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum,
+                          lists_of_layers(lists, q, k, options), starts, options, gradients);
+  }
   return gradients;
 }
 
@@ -171,8 +204,10 @@ Gradients attention_rows_backward_sums(const Tensor& dout, const Tensor& q, cons
   if (output_mask[2]) {
     dv = new_tensor(v.sym_sizes(), state_dtype(v), v);
   }
-  run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum, lists.unbind(0), starts,
-                        options, gradients);
+  if constexpr (kKernel != nullptr) {
+    run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum,
+                          lists_of_layers(lists, q, k, options), starts, options, gradients);
+  }
   return gradients;
 }
 

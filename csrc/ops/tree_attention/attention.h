@@ -14,9 +14,8 @@ namespace htree::tree_attention {
 // (out [B, T_q, H, V], gmax [B, T_q, H], gsum [B, T_q, H], parents: an int32 [B, ceil(T_q / s), H_kv,
 // k] for each layer)
 using AttentionState = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
-// The same with the lists of all layers in one tensor int32 [layers, B, ceil(T_q / s), H_kv, k], of 0 layers where
-// they are not stored. The lists of a layer start at any multiple of 4 bytes, as every row of odd k does: kernels
-// read and write entries one by one.
+// The same with the lists of all layers in one tensor, see all_lists_shape(). The lists of a layer start at any multiple of
+// 4 bytes, as every row of odd k does: kernels read and write entries one by one.
 using AttentionRows = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
@@ -29,6 +28,16 @@ inline int64_t depth_of(const SymInt& num_tokens, const TreeOptions& options) {
   while (num_tokens.sym_gt(bound).guard_bool(__FILE__, __LINE__)) {
     ++layers;
     bound = bound > kMost / options.compression_rate ? kMost : bound * options.compression_rate;
+  }
+  return layers;
+}
+
+// The same as an expression that compares nothing, 1 + [T > M] + [T > M r] + ... up to the largest T that int32
+// numbers: what is allocated by it has one graph for lengths of any depth.
+inline SymInt symbolic_depth(const SymInt& num_tokens, const TreeOptions& options) {
+  SymInt layers = 1;
+  for (int64_t bound = options.max_top_nodes; bound < kIndexLimit; bound *= options.compression_rate) {
+    layers = layers + (num_tokens - bound).max(0).min(1);
   }
   return layers;
 }
@@ -147,21 +156,27 @@ inline AttentionState prepare_attention_forward(const char* op, const Tensor& q,
   return std::tuple_cat(new_results(q, v), std::make_tuple(std::move(parents)));
 }
 
-// [layers, B, lists, H_kv, k]
+// The lists of all layers in one tensor [B, rows, H_kv, k]: with n = ceil(T_q / s), layer l has the rows l n ...
+// (l + 1) n - 1. No rows where lists are not stored, else at least 2, of which those behind the lists are -1: tracing
+// asks of every size whether it is 1, and where it may be and may not be, the answer would bind a graph to some lengths.
 inline std::vector<SymInt> all_lists_shape(const Tensor& q, const Tensor& k, const TreeOptions& options,
-                                           int64_t num_layers) {
+                                           bool stored) {
   std::vector<SymInt> shape = list_shape(q, k, options);
-  shape.insert(shape.begin(), num_layers);
+  shape[1] = stored ? (symbolic_depth(k.sym_size(1), options) * shape[1]).max(2) : SymInt(0);
   return shape;
 }
+
+// The lists of each layer [B, ceil(T_q / s), H_kv, k] in the tensor of all of them; none where it has no rows. Sizes must
+// be real.
+std::vector<Tensor> lists_of_layers(const Tensor& lists, const Tensor& q, const Tensor& k,
+                                    const TreeOptions& options);
 
 inline AttentionRows prepare_attention_rows(const Tensor& q, const Tensor& k, const Tensor& v,
                                             c10::SymIntArrayRef starts, const TreeOptions& options,
                                             bool store_parents) {
   check_attention_rows("attention_rows", q, k, v, starts, options);
-  const int64_t stored = store_parents ? depth_of(k.sym_size(1), options) : 0;
-  return std::tuple_cat(new_results(q, v),
-                        std::make_tuple(new_tensor(all_lists_shape(q, k, options, stored), at::kInt, q)));
+  const Tensor lists = new_tensor(all_lists_shape(q, k, options, store_parents), at::kInt, q);
+  return std::tuple_cat(new_results(q, v), std::make_tuple(lists));
 }
 
 // What a forward gave, and the gradient of its output.
@@ -219,10 +234,9 @@ inline Gradients prepare_attention_rows_backward(const Tensor& dout, const Tenso
   constexpr const char* kOp = "attention_rows_backward";
   check_attention_rows(kOp, q, k, v, starts, options);
   check_results(kOp, dout, q, v, out, gmax, gsum);
-  const bool stored = lists.dim() > 0 && lists.sym_size(0) != 0;
-  const int64_t layers = stored ? depth_of(k.sym_size(1), options) : 0;
-  check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, layers),
-                "[layers or 0, B, ceil(T_q / selection_stride), H_kv, top_k]", "q", q);
+  const bool stored = lists.dim() > 1 && lists.sym_size(1) != 0;
+  check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, stored),
+                "[B, 0 or max(2, layers * ceil(T_q / selection_stride)), H_kv, top_k]", "q", q);
   return new_gradients(q, k, v, output_mask);
 }
 

@@ -87,8 +87,9 @@ using FinalNormalize = void(const Tensor& gout, const Tensor& gsum, const Tensor
 MergeToGlobal merge_to_global_cpu, merge_to_global_cuda;
 FinalNormalize final_normalize_cpu, final_normalize_cuda;
 
-// ---- the whole: §1.5, §1.10. `parents` holds one list tensor per layer, [0] for the bottom. It is empty
-// where lists are not kept; the backward then selects them again. An undefined dq, dk or dv is not
+// ---- the whole: §1.5, §1.10. `parents` holds one list tensor per layer, [0] for the bottom. Their batches may lie
+// further apart than they are long; what a batch holds is packed. It is empty where lists are not kept; the backward
+// then selects them again. An undefined dq, dk or dv is not
 // wanted and costs nothing.
 using AttentionForward = void(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                               const Tensor& out, const Tensor& gmax, const Tensor& gsum,

@@ -73,10 +73,8 @@ class Backward {
         q_(q),
         dq_(dq),
         dk_(dk),
-        dv_(dv) {
-    for (const Tensor& list : parents) {
-      parents_.push_back(list.contiguous());
-    }
+        dv_(dv),
+        parents_(parents) {
     const int64_t query_bytes = 2 * shape_.group * shape_.score_stride() * static_cast<int64_t>(sizeof(Real));
     chunk_ = round_up(std::clamp(kChunkBytes / query_bytes, kMinChunk, kMaxChunk), args.selection_stride);
     chunk_ = std::min(chunk_, round_up(pyramid_.num_queries, args.selection_stride));
@@ -186,8 +184,8 @@ class Backward {
   int32_t* list_of(int64_t b, int64_t h, int64_t l, int64_t begin, int64_t i) {
     const int64_t row = i / args_.selection_stride;
     if (!parents_.empty()) {
-      return const_cast<int32_t*>(parents_[l].const_data_ptr<int32_t>()) +
-             ((b * pyramid_.num_lists + row) * pyramid_.kv_heads + h) * args_.top_k;
+      return const_cast<int32_t*>(parents_[l].const_data_ptr<int32_t>()) + b * parents_[l].stride(0) +
+             (row * pyramid_.kv_heads + h) * args_.top_k;
     }
     const int64_t rows = ceil_div(chunk_, args_.selection_stride);
     return lists_.data() + (l * rows + row - begin / args_.selection_stride) * args_.top_k;

@@ -26,6 +26,7 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
   for (const Tensor& list : parents) {
     kept.push_back(list.mutable_data_ptr<int32_t>());
   }
+  const int64_t kept_batch = parents.empty() ? 0 : parents.front().stride(0);
 
   const int64_t task_queries = round_up(kTaskQueries, args.selection_stride);
   const int64_t tasks_per_head = ceil_div(pyramid.num_queries, task_queries);
@@ -41,9 +42,10 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
       for (int64_t i = begin; i < end; ++i) {
         const int64_t token = token_of_query(args, pyramid.num_queries, i);
         const bool leader = i % args.selection_stride == 0;
-        const int64_t list_row = (b * pyramid.num_lists + i / args.selection_stride) * pyramid.kv_heads + h;
+        const int64_t list_row = i / args.selection_stride * pyramid.kv_heads + h;
         const auto list_of = [&](int64_t layer) {
-          return kept.empty() ? lists.data() + layer * width : kept[layer] + list_row * width;
+          return kept.empty() ? lists.data() + layer * width
+                              : kept[layer] + b * kept_batch + list_row * width;
         };
         worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * group * q.stride(2), q.stride(2),
                           args.scale);

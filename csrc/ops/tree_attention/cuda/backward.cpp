@@ -101,7 +101,9 @@ struct BackwardBuffers {
   TensorView outputs;          // O
   const float* max = nullptr;  // [B, T_q, H]
   const float* sum = nullptr;
-  std::vector<const int32_t*> parents;  // one per layer; empty: lists are recomputed
+  // One per layer [B, num_lists, H_kv, k], batches parents_batch[layer] entries apart; empty: lists are recomputed.
+  std::vector<const int32_t*> parents;
+  std::vector<int64_t> parents_batch;
   void* query_gradient = nullptr;       // [B, T_q, H, K]; null: not wanted
   void* key_gradient = nullptr;         // [B, T, H_kv, K]
   void* value_gradient = nullptr;       // [B, T, H_kv, V]
@@ -312,7 +314,7 @@ class BackwardRun {
   ListSlice lists_of(size_t layer_idx, const Chunk& chunk) const {
     const int64_t row = p_.num_kv_heads * p_.args.top_k;
     if (!buffers_.parents.empty()) {
-      const int64_t batch_stride = p_.num_lists() * row;
+      const int64_t batch_stride = buffers_.parents_batch[layer_idx];
       // select_layer never writes to lists of the caller, so they are only read.
       return {const_cast<int32_t*>(buffers_.parents[layer_idx]) + chunk.batch * batch_stride +
                   chunk.query / p_.args.selection_stride * row,
@@ -619,6 +621,7 @@ void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig&
   buffers.sum = b.gsum.const_data_ptr<float>();
   for (const Tensor& list : b.parents) {
     buffers.parents.push_back(list.const_data_ptr<int32_t>());
+    buffers.parents_batch.push_back(list.stride(0));
   }
   buffers.query_gradient = b.data(b.dq);
   buffers.key_gradient = b.data(b.dk);
@@ -683,15 +686,11 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
     }
     return;
   }
-  std::vector<Tensor> lists;
-  for (const Tensor& list : parents) {
-    lists.push_back(list.contiguous());
-  }
   const Tensor max = gmax.contiguous(), sum = gsum.contiguous();
   const AttentionProblem problem = attention_problem(q, k, v, args);
   const BackwardConfig config = backward_config(problem);
   const CudaTree tree = build_cuda_tree(k, v, args);
-  const Backward backward{dout, q, out, max, sum, lists, dq, dk, dv};
+  const Backward backward{dout, q, out, max, sum, parents, dq, dk, dv};
   if (config.path == AttentionPath::kTensorCore) {
     backward_tensor_core(problem, config, backward, tree, scope.stream());
   } else {

@@ -26,6 +26,7 @@ struct ForwardBuffers {
   float* max = nullptr;  // [B, T_q, H]
   float* sum = nullptr;
   std::vector<int32_t*> parents;  // per layer [B, num_lists, H_kv, k], or empty
+  int64_t parents_batch = 0;      // stride in elements
   ForwardMemory memory;
 };
 
@@ -83,10 +84,9 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, con
 
   auto lists_of = [&](size_t layer_idx) {
     if (!buffers.parents.empty()) {
-      const int64_t batch_stride = p.num_lists() * list_row;
       return ListSlice{
-          buffers.parents[layer_idx] + chunk.batch * batch_stride + chunk.query / stride * list_row,
-          batch_stride};
+          buffers.parents[layer_idx] + chunk.batch * buffers.parents_batch + chunk.query / stride * list_row,
+          buffers.parents_batch};
     }
     return ListSlice{memory.lists[layer_idx % 2], chunk_lists * list_row};
   };
@@ -258,7 +258,7 @@ cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers
   const int64_t stride = p.args.selection_stride;
   TopListParams params;
   params.num_batches = p.batch;
-  params.batch_lists = p.num_lists();
+  params.batch_lists = buffers.parents_batch / (p.num_kv_heads * p.args.top_k);
   params.num_kv_heads = p.num_kv_heads;
   params.width = p.args.top_k;
   params.stride = stride;
@@ -357,6 +357,7 @@ void run_tensor_core_forward(const TreeCall& call, const ForwardConfig& config, 
   buffers.memory = lay_out_forward(space, call.problem, config);
   for (const Tensor& list : parents) {
     buffers.parents.push_back(list.mutable_data_ptr<int32_t>());
+    buffers.parents_batch = list.stride(0);
   }
   C10_CUDA_CHECK(run_forward(call, config, buffers, stream));
 }

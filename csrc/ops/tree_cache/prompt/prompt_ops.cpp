@@ -149,7 +149,7 @@ void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_poo
 }
 
 // k, v = (pool[block_table].tokens[:length] for pool in (k_pool, v_pool))
-// attention_rows(q, k, v, [length - n], ..., store_parents=store_lists)
+// attention_rows(q, k, v, [length - n], ..., store_parents=store_lists), its lists as [layers, B, ceil(n / s), H_kv, k]
 template <Prompt* kKernel, PromptBytes* kBytes>
 AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Tensor& block_table,
                      int64_t length, const OptionalTensor& copies, int64_t capacity, bool store_lists,

@@ -35,7 +35,7 @@ inline StoreType store_type(const Tensor& gradient) {
                                                : StoreType::kBFloat16;
 }
 
-// The lists in `backward.parents` are contiguous. Where there are none, they are selected again.
+// Where `backward.parents` has no lists, they are selected again.
 void run_general_backward(const AttentionProblem& problem, const BackwardConfig& config,
                           const Backward& backward, const CudaTree& tree, cudaStream_t stream);
 
