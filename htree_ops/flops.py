@@ -132,7 +132,6 @@ def _attention_rows(q: Shape, k: Shape, v: Shape, starts: Sequence[int], *option
 
 
 def _attention_rows_backward(
-    dout: Shape,
     q: Shape,
     k: Shape,
     v: Shape,
@@ -140,17 +139,19 @@ def _attention_rows_backward(
     gmax: Shape,
     gsum: Shape,
     lists: Shape,
+    dout: Shape | None,
+    dlse: Shape | None,
     starts: Sequence[int],
     *options: Any,
     **named: Any,
 ) -> int:
     """The same for the gradient; there are lists where their tensor has rows."""
-    dout, q, out, gmax, gsum = (_piece(x, starts) for x in (dout, q, out, gmax, gsum))
+    q, out, gmax, gsum = (_piece(x, starts) for x in (q, out, gmax, gsum))
     stored = [lists] if lists[1] else []
     total = 0
     for end in (start + q[1] for start in starts):
         keys, values = _until(k, end), _until(v, end)
-        total += _attention_backward(dout, q, keys, values, out, gmax, gsum, stored, *options, **named)
+        total += _attention_backward(out, q, keys, values, out, gmax, gsum, stored, *options, **named)
     return total
 
 
@@ -193,7 +194,6 @@ def _attention_varlen(
 
 
 def _attention_varlen_backward(
-    dout: Shape,
     query: Shape,
     key: Shape,
     value: Shape,
@@ -204,6 +204,8 @@ def _attention_varlen_backward(
     out: Shape,
     gmax: Shape,
     gsum: Shape,
+    dout: Shape | None,
+    dlse: Shape | None,
     compression_rate: int = 16,
     max_top_nodes: int = 8192,
     top_k_per_layer: int = 512,
@@ -387,6 +389,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention": _attention,
     "attention_forward": _attention,
     "attention_backward": _attention_backward,
+    "attention_lse": _attention,
     "attention_rows": _attention_rows,
     "attention_rows_backward": _attention_rows_backward,
     "attention_rows_backward_sums": _attention_rows_backward,

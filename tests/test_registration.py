@@ -155,6 +155,12 @@ SCHEMAS = {
         "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
         "str? selection_dtype=None, bool open_next=False) -> Tensor"
     ),
+    "attention_lse": (
+        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
+        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
+        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
+        "str? selection_dtype=None, bool open_next=False) -> (Tensor out, Tensor lse)"
+    ),
     "attention_rows": (
         "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
@@ -164,8 +170,9 @@ SCHEMAS = {
     ),
     **dict.fromkeys(
         ("attention_rows_backward", "attention_rows_backward_sums"),
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
-        "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, Tensor? dout, "
+        "Tensor? dlse, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
+        "int top_k_per_layer=512, float? scale=None, "
         'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
         "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
         "str? selection_dtype=None, bool open_next=False) "
@@ -213,8 +220,9 @@ SCHEMAS = {
         "str? selection_dtype=None, bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "attention_varlen_backward": (
-        "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
-        "SymInt max_k, Tensor out, Tensor gmax, Tensor gsum, int compression_rate=16, int max_top_nodes=8192, "
+        "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
+        "Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, int compression_rate=16, "
+        "int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
         'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
         "int? selection_span=None, float[]? inv_freq=None, "
@@ -268,6 +276,7 @@ FACTORIES = {"rope_cache", "top_parents"}
 AUTOCAST = {
     "attention",
     "attention_forward",
+    "attention_lse",
     "attention_rows",
     "attention_varlen",
     "attention_varlen_forward",

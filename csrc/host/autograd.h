@@ -12,6 +12,8 @@
 #include <array>
 #include <functional>
 #include <initializer_list>
+#include <iterator>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -63,6 +65,11 @@ inline bool needs_grad(TensorRefs tensors) {
     }
   }
   return false;
+}
+
+// A gradient as an op takes it that may do without.
+inline std::optional<at::Tensor> if_defined(const at::Tensor& gradient) {
+  return gradient.defined() ? std::optional(gradient) : std::nullopt;
 }
 
 // Mutating and out= ops return nothing, so torch's fallbacks would record no node and
@@ -138,7 +145,9 @@ auto once_differentiable(const char* op, TensorRefs inputs, const std::array<boo
     at::AutoDispatchBelowAutograd guard;
     return call();
   }
-  const variable_list tensors(inputs.begin(), inputs.end());
+  variable_list tensors;
+  std::copy_if(inputs.begin(), inputs.end(), std::back_inserter(tensors),
+               [](const at::Tensor& input) { return input.defined(); });
   const std::function<variable_list()> as_list = [&] {
     return std::apply([](const auto&... gradient) { return variable_list{gradient...}; }, call());
   };

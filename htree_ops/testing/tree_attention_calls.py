@@ -72,6 +72,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     parents = [stage.parents for stage in stages]
     stored = torch.ops.htree.attention_rows(q, k, v, [t0], *shared, **later)[3]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
+    dlse = normal(rows, case.state_dtype, device, seed + 10)
     io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
     built = reference.tree_build(k, v, rate)
     times = torch.arange(case.T_q, device=device, dtype=torch.int32) % (rate * top_k)
@@ -109,11 +110,16 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("io_attention_forward", (q, k, v, *io_shared)),
         Call("attention_forward", (q, k, v, *shared), later),
         Call("attention", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
+        Call("attention_lse", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
         Call("attention_rows", (q, k, v, [t0], *shared), later),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
         *(
-            Call(name, (dout, q, k, v, *forward[:3], stored, [t0], *shared), later)
-            for name in ("attention_rows_backward", "attention_rows_backward_sums")
+            Call(name, (q, k, v, *forward[:3], stored, *given, [t0], *shared), later)
+            for name, given in (
+                ("attention_rows_backward", (dout, dlse)),
+                ("attention_rows_backward", (None, dlse)),
+                ("attention_rows_backward_sums", (dout, None)),
+            )
         ),
     ]
     if top.layer > 0:

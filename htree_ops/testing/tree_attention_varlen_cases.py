@@ -144,7 +144,7 @@ class VarlenCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenBackwardCase(Case):
-    """The gradient of ``forward``: what ``attention_varlen_forward`` gave, and a standard normal upstream gradient."""
+    """The gradient of ``forward``: what ``attention_varlen_forward`` gave, and a standard normal gradient of out."""
 
     forward: VarlenCase
 
@@ -153,7 +153,7 @@ class VarlenBackwardCase(Case):
         inputs = self.forward.make_inputs(device, seed)
         state = torch.ops.htree.attention_varlen_forward(*inputs)
         dout = normal(tuple(state[0].shape), self.dtype, device, 3 * seed + 1_000_003)
-        return (dout, *inputs[:7], *state, *inputs[7:])
+        return (*inputs[:7], *state, dout, None, *inputs[7:])
 
     def bytes(self) -> int:
         """query, key, value, out, dout read and their gradients written once."""

@@ -163,6 +163,8 @@ def test_rows_before_the_first_selection_of_a_long_text(span: int | None, dtype_
             )
             assert results[0].isfinite().all()
             gradients = torch.ops.htree.attention_rows_backward(
-                torch.randn_like(rows), rows, k, v, *results, lists, starts, *case.op_options(), **later
+                *(rows, k, v, *results, lists, torch.randn_like(rows), torch.randn_like(results[2])),
+                *(starts, *case.op_options()),
+                **later,
             )
             assert all(x.isfinite().all() for x in gradients)

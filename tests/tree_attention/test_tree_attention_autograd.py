@@ -40,7 +40,7 @@ def test_frozen_inputs_cost_no_gradient(wanted: tuple[int, ...], device: str) ->
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is OPS.attention_rows_backward.default:
-                masks.append(tuple(args[16]) if len(args) > 16 else (True, True, True))
+                masks.append(tuple(args[17]) if len(args) > 17 else (True, True, True))
             return func(*args, **(kwargs or {}))
 
     with Record():

@@ -95,10 +95,11 @@ def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -
         unstored = OPS.attention_rows(rows, k, v, [begin], *options, store_parents=False)
         assert unstored[3].shape == (lists.shape[0], 0, *lists.shape[2:])
         assert torch.equal(unstored[0], results[0])
-        state = (dout[:, begin:end], rows, k, v, *results)
-        gradients = OPS.attention_rows_backward(*state, lists, [begin], *options)
-        again = OPS.attention_rows_backward(*state, unstored[3], [begin], *options)
-        unrounded = OPS.attention_rows_backward_sums(*state, lists, [begin], *options)
+        upstream = (dout[:, begin:end], None)
+        state = (rows, k, v, *results)
+        gradients = OPS.attention_rows_backward(*state, lists, *upstream, [begin], *options)
+        again = OPS.attention_rows_backward(*state, unstored[3], *upstream, [begin], *options)
+        unrounded = OPS.attention_rows_backward_sums(*state, lists, *upstream, [begin], *options)
         for one, other, wide in zip(gradients, again, unrounded, strict=True):
             assert torch.equal(one, other)
             assert torch.equal(one, wide.to(dtype))
@@ -122,8 +123,9 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
         starts = [i * step for i in places]
         rows, upstream = (torch.cat([x[:, at : at + step] for at in starts], 1) for x in (q, dout))
         *results, lists = OPS.attention_rows(rows, k, v, starts, *options)
-        ours = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists, starts, *options)
-        again = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists[:, :0], starts, *options)
+        ours = OPS.attention_rows_backward(rows, k, v, *results, lists, upstream, None, starts, *options)
+        unstored = lists[:, :0]
+        again = OPS.attention_rows_backward(rows, k, v, *results, unstored, upstream, None, starts, *options)
         sums = [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
         for i, start in enumerate(starts):
             piece = slice(i * step, (i + 1) * step)
@@ -132,7 +134,7 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
                 assert torch.equal(found[:, piece], expected)
             ours_here = stacked(lists, len(starts) * step // stride)[:, :, i * step // stride :]
             assert torch.equal(ours_here[:, :, : step // stride], stacked(one[3], step // stride))
-            state = (upstream[:, piece], rows[:, piece], k, v, *one)
+            state = (rows[:, piece], k, v, *one, upstream[:, piece], None)
             theirs = OPS.attention_rows_backward(*state, [start], *options)
             assert_close(ours[0][:, piece], theirs[0], 0 if device == "cpu" else 2e-2)
             for total, part in zip(sums, theirs[1:], strict=True):
@@ -179,12 +181,13 @@ def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
     q, k, v, dout = qkv((2, 4, 4, 2, 6, 5), torch.float32, device)
     options = (4, 8, 2, None, 10000.0, "lse_causal", stride)
     *results, lists = OPS.attention_rows(q[:, :1], k, v, [0], *options)
-    *whole, parents = OPS.attention_forward(q, k, v, *options)
+    parents = OPS.attention_forward(q, k, v, *options)[3]
     assert lists.shape == (2, 2, 2, 2)
     assert torch.equal(lists[:, :1], parents[0][:, :1])
     assert (lists[:, 1:] == -1).all()
-    gradients = OPS.attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists, [0], *options)
-    again = OPS.attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists[:, :0], [0], *options)
+    state = (q[:, :1], k, v, *results)
+    gradients = OPS.attention_rows_backward(*state, lists, dout[:, :1], None, [0], *options)
+    again = OPS.attention_rows_backward(*state, lists[:, :0], dout[:, :1], None, [0], *options)
     for one, other in zip(gradients, again, strict=True):
         assert torch.equal(one, other)
 
@@ -194,7 +197,7 @@ def test_no_row(device: str) -> None:
     out, gmax, gsum, lists = OPS.attention_rows(q[:, :0], k, v, [4], 4, 8, 2)
     assert out.shape == (1, 0, 2, 4)
     dq, dk, dv = OPS.attention_rows_backward(
-        dout[:, :0], q[:, :0], k, v, out, gmax, gsum, lists, [4], 4, 8, 2
+        q[:, :0], k, v, out, gmax, gsum, lists, dout[:, :0], None, [4], 4, 8, 2
     )
     assert dq.numel() == 0
     assert not dk.any()

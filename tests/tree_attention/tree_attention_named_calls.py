@@ -164,6 +164,7 @@ CALLS = {
     "final_normalize": {"gout": GLOBAL["gout"], "gsum": GLOBAL["gsum"], "dtype": None},
     "attention_forward": {**QKV, **OPTIONS, "store_parents": True},
     "attention": {**QKV, **OPTIONS, "store_parents": True},
+    "attention_lse": {**QKV, **OPTIONS, "store_parents": True},
     "attention_rows": {**QKV, "starts": [8], **OPTIONS, "store_parents": True},
     "attention_backward": {
         "dout": normal(2, 12, 4, 5),
@@ -177,6 +178,7 @@ CALLS = {
     },
     "attention_rows_backward": {
         "dout": normal(2, 12, 4, 5),
+        "dlse": normal(2, 12, 4),
         **QKV,
         "out": normal(2, 12, 4, 5),
         "gmax": ones(2, 12, 4),

@@ -227,8 +227,7 @@ def tree_attention(
                 finite and weights flushed to 0.
         scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query
             head refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
-        return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
-            the forward a second time.
+        return_lse: also return the log-sum-exp of each row's scores.
         store_parents: where a gradient is recorded, keep the lists of refined nodes (4 * B * T_q/s * H_kv *
             top_k bytes per layer) for the backward; False selects again there.
         selection_span: c, a divisor of r: a candidate is selected by the log-sum-exp of the scores of its
@@ -252,8 +251,8 @@ def tree_attention(
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With
-        ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), without
-        gradient.
+        ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), differentiable
+        in q and k: what merges this attention with another, by weights that follow from both lse, needs it.
 
     On a GPU the tensor-core path (r = 16, half precision, K = V of 32, 64 or 128, H / H_kv <= 16) needs, beside the
     output and the stored lists, one packed copy of K and V and at most 10^9 bytes for T up to about 10^6, because
@@ -293,18 +292,8 @@ def _attend(
     check_scope("tree_attention", scope)
     if scope == "q_head" and _have_groups(q, k, v):
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not return_lse:
-        return torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
-    tensors = (q.detach(), k.detach(), v.detach())
-    if hasattr(q, "device_mesh"):  # a DTensor has no metadata for the elements of a Tensor[]
-        start = k.shape[1] - q.shape[1]
-        out, gmax, gsum, _ = torch.ops.htree.attention_rows(*tensors, [start], *options, False, *later)
-    else:
-        out, gmax, gsum, _ = torch.ops.htree.attention_forward(*tensors, *options, False, *later)
-    if records:
-        out = torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
-    return out, gmax + gsum.log()
+    op = torch.ops.htree.attention_lse if return_lse else torch.ops.htree.attention
+    return op(q, k, v, *options, store_parents, *later)
 
 
 @named_as(top_k="top_k_per_layer")
