@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.compiler import config as compiler_config
 
 PACKAGE = Path(__file__).resolve().parent
 #: Whoever reads a remedy has a torch, which stays: without --no-deps pip would put the newest torch, numpy and all that
@@ -52,3 +54,15 @@ def load_library() -> None:
             f"htree_ops could not load {path}: {error}. It was built against torch {built} and this is torch "
             f"{torch.__version__}; rebuild it: run '{INSTALL} --force-reinstall .' in the folder of the sources"
         ) from error
+    tag_compiled_graphs()
+
+
+def tag_compiled_graphs() -> None:
+    """Names this build in the keys of torch's caches of compiled graphs. They know an op by its name alone: without
+    the tag a graph that another build compiled is taken from the disk, and calls private ops as they were then."""
+    compiler_config.cache_key_tag = ",".join(filter(None, [compiler_config.cache_key_tag, build_tag()]))
+
+
+def build_tag() -> str:
+    """The same for every installation of one build, another for any other."""
+    return "htree_ops-" + hashlib.sha256(json.dumps(build_info(), sort_keys=True).encode()).hexdigest()[:16]

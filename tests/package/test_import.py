@@ -12,6 +12,7 @@ import torch
 
 import htree_ops
 from htree_ops import compat
+from htree_ops._load import build_tag
 from htree_ops.ops.arguments import constant_in_traces
 
 PARENT = Path(htree_ops.__file__).resolve().parents[1]
@@ -139,3 +140,29 @@ def test_names_of_the_design_documents():
         ("htree_ops.reference", "htree_forward_naive"),
     ):
         assert hasattr(importlib.import_module(module), name)
+
+
+CACHED = """
+import torch, htree_ops
+from htree_ops import _load
+from torch._dynamo.utils import counters
+for build in ["one", "one", "another"]:
+    _load.build_tag, torch.compiler.config.cache_key_tag = lambda: build, ""
+    _load.tag_compiled_graphs()
+    torch._dynamo.reset()
+    torch.compile(htree_ops.causal_softmax, fullgraph=True)(torch.ones(4, 4))
+    print(counters["aot_autograd"]["autograd_cache_miss"])
+"""
+
+
+def test_a_graph_that_another_build_compiled_is_not_taken_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert python(CACHED).split() == ["1", "1", "2"]
+
+
+def test_the_tag_of_the_build_is_added_to_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine")
+    tag = python("import torch, htree_ops; print(torch.compiler.config.cache_key_tag)").strip()
+    assert tag == f"mine,{build_tag()}"
