@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.suite import Benchmark, Candidate
-from htree_ops.ops.tree_cache.functions import cache_layers
+from htree_ops.ops.tree_cache.functions import cache_layers, tree_cache_append_, tree_cache_attention
 from htree_ops.reference import htree_forward_naive
 from htree_ops.reference.tree_cache import gather_tokens
 from tests.support.tree_cache_cases import BENCHMARK_CASES, TreeCacheCase, filled_pools, offsets
@@ -92,7 +92,8 @@ def check_decode(case: TreeCacheCase, inputs: tuple[Any, ...], result: Any) -> N
     table, device = inputs[3], inputs[3].device
     ring = torch.full((len(table), 1), -1, dtype=torch.int32, device=device)
     lists = ring.new_full((len(table), 1, case.layers, case.kv_heads, case.top_k), -1)
-    out, _, lists, _ = ops.tree_cache_attention(*inputs[:6], lists, ring, *inputs[8:], **case.options())
+    given = (*inputs[:6], lists, ring)
+    out, _, lists, _ = tree_cache_attention(*given, **case.options())
     assert torch.equal(out, result[0])
     check_row(case, inputs, list(lists[0, 0]), out[0])
 
@@ -127,7 +128,7 @@ class AppendCase(TreeCacheCase):
 
 
 def append(case: AppendCase, *inputs: Any) -> tuple[Tensor, Tensor]:
-    ops.tree_cache_append_(*inputs, **case.page_options())
+    tree_cache_append_(*inputs, **case.options())
     return inputs[0], inputs[1]
 
 
@@ -152,7 +153,9 @@ def decode_benchmark(case: TreeCacheCase, device: str) -> Benchmark:
     again = Candidate(
         "tree_attention", partial(rebuild, case), rebuild_inputs, check=partial(check_rebuild, case)
     )
-    ours = Candidate("htree_ops", partial(ops.tree_cache_attention, **case.options()))
+    ours = Candidate(
+        "htree_ops", partial(tree_cache_attention, page_size=case.page_size, options=case.tree_options())
+    )
     return Benchmark("tree_cache_attention", case, ours, [again, *yardsticks], partial(check_decode, case))
 
 

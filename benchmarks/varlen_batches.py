@@ -76,13 +76,13 @@ def attend_packed(
     case: VarlenCase, cu: Tensor, longest: int, grouping: str, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     sizes = (cu, cu, longest, longest)
-    return torch.ops.htree.attention_varlen(q, k, v, *sizes, *case.op_options(), grouping=grouping)[0]
+    return torch.ops.htree._attention_varlen(q, k, v, *sizes, grouping, *case.packed())[0]
 
 
 def attend_batch(case: VarlenCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Equal documents as a batch; the backward selects again, as that of packed documents does."""
     batch = (x.unflatten(0, (len(case.lengths), case.lengths[0])) for x in (q, k, v))
-    return torch.ops.htree.attention(*batch, *case.op_options(), False).flatten(0, 1)
+    return torch.ops.htree._attention(*batch, False, *case.packed()).flatten(0, 1)
 
 
 def attend_densely(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", choices=("spread", "equal", "dense"), help="this one alone")
     parser.add_argument(
-        "--grouping", default="auto", help="as of attention_varlen (default %(default)s); rank never waits"
+        "--grouping", default="auto", help="as of _attention_varlen (default %(default)s); rank never waits"
     )
     parser.add_argument(
         "--bounded",

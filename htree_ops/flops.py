@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
@@ -20,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from htree_ops.ops.tree_attention.options import TreeOptions
 
 __all__ = ["tree_candidates"]
 
@@ -45,12 +48,11 @@ def tree_candidates(T: int, T_q: int, r: int, M: int, k: int) -> list[tuple[int,
     return layers
 
 
-def _tree_work(
-    q: Shape, k: Shape, v: Shape, r: int, M: int, top_k: int, stride: int, span: int | None
-) -> tuple[int, int, int]:
+def _tree_work(q: Shape, k: Shape, options: TreeOptions) -> tuple[int, int, int]:
     """(pairs of a query and a candidate that are scored, those that are kept, scores for the selection alone)."""
     B, T_q, H, _ = q
-    layers = tree_candidates(k[1], T_q, r, M, top_k) if T_q else []
+    r, stride, span = options.compression_rate, options.selection_stride, options.selection_span
+    layers = tree_candidates(k[1], T_q, r, options.top_nodes, options.top_k) if T_q else []
     scored = sum(scores for scores, _, _ in layers)
     kept = sum(scores - opened for scores, opened, _ in layers)
     selecting = 0
@@ -60,27 +62,28 @@ def _tree_work(
     return B * H * scored, B * H * kept, B * H * selecting
 
 
-def _attention(
-    q: Shape,
-    k: Shape,
-    v: Shape,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    top_k_per_layer: int = 512,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    selection_stride: int = 1,
-    store_parents: bool = True,
-    selection_span: int | None = None,
-    inv_freq: Sequence[float] | None = None,
-    **_: Any,
-) -> int:
+def _work(q: Shape, k: Shape, v: Shape, options: TreeOptions) -> int:
     """Scores of every candidate, and the values of those that are kept."""
-    scored, kept, selecting = _tree_work(
-        q, k, v, compression_rate, max_top_nodes, top_k_per_layer, selection_stride, selection_span
-    )
+    scored, kept, selecting = _tree_work(q, k, options)
     return 2 * k[3] * (scored + selecting) + 2 * v[3] * kept
+
+
+def _gradient_work(
+    q: Shape, k: Shape, v: Shape, has_lists: bool, output_mask: Sequence[bool], options: TreeOptions
+) -> int:
+    """Per kept candidate the score and dO·V again, and the wanted of dQ, dK and dV; the selection where no list is."""
+    scored, kept, selecting = _tree_work(q, k, options)
+    dq, dk, dv = output_mask
+    if not (dq or dk or dv):
+        return 0
+    again = 0 if has_lists else scored - kept + selecting
+    keys = kept * (1 + dq + dk) + again
+    values = kept * ((1 if dq or dk else 0) + dv)
+    return 2 * k[3] * keys + 2 * v[3] * values
+
+
+def _attention(q: Shape, k: Shape, v: Shape, store_parents: bool, *packed: Any, **_: Any) -> int:
+    return _work(q, k, v, TreeOptions.from_packed(*packed))
 
 
 def _attention_backward(
@@ -92,29 +95,11 @@ def _attention_backward(
     gmax: Shape,
     gsum: Shape,
     parents: Sequence[Shape],
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    top_k_per_layer: int = 512,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    selection_stride: int = 1,
-    output_mask: Sequence[bool] = (True, True, True),
-    selection_span: int | None = None,
-    inv_freq: Sequence[float] | None = None,
+    output_mask: Sequence[bool],
+    *packed: Any,
     **_: Any,
 ) -> int:
-    """Per kept candidate the score and dO·V again, and the wanted of dQ, dK and dV; the selection where no list is."""
-    scored, kept, selecting = _tree_work(
-        q, k, v, compression_rate, max_top_nodes, top_k_per_layer, selection_stride, selection_span
-    )
-    dq, dk, dv = output_mask
-    if not (dq or dk or dv):
-        return 0
-    again = 0 if len(parents) else scored - kept + selecting
-    keys = kept * (1 + dq + dk) + again
-    values = kept * ((1 if dq or dk else 0) + dv)
-    return 2 * k[3] * keys + 2 * v[3] * values
+    return _gradient_work(q, k, v, len(parents) > 0, output_mask, TreeOptions.from_packed(*packed))
 
 
 def _until(keys: Shape, end: int) -> Shape:
@@ -127,11 +112,13 @@ def _piece(q: Shape, starts: Sequence[int]) -> Shape:
     return (q[0], q[1] // len(starts), *q[2:])
 
 
-def _attention_rows(q: Shape, k: Shape, v: Shape, starts: Sequence[int], *options: Any, **named: Any) -> int:
+def _attention_rows(
+    q: Shape, k: Shape, v: Shape, starts: Sequence[int], store_parents: bool, *packed: Any, **_: Any
+) -> int:
     """Those of calls whose keys end with their queries; layers above that open everything are left out."""
-    piece = _piece(q, starts)
+    options, piece = TreeOptions.from_packed(*packed), _piece(q, starts)
     ends = [start + piece[1] for start in starts]
-    return sum(_attention(piece, _until(k, end), _until(v, end), *options, **named) for end in ends)
+    return sum(_work(piece, _until(k, end), _until(v, end), options) for end in ends)
 
 
 def _attention_rows_backward(
@@ -144,17 +131,17 @@ def _attention_rows_backward(
     gsum: Shape,
     lists: Shape,
     starts: Sequence[int],
-    *options: Any,
-    **named: Any,
+    output_mask: Sequence[bool],
+    *packed: Any,
+    **_: Any,
 ) -> int:
     """The same for the gradient; there are lists where their tensor has rows."""
-    dout, q, out, gmax, gsum = (_piece(x, starts) for x in (dout, q, out, gmax, gsum))
-    stored = [lists] if lists[1] else []
-    total = 0
-    for end in (start + q[1] for start in starts):
-        keys, values = _until(k, end), _until(v, end)
-        total += _attention_backward(dout, q, keys, values, out, gmax, gsum, stored, *options, **named)
-    return total
+    options, piece = TreeOptions.from_packed(*packed), _piece(q, starts)
+    ends = [start + piece[1] for start in starts]
+    return sum(
+        _gradient_work(piece, _until(k, end), _until(v, end), lists[1] > 0, output_mask, options)
+        for end in ends
+    )
 
 
 def _longest_documents(
@@ -177,22 +164,13 @@ def _attention_varlen(
     cu_seq_k: Shape,
     max_q: int,
     max_k: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    top_k_per_layer: int = 512,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    selection_stride: int = 1,
-    grouping: str = "auto",
-    selection_span: int | None = None,
-    inv_freq: Sequence[float] | None = None,
+    grouping: str,
+    *packed: Any,
     **_: Any,
 ) -> int:
-    """:func:`_attention` of the longest documents."""
+    """:func:`_work` of the longest documents."""
     count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
-    options = (compression_rate, max_top_nodes, top_k_per_layer, scale, rope_base, importance)
-    return count * _attention(q, k, v, *options, selection_stride, selection_span=selection_span)
+    return count * _work(q, k, v, TreeOptions.from_packed(*packed))
 
 
 def _attention_varlen_backward(
@@ -207,26 +185,14 @@ def _attention_varlen_backward(
     out: Shape,
     gmax: Shape,
     gsum: Shape,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    top_k_per_layer: int = 512,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    selection_stride: int = 1,
-    grouping: str = "auto",
-    output_mask: Sequence[bool] = (True, True, True),
-    selection_span: int | None = None,
-    inv_freq: Sequence[float] | None = None,
+    grouping: str,
+    output_mask: Sequence[bool],
+    *packed: Any,
     **_: Any,
 ) -> int:
-    """:func:`_attention_backward` of the longest documents; it has no lists."""
+    """:func:`_gradient_work` of the longest documents; it has no lists."""
     count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
-    options = (compression_rate, max_top_nodes, top_k_per_layer, scale, rope_base, importance)
-    none: Shape = ()
-    return count * _attention_backward(
-        none, q, k, v, none, none, none, [], *options, selection_stride, output_mask, selection_span
-    )
+    return count * _gradient_work(q, k, v, False, output_mask, TreeOptions.from_packed(*packed))
 
 
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
@@ -352,50 +318,35 @@ def _tree_cache_attention(
     k_pool: Shape,
     v_pool: Shape,
     block_table: Shape,
-    *_: Any,
-    page_size: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    top_k: int = 512,
-    selection_stride: int = 1,
-    selection_span: int | None = None,
+    *arguments: Any,
     out_shape: Sequence[Shape],
-    **__: Any,
+    **_: Any,
 ) -> int:
     """Each query as the last token of a full sequence, which selects for itself."""
+    page_size = arguments[-3]
+    options = replace(TreeOptions.from_packed(*arguments[-2:]), selection_stride=1)
     k, v = ((1, block_table[1] * page_size, 1, width) for width in (q[2], out_shape[0][2]))
-    scored, kept, selecting = _tree_work(
-        (1, 1, 1, q[2]), k, v, compression_rate, max_top_nodes, top_k, 1, selection_span
-    )
-    return prod(q[:2]) * (2 * k[3] * (scored + selecting) + 2 * v[3] * kept)
+    return prod(q[:2]) * _work((1, 1, 1, q[2]), k, v, options)
 
 
 def _tree_cache_prompt(
-    q: Shape,
-    k_pool: Shape,
-    v_pool: Shape,
-    block_table: Shape,
-    length: int,
-    *_: Any,
-    page_size: int,
-    top_k: int = 512,
-    **options: Any,
+    q: Shape, k_pool: Shape, v_pool: Shape, block_table: Shape, length: int, *arguments: Any, **_: Any
 ) -> int:
     """The last rows of texts of ``length`` tokens."""
     k, v = ((q[0], length, pool[1], pool[3]) for pool in (k_pool, v_pool))
-    return _attention(q, k, v, top_k_per_layer=top_k, **options)
+    return _work(q, k, v, TreeOptions.from_packed(*arguments[-2:]))
 
 
 FORMULAS: dict[str, Callable[..., int]] = {
-    "attention": _attention,
-    "attention_forward": _attention,
-    "attention_backward": _attention_backward,
-    "attention_rows": _attention_rows,
-    "attention_rows_backward": _attention_rows_backward,
-    "attention_rows_backward_sums": _attention_rows_backward,
-    "attention_varlen": _attention_varlen,
-    "attention_varlen_forward": _attention_varlen,
-    "attention_varlen_backward": _attention_varlen_backward,
+    "_attention": _attention,
+    "_attention_forward": _attention,
+    "_attention_backward": _attention_backward,
+    "_attention_rows": _attention_rows,
+    "_attention_rows_backward": _attention_rows_backward,
+    "_attention_rows_backward_sums": _attention_rows_backward,
+    "_attention_varlen": _attention_varlen,
+    "_attention_varlen_forward": _attention_varlen,
+    "_attention_varlen_backward": _attention_varlen_backward,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,
@@ -410,8 +361,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "fp8_gemm": _gemm,
     "fp8_gemm_exact": _gemm,
     "kv_decode_attention": _kv_decode_attention,
-    "tree_cache_attention": _tree_cache_attention,
-    "tree_cache_prompt": _tree_cache_prompt,
+    "_tree_cache_attention": _tree_cache_attention,
+    "_tree_cache_prompt": _tree_cache_prompt,
 }
 
 COUNTER = "torch.utils.flop_counter"

@@ -348,18 +348,18 @@ def test_wrong_numbers_of_arguments_have_the_message_of_python(
 )
 def test_parents_are_a_list_of_tensors(parents: object, message: str) -> None:
     q, k, v = qkv()
-    results = attention_forward(q, k, v, 3, 5, 2)[:3]
+    results = attention_forward(q, k, v, **OPTIONS)[:3]
     with pytest.raises(TypeError, match=f"attention_backward: {message}"):
-        attention_backward(q, q, k, v, *results, parents, 3, 5, 2)  # type: ignore[arg-type]
+        attention_backward(q, q, k, v, *results, parents, **OPTIONS)  # type: ignore[arg-type]
 
 
 def test_parents_may_be_a_tuple() -> None:
     q, k, v = qkv()
-    *results, parents = attention_forward(q, k, v, 3, 5, 2)
+    *results, parents = attention_forward(q, k, v, **OPTIONS)
     assert parents
     for a, b in zip(
-        attention_backward(q, q, k, v, *results, tuple(parents), 3, 5, 2),  # type: ignore[arg-type]
-        attention_backward(q, q, k, v, *results, parents, 3, 5, 2),
+        attention_backward(q, q, k, v, *results, tuple(parents), **OPTIONS),  # type: ignore[arg-type]
+        attention_backward(q, q, k, v, *results, parents, **OPTIONS),
         strict=True,
     ):
         assert torch.equal(a, b)

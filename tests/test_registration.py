@@ -10,6 +10,16 @@ import torch
 import htree_ops  # noqa: F401  (registers torch.ops.htree)
 from htree_ops._load import build_info
 
+#: The options of tree attention, each by its name, and packed.
+DOCUMENTED = (
+    "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
+    'float? rope_base=10000., str importance="lse_causal", int selection_stride=1'
+)
+LATER = "int? selection_span=None, float[]? inv_freq=None, bool open_next=False"
+PACKED = "int[] option_ints, float[] option_floats"
+DOCUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k"
+)
 # Schema text as torch prints it, without the namespace.
 SCHEMAS = {
     "causal_softmax": "(Tensor x, int block_size=0) -> Tensor",
@@ -143,33 +153,32 @@ SCHEMAS = {
     ),
     "final_normalize": "(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
     "attention_forward": (
-        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
-        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) "
+        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {LATER}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
-    "attention": (
-        "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
-        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) -> Tensor"
+    "attention": f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {LATER}) -> Tensor",
+    "attention_backward": (
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
+        f"{DOCUMENTED}, bool[3] output_mask=[True, True, True], {LATER}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
-    "attention_rows": (
-        "(Tensor q, Tensor k, Tensor v, SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, "
-        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        "int selection_stride=1, bool store_parents=True, int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) "
+    "_check_tree_options": f"(str function, {PACKED}) -> ()",
+    "_attention_forward": (
+        f"(Tensor q, Tensor k, Tensor v, bool store_parents, {PACKED}) "
+        "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
+    ),
+    "_attention": f"(Tensor q, Tensor k, Tensor v, bool store_parents, {PACKED}) -> Tensor",
+    "_attention_rows": (
+        f"(Tensor q, Tensor k, Tensor v, SymInt[] starts, bool store_parents, {PACKED}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
+    "_attention_backward": (
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
+        f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
+    ),
     **dict.fromkeys(
-        ("attention_rows_backward", "attention_rows_backward_sums"),
+        ("_attention_rows_backward", "_attention_rows_backward_sums"),
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
-        "SymInt[] starts, int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
-        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) "
-        "-> (Tensor dq, Tensor dk, Tensor dv)",
+        f"SymInt[] starts, bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
@@ -190,54 +199,28 @@ SCHEMAS = {
         "(Tensor q, Tensor k, Tensor v, int compression_rate=16, int max_top_nodes=8192, "
         'int top_k_per_layer=512, float? scale=None, str select="lcg", bool map_positions=False) -> Tensor'
     ),
-    "attention_backward": (
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
-        "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
-        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, '
-        "bool[3] output_mask=[True, True, True], int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) "
-        "-> (Tensor dq, Tensor dk, Tensor dv)"
+    "_attention_varlen": f"({DOCUMENTS}, str grouping, {PACKED}) -> (Tensor out, Tensor lse)",
+    "_attention_varlen_forward": (
+        f"({DOCUMENTS}, str grouping, {PACKED}) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
-    "attention_varlen": (
-        "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
-        "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
-        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
-        "int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) -> (Tensor out, Tensor lse)"
+    "_attention_varlen_backward": (
+        f"(Tensor dout, {DOCUMENTS}, Tensor out, Tensor gmax, Tensor gsum, str grouping, bool[3] output_mask, "
+        f"{PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
-    "attention_varlen_forward": (
-        "(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
-        "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
-        'float? rope_base=10000., str importance="lse_causal", int selection_stride=1, str grouping="auto", '
-        "int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum)"
-    ),
-    "attention_varlen_backward": (
-        "(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, "
-        "SymInt max_k, Tensor out, Tensor gmax, Tensor gsum, int compression_rate=16, int max_top_nodes=8192, "
-        'int top_k_per_layer=512, float? scale=None, float? rope_base=10000., str importance="lse_causal", '
-        'int selection_stride=1, str grouping="auto", bool[3] output_mask=[True, True, True], '
-        "int? selection_span=None, float[]? inv_freq=None, "
-        "bool open_next=False) -> (Tensor dq, Tensor dk, Tensor dv)"
-    ),
-    "tree_cache_append_": (
+    "_tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
-        "Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
-        "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()"
+        f"Tensor cu_new, Tensor? new_lengths, SymInt? max_new, int page_size, {PACKED}) -> ()"
     ),
-    "tree_cache_append_packed_": (
+    "_tree_cache_append_packed_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, Tensor(d!) k_scales, Tensor(e!) v_codes, "
         "Tensor(f!) v_scales, Tensor(g!) k_tail, Tensor(h!) v_tail, Tensor k, Tensor v, Tensor block_table, "
-        "Tensor lengths, Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
-        "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()"
+        "Tensor lengths, Tensor cu_new, Tensor? new_lengths, SymInt? max_new, int page_size, "
+        f"{PACKED}) -> ()"
     ),
-    "tree_cache_attention": (
+    "_tree_cache_attention": (
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, Tensor cu_q, "
-        "Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? rope_table=None, *, "
-        "int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
-        "int selection_stride=1, int? selection_span=None, float? scale=None, float? rope_base=10000., "
-        'str importance="lse_causal", float[]? inv_freq=None, Tensor? k_codes=None, Tensor? k_scales=None, '
-        "Tensor? v_codes=None, Tensor? v_scales=None, bool open_next=False) "
+        "Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
+        f"Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, int page_size, {PACKED}) "
         "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
     "tree_cache_pages_": (
@@ -246,32 +229,30 @@ SCHEMAS = {
         "str step, *, int capacity, int page_size, int selection_stride=1) -> ()"
     ),
     "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
-    "tree_cache_prompt_bytes": (
-        "(Tensor k_pool, Tensor v_pool, int num_sequences, int num_heads, int capacity, *, "
-        "int compression_rate=16, int max_top_nodes=8192, int top_k=512, int selection_stride=1, "
-        "int? selection_span=None) -> int"
+    "_tree_cache_prompt_bytes": (
+        f"(Tensor k_pool, Tensor v_pool, int num_sequences, int num_heads, int capacity, {PACKED}) -> int"
     ),
-    "tree_cache_pack_prompt_": (
+    "_tree_cache_pack_prompt_": (
         "(Tensor(a!) copies, Tensor k_pool, Tensor v_pool, Tensor block_table, int num_heads, int begin, int end, "
-        "int capacity, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int top_k=512, "
-        "int selection_stride=1, int? selection_span=None, float? rope_base=10000., float[]? inv_freq=None) -> ()"
+        f"int capacity, int page_size, {PACKED}) -> ()"
     ),
-    "tree_cache_prompt": (
-        "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, int length, Tensor? copies=None, "
-        "int capacity=0, bool store_lists=False, *, int page_size, int compression_rate=16, "
-        "int max_top_nodes=8192, int top_k=512, int selection_stride=1, int? selection_span=None, "
-        'float? scale=None, float? rope_base=10000., str importance="lse_causal", float[]? inv_freq=None, '
-        "bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
+    "_tree_cache_prompt": (
+        "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, int length, Tensor? copies, "
+        f"int capacity, bool store_lists, int page_size, {PACKED}) "
+        "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
     "_refuse_backward": "(Tensor gradient, str message, SymInt[] size) -> Tensor",
 }
-FACTORIES = {"rope_cache", "top_parents"}
+#: Ops without a tensor that could tell the device.
+WITHOUT_DEVICE = {"rope_cache", "top_parents", "_check_tree_options"}
+#: Ops that call the op of their name with an underscore, where autograd and autocast see them.
+BY_NAME = {"attention", "attention_forward", "attention_backward"}
 AUTOCAST = {
-    "attention",
-    "attention_forward",
-    "attention_rows",
-    "attention_varlen",
-    "attention_varlen_forward",
+    "_attention",
+    "_attention_forward",
+    "_attention_rows",
+    "_attention_varlen",
+    "_attention_varlen_forward",
     "gated_mlp",
     "gated_mlp_forward",
 }
@@ -314,7 +295,12 @@ def test_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_kernels(name: str) -> None:
-    wanted = {"CompositeExplicitAutograd"} if name in FACTORIES else {*DEVICE_KEYS, "Autograd"}
+    if name in WITHOUT_DEVICE:
+        wanted = {"CompositeExplicitAutograd"}
+    elif name in BY_NAME:
+        wanted = {"CompositeImplicitAutograd"}
+    else:
+        wanted = {*DEVICE_KEYS, "Autograd"}
     wanted |= {"FuncTorchBatched"}  # refuses vmap
     if overload(name)._schema.is_mutable:
         wanted |= {"ADInplaceOrView", "Negative", "Conjugate"}
@@ -331,10 +317,10 @@ def test_mutating_ops_return_nothing() -> None:
         "hadamard_transform_",
         "mask_topk_scores_",
         "merge_to_global_",
-        "tree_cache_append_",
-        "tree_cache_append_packed_",
+        "_tree_cache_append_",
+        "_tree_cache_append_packed_",
         "tree_cache_copy_",
-        "tree_cache_pack_prompt_",
+        "_tree_cache_pack_prompt_",
         "tree_cache_pages_",
     }
     assert not any(overload(name)._schema.returns for name in mutating)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import htree_ops
+from tests.support.tree_attention_problem import packed
 
 op = torch.ops.htree
 BUFFER = 60
@@ -159,17 +160,19 @@ MUTATING = {
         *(torch.ones(1, 1, 4, device=x.device) for _ in range(2)),
         torch.ones(1, 1, 4, 4, device=x.device),
     ),
-    "tree_cache_append_": lambda x: op.tree_cache_append_(
+    "_tree_cache_append_": lambda x: op._tree_cache_append_(
         x.view(1, 1, 4, 4),
         torch.zeros(1, 1, 4, 4, device=x.device),
         *(torch.ones(2, 1, 4, device=x.device) for _ in range(2)),
         torch.zeros(1, 1, dtype=torch.int32, device=x.device),
         torch.zeros(1, dtype=torch.int32, device=x.device),
         torch.tensor([0, 2], dtype=torch.int32, device=x.device),
-        page_size=4,
-        compression_rate=2,
+        None,
+        None,
+        4,
+        *packed(2),
     ),
-    "tree_cache_append_packed_": lambda x: op.tree_cache_append_packed_(
+    "_tree_cache_append_packed_": lambda x: op._tree_cache_append_packed_(
         *(torch.zeros(1, 1, 2, 64, device=x.device) for _ in range(2)),
         *(
             torch.zeros(1, 1, 4, *more, dtype=dtype, device=x.device)
@@ -181,9 +184,10 @@ MUTATING = {
         torch.zeros(1, 1, dtype=torch.int32, device=x.device),
         torch.zeros(1, dtype=torch.int32, device=x.device),
         torch.tensor([0, 2], dtype=torch.int32, device=x.device),
-        page_size=4,
-        compression_rate=2,
-        max_top_nodes=2,
+        None,
+        None,
+        4,
+        *packed(2, 2),
     ),
     "tree_cache_copy_": lambda x: op.tree_cache_copy_(
         x.view(2, 1, 2, 4),
@@ -192,9 +196,9 @@ MUTATING = {
     ),
 }
 #: Of what an op is tried on, where that is not 4 by 4.
-SIZES = {"tree_cache_append_packed_": (4, 64)}
+SIZES = {"_tree_cache_append_packed_": (4, 64)}
 #: These write integers alone, and a view of those is never lazy.
-MUTATING_INTEGERS = {"tree_cache_pack_prompt_", "tree_cache_pages_"}
+MUTATING_INTEGERS = {"_tree_cache_pack_prompt_", "tree_cache_pages_"}
 
 
 def negated(values: Tensor) -> Tensor:

@@ -9,13 +9,14 @@
 #include <vector>
 
 #include "host/lazy_views.h"
+#include "host/op_handle.h"
 
 namespace htree {
 
 // torch's fallback would call the op once per element of the mapped dim, and fails on lists of tensors.
 inline void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op.schema().name().substr(sizeof("htree::") - 1),
+      false, op_label(op.schema().name()),
       ": torch.func.vmap is not supported; give the mapped dim to the op as its batch "
       "dim, or call the op in a loop over it");
 }

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
+from typing_extensions import Unpack
 
 from htree_ops.distributed.collectives import (
     added,
@@ -24,22 +25,10 @@ from htree_ops.distributed.collectives import (
     waited,
 )
 from htree_ops.ops.arguments import autocast_dtype, check_tensors, named_as
-from htree_ops.ops.tree_attention.attention import (
-    Balance,
-    Frequencies,
-    check_balance,
-    check_scope,
-    frequencies,
-    top_nodes,
-    tree_attention,
-)
+from htree_ops.ops.tree_attention.attention import Balance, check_balance, tree_attention
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["tree_attention_cp"]
-
-#: selection_span, inv_freq and open_next, which stand last among the arguments of an op.
-Later = tuple[int | None, tuple[float, ...] | None, bool]
-#: What the ops take of the options: those behind the tensors, and the last ones.
-OpOptions = tuple[tuple[Any, ...], Later]
 
 #: Keys and values are gathered in up to so many steps, of at least so many bytes: less is soon there, and the results
 #: of several steps have to be put together. For fewer ranks than these the exchange is a hundredth of the work.
@@ -78,12 +67,11 @@ class _Attention(torch.autograd.Function):
         groups: int,
         steps: int,
         store_parents: bool,
-        later: Later,
-        *options: Any,
+        *packed: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
-        ctx.steps, ctx.later, ctx.options = steps, later, options
+        ctx.steps, ctx.packed = steps, packed
         parts = parts_of(rank, size, balance, size * q.shape[1])
         ctx.starts = [part * (q.shape[1] // len(parts)) for part in parts]
         under_way = _gather(k, v, ctx)
@@ -91,9 +79,7 @@ class _Attention(torch.autograd.Function):
         for rows in q.chunk(steps, 2):
             keys, values = _whole(under_way.pop(0), ctx)
             results.append(
-                torch.ops.htree.attention_rows(
-                    rows, keys, values, ctx.starts, *options, store_parents, *later
-                )
+                torch.ops.htree._attention_rows(rows, keys, values, ctx.starts, store_parents, *packed)
             )
         out, gmax, gsum = (_together([result[i] for result in results]) for i in range(3))
         ctx.save_for_backward(q, k, v, out, gmax, gsum, *(result[3] for result in results))
@@ -102,7 +88,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = [None] * (8 + len(ctx.options))
+        nothing = [None] * (7 + len(ctx.packed))
         if dout is None:
             return None, None, None, *nothing
         q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
@@ -114,8 +100,8 @@ class _Attention(torch.autograd.Function):
         by_step = zip(*(x.chunk(ctx.steps, 2) for x in (dout, q, out, gmax, gsum)), strict=True)
         for (d, rows, *states), stored in zip(by_step, lists, strict=True):
             keys, values = _whole(under_way.pop(0), ctx)
-            gradients = torch.ops.htree.attention_rows_backward_sums(
-                d, rows, keys, values, *states, stored, ctx.starts, *ctx.options, mask, *ctx.later
+            gradients = torch.ops.htree._attention_rows_backward_sums(
+                d, rows, keys, values, *states, stored, ctx.starts, mask, *ctx.packed
             )
             dq.append(gradients[0])
             # The exchange of this step runs while the next one computes.
@@ -162,30 +148,18 @@ def _check(
     v: Tensor,
     size: int,
     balance: Balance,
-    compression_rate: int,
-    max_top_nodes: int | None,
-    top_k: int,
-    selection_stride: int,
-    scale: float | None,
-    rope_base: float | None,
-    importance: str,
-    scope: str,
-    store_parents: bool,
-    selection_span: int | None,
-    open_next: bool,
-    inv_freq: tuple[float, ...] | None,
+    options: TreeOptions,
     gather_steps: int | None,
-) -> OpOptions:
-    """Raises what this rank alone can see, before it waits for another; else gives the options of the ops."""
+) -> None:
+    """Raises what this rank alone can see, before it waits for another."""
     name = "tree_attention_cp"
-    check_scope(name, scope)
     check_balance(name, balance)
     check_local(name, q=q, k=k, v=v)
     check_tensors(name, q=(q, "B T H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
     tokens = q.shape[1] * size
     per_rank = parts_per_rank(balance)
-    step = per_rank * size * compression_rate
-    if compression_rate > 0 and tokens % step:
+    step = per_rank * size * options.compression_rate
+    if tokens % step:
         pieces = "n * r" if per_rank == 1 else f"{per_rank} * n * r"
         raise ValueError(
             f"{name}: the tokens of all ranks must be a multiple of {pieces} = {step}, got {size} * "
@@ -193,14 +167,10 @@ def _check(
         )
     if gather_steps is not None and (gather_steps < 1 or k.shape[2] % gather_steps):
         raise ValueError(f"{name}: gather_steps must be a divisor of H_kv = {k.shape[2]}, got {gather_steps}")
-    M = top_nodes(max_top_nodes, top_k, compression_rate)
-    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, inv_freq, open_next)
     if not torch.compiler.is_compiling():  # else the op refuses the rest where it is traced
         whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
         rows = q.new_empty(q.shape, device="meta")
-        torch.ops.htree.attention_rows(rows, *whole, [0], *options, False, *later)
-    return options, later
+        torch.ops.htree._attention_rows(rows, *whole, [0], False, *options.packed())
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,20 +211,10 @@ def tree_attention_cp(
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
     balance: Balance = "head_tail",
-    compression_rate: int = 16,
-    max_top_nodes: int | None = None,
-    top_k: int = 512,
-    selection_stride: int = 1,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    scope: str = "kv_head",
     return_lse: bool = False,
-    store_parents: bool = True,
-    selection_span: int | None = None,
-    open_next: bool = False,
-    inv_freq: Frequencies | None = None,
     gather_steps: int | None = None,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention` over a text whose tokens are split among the ranks of a group.
 
@@ -274,7 +234,7 @@ def tree_attention_cp(
             8 * n * r, contiguous: n * r, work: 16 * n * r) divides T.
         gather_steps: a divisor of H_kv, in so many steps keys and values are gathered and the attention runs, the one
             while the next is on its way; None chooses by the length. The rows do not depend on it.
-        The others: as in :func:`htree_ops.tree_attention`.
+        return_lse, options, keywords: as in :func:`htree_ops.tree_attention`.
 
     Returns:
         out [B, T/n, H, V], differentiable in q, k and v; with ``return_lse`` also lse [B, T/n, H] in fp32 (fp64 for
@@ -292,41 +252,28 @@ def tree_attention_cp(
     name = "tree_attention_cp"
     members = group_of(name, group)
     rank, size = members.rank(), members.size()
-    settings: dict[str, Any] = {
-        "compression_rate": compression_rate,
-        "max_top_nodes": max_top_nodes,
-        "top_k": top_k,
-        "selection_stride": selection_stride,
-        "scale": scale,
-        "rope_base": rope_base,
-        "importance": importance,
-        "scope": scope,
-        "store_parents": store_parents,
-        "selection_span": selection_span,
-        "open_next": open_next,
-        "inv_freq": inv_freq,
-    }
     if size == 1:
         check_balance(name, balance)
-        return tree_attention(q, k, v, return_lse=return_lse, **settings)
+        chosen = tree_options(name, options, keywords)
+        return tree_attention(q, k, v, return_lse=return_lse, options=chosen)
     q, k, v = under_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        settings["inv_freq"] = frequencies(name, inv_freq)
-        options, later = _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
+        chosen = tree_options(name, options, keywords)
+        _check(q, k, v, size, balance, chosen, gather_steps)
     else:
         facts: dict[str, int] = {}
         same: dict[str, object] = {}
         refusal: Exception | None = None
         try:
-            settings["inv_freq"] = frequencies(name, inv_freq)
-            options, later = _check(q, k, v, size, balance, **settings, gather_steps=gather_steps)
+            chosen = tree_options(name, options, keywords)
+            _check(q, k, v, size, balance, chosen, gather_steps)
             facts = _facts(q, k, v)
-            same = {**kind_of(q), "balance": balance, **settings, "gather_steps": gather_steps}
+            same = {**kind_of(q), "balance": balance, **chosen.to_dict(), "gather_steps": gather_steps}
         except (TypeError, ValueError, RuntimeError) as error:
             refusal = error
         agree(name, members, facts, same, refusal)
-    groups = q.shape[2] // k.shape[2] if scope == "q_head" else 1
+    groups = q.shape[2] // k.shape[2] if chosen.scope == "q_head" else 1
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
-    plan = (members.group_name, rank, size, balance, groups, steps, store_parents, later)
-    out, gmax, gsum = _Attention.apply(q, k, v, *plan, *options)
+    plan = (members.group_name, rank, size, balance, groups, steps, chosen.store_parents)
+    out, gmax, gsum = _Attention.apply(q, k, v, *plan, *chosen.packed())
     return (out, gmax + gsum.log()) if return_lse else out

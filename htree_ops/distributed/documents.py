@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
+from typing_extensions import Unpack
 
 from htree_ops.distributed.collectives import (
     added,
@@ -26,17 +27,11 @@ from htree_ops.distributed.collectives import (
     parts_per_rank,
     waited,
 )
-from htree_ops.distributed.context_parallel import Later, OpOptions, kind_of, under_autocast, wanted_gradients
+from htree_ops.distributed.context_parallel import kind_of, under_autocast, wanted_gradients
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, named_as
-from htree_ops.ops.tree_attention.attention import (
-    Balance,
-    Frequencies,
-    check_balance,
-    check_scope,
-    frequencies,
-    top_nodes,
-)
+from htree_ops.ops.tree_attention.attention import Balance, check_balance
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["tree_attention_varlen_cp"]
 
@@ -122,12 +117,11 @@ class _Attention(torch.autograd.Function):
         groups: int,
         share: Share,
         store_parents: bool,
-        later: Later,
-        *options: Any,
+        *packed: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
-        ctx.share, ctx.later, ctx.options = share, later, options
+        ctx.share, ctx.packed = share, packed
         under_way = _gather(k, v, ctx)
         state = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:2], v.shape[2]))
@@ -135,22 +129,21 @@ class _Attention(torch.autograd.Function):
         gsum = q.new_zeros(q.shape[:2], dtype=state)
         for row, offsets in share.whole:  # while the keys of the others are on their way
             rows = slice(row, row + offsets[-1])
-            results = torch.ops.htree.attention_varlen_forward(
-                *_documents(q, k, v, rows, offsets, ctx), *options, "auto", *later
+            results = torch.ops.htree._attention_varlen_forward(
+                *_documents(q, k, v, rows, offsets, ctx), "auto", *packed
             )
             for x, result in zip((out, gmax, gsum), results, strict=True):
                 x[rows] = result
         lists = []
         keys, values = _text(under_way, ctx)
         for piece in share.pieces:
-            *results, stored = torch.ops.htree.attention_rows(
+            *results, stored = torch.ops.htree._attention_rows(
                 _rows(q, piece),
                 _keys(keys, piece, ctx),
                 _keys(values, piece, ctx),
                 list(piece.starts),
-                *options,
                 store_parents,
-                *later,
+                *packed,
             )
             for x, result in zip((out, gmax, gsum), results, strict=True):
                 _put(x, piece, result)
@@ -161,7 +154,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        nothing = [None] * (7 + len(ctx.options))
+        nothing = [None] * (6 + len(ctx.packed))
         if dout is None:
             return None, None, None, *nothing
         q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
@@ -171,14 +164,13 @@ class _Attention(torch.autograd.Function):
         inside: list[tuple[slice, list[Any]]] = []  # of documents that lie in one part: whole on this rank
         for row, offsets in ctx.share.whole:
             rows = slice(row, row + offsets[-1])
-            of_rows, *of_keys = torch.ops.htree.attention_varlen_backward(
+            of_rows, *of_keys = torch.ops.htree._attention_varlen_backward(
                 dout[rows],
                 *_documents(q, k, v, rows, offsets, ctx),
                 *(x[rows] for x in (out, gmax, gsum)),
-                *ctx.options,
                 "auto",
                 mask,
-                *ctx.later,
+                *ctx.packed,
             )
             if dq is not None:
                 dq[rows] = of_rows
@@ -189,7 +181,7 @@ class _Attention(torch.autograd.Function):
             for x, wanted in zip((keys, values), mask[1:], strict=True)
         ]
         for piece, stored in zip(ctx.share.pieces, lists, strict=True):
-            of_rows, *of_keys = torch.ops.htree.attention_rows_backward_sums(
+            of_rows, *of_keys = torch.ops.htree._attention_rows_backward_sums(
                 _rows(dout, piece),
                 _rows(q, piece),
                 _keys(keys, piece, ctx),
@@ -197,9 +189,8 @@ class _Attention(torch.autograd.Function):
                 *(_rows(x, piece) for x in (out, gmax, gsum)),
                 stored,
                 list(piece.starts),
-                *ctx.options,
                 mask,
-                *ctx.later,
+                *ctx.packed,
             )
             if dq is not None:
                 _put(dq, piece, of_rows)
@@ -341,22 +332,10 @@ def _check(
     offsets: tuple[int, ...],
     size: int,
     balance: Balance,
-    compression_rate: int,
-    max_top_nodes: int | None,
-    top_k: int,
-    selection_stride: int,
-    scale: float | None,
-    rope_base: float | None,
-    importance: str,
-    scope: str,
-    store_parents: bool,
-    selection_span: int | None,
-    inv_freq: tuple[float, ...] | None,
-    open_next: bool,
-) -> OpOptions:
-    """Raises what this rank alone can see, before it waits for another; else gives the options of the ops."""
+    options: TreeOptions,
+) -> None:
+    """Raises what this rank alone can see, before it waits for another."""
     name = "tree_attention_varlen_cp"
-    check_scope(name, scope)
     check_balance(name, balance)
     check_local(name, query=query, key=key, value=value)
     check_tensors(name, query=(query, "N/n H K"), key=(key, "N/n H_kv K"), value=(value, "N/n H_kv V"))
@@ -371,25 +350,20 @@ def _check(
         raise ValueError(
             f"{name}: cu_seqlens must end at or before the {tokens} tokens of all ranks, got {offsets[-1]}"
         )
-    if selection_stride < 1:
-        raise ValueError(f"{name}: selection_stride must be at least 1, got {selection_stride}")
-    M = top_nodes(max_top_nodes, top_k, compression_rate)
-    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, inv_freq, open_next)
     meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
     ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
-    torch.ops.htree.attention_varlen(*meta, ends, ends, tokens, tokens, *options, "auto", *later)
+    torch.ops.htree._attention_varlen(*meta, ends, ends, tokens, tokens, "auto", *options.packed())
+    stride = options.selection_stride
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):
         begin, border = offsets[i], offsets[i] // length * length + length
         is_long = offsets[i + 1] > border + length
-        if (border - begin) % selection_stride or (is_long and length % selection_stride):
+        if (border - begin) % stride or (is_long and length % stride):
             raise ValueError(
                 f"{name}: a document that lies in several parts of the text must begin a multiple of "
-                f"selection_stride = {selection_stride} before each border, got document {i} at {begin} and parts of "
+                f"selection_stride = {stride} before each border, got document {i} at {begin} and parts of "
                 f"{length} tokens"
             )
-    return options, later
 
 
 def _facts(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
@@ -408,19 +382,9 @@ def tree_attention_varlen_cp(
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
     balance: Balance = "head_tail",
-    compression_rate: int = 16,
-    max_top_nodes: int | None = None,
-    top_k: int = 512,
-    selection_stride: int = 1,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    scope: str = "kv_head",
     return_lse: bool = False,
-    store_parents: bool = True,
-    selection_span: int | None = None,
-    inv_freq: Frequencies | None = None,
-    open_next: bool = False,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention_varlen` over packed documents whose tokens are split among the ranks of a group.
 
@@ -439,10 +403,9 @@ def tree_attention_varlen_cp(
             gives what :func:`htree_ops.tree_attention_varlen` does.
         balance: "head_tail", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
             contiguous: n, work: 16 * n) divides N. "work" is that of one text as long as all documents.
-        selection_stride: a document that lies in several parts begins a multiple of it before their border.
-        scope, store_parents: as in :func:`htree_ops.tree_attention`; lists are stored for documents that lie in several
-            parts.
-        The others: as in :func:`htree_ops.tree_attention_varlen`.
+        return_lse, options, keywords: as in :func:`htree_ops.tree_attention_varlen`. A document that lies in several
+            parts begins a multiple of selection_stride before their border, and its lists are stored as store_parents
+            says.
 
     Returns:
         out [N/n, H, V], differentiable in query, key and value; with ``return_lse`` also lse [N/n, H] in fp32 (fp64 for
@@ -462,20 +425,6 @@ def tree_attention_varlen_cp(
     name = "tree_attention_varlen_cp"
     members = group_of(name, group)
     rank, size = members.rank(), members.size()
-    settings: dict[str, Any] = {
-        "compression_rate": compression_rate,
-        "max_top_nodes": max_top_nodes,
-        "top_k": top_k,
-        "selection_stride": selection_stride,
-        "scale": scale,
-        "rope_base": rope_base,
-        "importance": importance,
-        "scope": scope,
-        "store_parents": store_parents,
-        "selection_span": selection_span,
-        "inv_freq": inv_freq,
-        "open_next": open_next,
-    }
     query, key, value = under_autocast(query, key, value)
     if size == 1:
         check_balance(name, balance)
@@ -486,10 +435,10 @@ def tree_attention_varlen_cp(
     refusal: Exception | None = None
     try:
         offsets = _offsets(name, cu_seqlens)
-        settings["inv_freq"] = frequencies(name, inv_freq)
-        options, later = _check(query, key, value, offsets, size, balance, **settings)
+        chosen = tree_options(name, options, keywords)
+        _check(query, key, value, offsets, size, balance, chosen)
         facts = _facts(query, key, value)
-        same = {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **settings}
+        same = {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **chosen.to_dict()}
     except (TypeError, ValueError, RuntimeError) as error:
         refusal = error
     if size > 1:
@@ -497,8 +446,8 @@ def tree_attention_varlen_cp(
     elif refusal is not None:
         raise refusal
     parts = parts_of(rank, size, balance, size * query.shape[0])
-    share = share_of(offsets, query.shape[0] // len(parts), parts, selection_stride)
-    groups = query.shape[1] // key.shape[1] if scope == "q_head" else 1
-    plan = (members.group_name, size, balance, groups, share, store_parents, later)
-    out, gmax, gsum = _Attention.apply(query, key, value, *plan, *options)
+    share = share_of(offsets, query.shape[0] // len(parts), parts, chosen.selection_stride)
+    groups = query.shape[1] // key.shape[1] if chosen.scope == "q_head" else 1
+    plan = (members.group_name, size, balance, groups, share, chosen.store_parents)
+    out, gmax, gsum = _Attention.apply(query, key, value, *plan, *chosen.packed())
     return (out, gmax + gsum.log()) if return_lse else out

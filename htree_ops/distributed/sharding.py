@@ -85,8 +85,9 @@ def _attention_rows(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
 
 
 def _attention_rows_backward(*args: Any) -> list[Rule]:
-    mask = _mask(args, 16, 3)
-    return [_rule(_wanted([way] * 3, mask), [way] * 8, len(args)) for way in _attention_ways(*args[1:4])]
+    """Of (dout, q, k, v, out, gmax, gsum, lists, starts, output_mask, ...)."""
+    ways = _attention_ways(*args[1:4])
+    return [_rule(_wanted([way] * 3, args[9]), [way] * 8, len(args)) for way in ways]
 
 
 # ---- tree attention of packed documents, whose offsets every rank has
@@ -106,10 +107,9 @@ def _attention_varlen(outputs: int) -> Callable[..., list[Rule]]:
 
 
 def _attention_varlen_backward(*args: Any) -> list[Rule]:
-    """Of (dout, query, key, value, both offsets, max_q, max_k, out, gmax, gsum, ...)."""
-    mask = _mask(args, 19, 3)
+    """Of (dout, query, key, value, both offsets, max_q, max_k, out, gmax, gsum, grouping, output_mask, ...)."""
     return [
-        _rule(_wanted([way] * 3, mask), [way] * 4 + [_WHOLE] * 2 + [None] * 2 + [way] * 3, len(args))
+        _rule(_wanted([way] * 3, args[12]), [way] * 4 + [_WHOLE] * 2 + [None] * 2 + [way] * 3, len(args))
         for way in _varlen_ways(*args[1:4])
     ]
 
@@ -293,13 +293,13 @@ def _grouped_hadamard(x: Any, group: int, *options: Any) -> list[Rule]:
 
 #: The rule of each op, and the place of its first argument that is no tensor.
 RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
-    "attention": (_attention, 3),
-    "attention_rows": (_attention_rows, 3),
-    "attention_rows_backward": (_attention_rows_backward, 8),
-    "attention_rows_backward_sums": (_attention_rows_backward, 8),
-    "attention_varlen": (_attention_varlen(2), 5),
-    "attention_varlen_forward": (_attention_varlen(3), 5),
-    "attention_varlen_backward": (_attention_varlen_backward, 6),
+    "_attention": (_attention, 3),
+    "_attention_rows": (_attention_rows, 3),
+    "_attention_rows_backward": (_attention_rows_backward, 8),
+    "_attention_rows_backward_sums": (_attention_rows_backward, 8),
+    "_attention_varlen": (_attention_varlen(2), 5),
+    "_attention_varlen_forward": (_attention_varlen(3), 5),
+    "_attention_varlen_backward": (_attention_varlen_backward, 6),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),

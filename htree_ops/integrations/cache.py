@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from htree_ops.integrations.documents import take_rows
 from htree_ops.ops.arguments import autocast_dtype, check_int
+from htree_ops.ops.tree_attention import TreeOptions
+from htree_ops.ops.tree_attention.attention import expand_heads
 from htree_ops.ops.tree_cache import TreeCacheBytes, TreeKVCache
 from htree_ops.ops.tree_cache.leaves import check_bits
 
@@ -25,8 +27,6 @@ __all__ = ["CACHE", "HandedOver", "TreeCache"]
 CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 #: A crop by so many strides always finds the lists that the next token needs (docs/semantics/tree_cache.md §7.4).
 STRIDES_BACK = 3
-#: Options of tree_attention that a cache has no use for.
-NO_OPTIONS_OF_A_CACHE = ("store_parents", "scope")
 CHANGED_ON_THE_WAY = (
     "htree: a TreeCache needs attn_implementation='htree', and a model that hands what its cache returns to its "
     "attention unchanged: use a DynamicCache"
@@ -135,7 +135,7 @@ class TreeLayer(CacheLayerMixin):
         self.shared = shared
         self.cache: TreeKVCache | None = None
         self.columns = 0
-        self.options: dict[str, Any] = {}
+        self.options: TreeOptions | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Not supported: only the attention call knows the scale and the positions of its model."""
@@ -148,13 +148,13 @@ class TreeLayer(CacheLayerMixin):
         handed = HandedOver(self, key_states, value_states)
         return handed, handed
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: TreeOptions) -> Tensor:
         """Appends n tokens to every sequence and returns their rows.
 
         Args:
             q: [B, n, H, K]; k: [B, n, H_kv, K]; v: [B, n, H_kv, V].
             mask: bool [B, columns so far], False at padding; None where there is none.
-            options: keywords of :func:`htree_ops.tree_attention`, the same in every call.
+            options: of :func:`htree_ops.tree_attention`, the same in every call.
 
         Returns:
             [B, n, H, V], 0 at padding.
@@ -173,8 +173,7 @@ class TreeLayer(CacheLayerMixin):
             )
         if (dtype := autocast_dtype(q.device)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        if options.get("scope") == "q_head":
-            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        k, v = expand_heads(options, q, k, v)
         if self.cache is None:
             if torch.compiler.is_compiling():
                 raise NotImplementedError(
@@ -203,9 +202,8 @@ class TreeLayer(CacheLayerMixin):
             out = take_rows(out, torch.argsort(rows.order, dim=1))
         return out.masked_fill(~rows.fits[:, None, None, None], torch.nan)
 
-    def _new_cache(self, k: Tensor, v: Tensor, options: dict[str, Any]) -> TreeKVCache:
+    def _new_cache(self, k: Tensor, v: Tensor, options: TreeOptions) -> TreeKVCache:
         batch, _, heads, width = k.shape
-        options = {name: value for name, value in options.items() if name not in NO_OPTIONS_OF_A_CACHE}
         shared = self.shared
         return TreeKVCache(
             batch,
@@ -219,7 +217,7 @@ class TreeLayer(CacheLayerMixin):
             prompt_bytes=shared.prompt_bytes,
             dtype=k.dtype,
             device=k.device,
-            **options,
+            options=replace(options, scope="kv_head"),  # k and v have a head for each selection
         )
 
     # ---- what transformers asks of a layer

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
-from htree_ops.ops.tree_attention import tree_attention, tree_attention_varlen
+from htree_ops.ops.tree_attention import TreeOptions, tree_attention, tree_attention_varlen
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Documents:
 
 
 def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: TreeOptions
 ) -> Tensor:
     """Tree attention of packed documents: :func:`htree_ops.tree_attention_varlen`.
 
@@ -63,22 +63,18 @@ def attend_documents(
         query: [N, H, K], the documents one behind the other; the rows of each are its last tokens.
         key: [N_k, H_kv, K]; value: [N_k, H_kv, V].
         documents: where they begin.
-        options: keywords of :func:`htree_ops.tree_attention`.
+        options: of :func:`htree_ops.tree_attention`.
 
     Returns:
         [N, H, V].
     """
-    options = {name: value for name, value in options.items() if name != "store_parents"}
-    if options.pop("scope", "kv_head") == "q_head":
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    out = tree_attention_varlen(
-        query, key, value, documents.cu_q, documents.cu_k, documents.max_q, documents.max_k, **options
-    )
+    bounds = (documents.cu_q, documents.cu_k, documents.max_q, documents.max_k)
+    out = tree_attention_varlen(query, key, value, *bounds, options=options)
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out
 
 
-def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, options: dict[str, Any]) -> Tensor:
+def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, options: TreeOptions) -> Tensor:
     """Tree attention of sequences of which some rows are padding, anywhere; nothing is read on the host.
 
     The real rows of each sequence move to its front, in order, and become a text of their own. What stands behind them
@@ -87,13 +83,15 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
     Args:
         query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         real: bool [B, T], False at padding.
-        options: keywords of :func:`htree_ops.tree_attention`.
+        options: of :func:`htree_ops.tree_attention`.
 
     Returns:
         [B, T, H, V]; 0 at padding, which has no gradient and may hold NaN.
     """
     order = front_first(real)
-    return _through_front((query, key, value), real, order, lambda *front: tree_attention(*front, **options))
+    return _through_front(
+        (query, key, value), real, order, lambda *front: tree_attention(*front, options=options)
+    )
 
 
 def front_first(real: Tensor) -> Tensor:
@@ -116,7 +114,7 @@ def attend_restarting(
     value: Tensor,
     positions: Tensor,
     real: Tensor | None,
-    options: dict[str, Any],
+    options: TreeOptions,
 ) -> Tensor:
     """Tree attention of the documents that restarting positions show; no Python code reads how many there are.
 
@@ -127,7 +125,7 @@ def attend_restarting(
         query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         positions: [B or 1, T], as :func:`restarts` reads them.
         real: bool [B, T], False at padding; None where all are real.
-        options: keywords of :func:`htree_ops.tree_attention`.
+        options: of :func:`htree_ops.tree_attention`.
 
     Returns:
         [B, T, H, V]; 0 at padding.
@@ -159,7 +157,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, real_q: Tensor, real_k: Tensor, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, real_q: Tensor, real_k: Tensor, options: TreeOptions
 ) -> Tensor:
     """Tree attention of padded sequences whose real queries are the last of their real keys; it can be traced.
 
@@ -169,7 +167,7 @@ def attend_cached(
     Args:
         query: [B, T_q, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         real_q: bool [B, T_q]; real_k: bool [B, T]; False at padding.
-        options: keywords of :func:`htree_ops.tree_attention`, with any importance.
+        options: of :func:`htree_ops.tree_attention`, with any importance.
 
     Returns:
         [B, T_q, H, V]; 0 at padding, which has no gradient and may hold NaN.
@@ -187,7 +185,7 @@ def _real_rows(real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_real_documents(
-    query: Tensor, key: Tensor, value: Tensor, real: Tensor, positions: Tensor, options: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, real: Tensor, positions: Tensor, options: TreeOptions
 ) -> Tensor:
     """Tree attention of the documents that restarting positions [B or 1, T] show in padded sequences; reads lengths.
 
@@ -214,7 +212,7 @@ def _attend_rows(
     documents: Documents,
     rows_q: Tensor,
     rows_k: Tensor,
-    options: dict[str, Any],
+    options: TreeOptions,
 ) -> Tensor:
     """Tree attention of documents in these rows of [B * T_q] queries and [B * T] keys; 0 in the others."""
     q, k, v = (x.flatten(0, 1)[rows] for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k)))

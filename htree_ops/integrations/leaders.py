@@ -18,6 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from htree_ops.integrations.documents import attend_cached
+from htree_ops.ops.tree_attention import TreeOptions
 
 __all__ = ["LeaderLayer", "keep_leaders", "leaders_of"]
 
@@ -71,13 +72,13 @@ class LeaderLayer(DynamicLayer):
         self.queries = queries.scatter(1, entry[:, :, None, None].expand(q.shape), src)[:, :-1]
         self.columns = F.pad(self.columns, (0, more), value=-1).scatter(1, entry, column)[:, :-1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: dict[str, Any]) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: TreeOptions) -> Tensor:
         """Rows of the last queries, which :meth:`keep` has seen: a call that begins at each sequence's leader.
 
         Args:
             q: [B, n, H, K]; k: [B, T, H_kv, K]; v: [B, T, H_kv, V].
             real: bool [B, T], False at padding; None where all are real.
-            options: keywords of :func:`htree_ops.tree_attention`.
+            options: of :func:`htree_ops.tree_attention`.
 
         Returns:
             [B, n, H, V], 0 at padding.

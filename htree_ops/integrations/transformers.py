@@ -46,9 +46,9 @@ from htree_ops.integrations.documents import (
     restarts,
 )
 from htree_ops.integrations.leaders import LeaderLayer, keep_leaders, leaders_of
-from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as, options_of
+from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
-from htree_ops.ops.tree_attention.attention import check_scope
+from htree_ops.ops.tree_attention.options import NAMES, tree_options
 
 __all__ = ["NAME", "TreeCache", "options_of_config", "refuse_without_interface", "register"]
 
@@ -187,7 +187,7 @@ def options_of_config(config: PretrainedConfig) -> Choices:
 
     Raises:
         TypeError: ``config.htree`` is no mapping, or "packed" no bool.
-        ValueError: a key that is no option, or one that the model decides; another word for "positions" or "scope".
+        ValueError: a key that is no option, or one that the model decides; another word for "positions".
     """
     given = getattr(config, "htree", None) or {}
     if not isinstance(given, Mapping):
@@ -202,15 +202,9 @@ def options_of_config(config: PretrainedConfig) -> Choices:
     if not isinstance(packed, bool):
         raise TypeError(f"htree: config.htree['packed'] must be a bool, got {type(packed).__name__}")
     for name in options:
-        if name in OF_THE_MODEL or name not in TreeOptions.__dataclass_fields__:
-            known = [
-                "positions",
-                "packed",
-                *(x for x in TreeOptions.__dataclass_fields__ if x not in OF_THE_MODEL),
-            ]
+        if name in OF_THE_MODEL or name not in NAMES:
+            known = ["positions", "packed", *(x for x in NAMES if x not in OF_THE_MODEL)]
             raise ValueError(f"htree: config.htree must have keys among {', '.join(known)}, got {name!r}")
-    if "scope" in options:  # packed documents and a cache take the word for a known one
-        check_scope("config.htree", options["scope"])
     return Choices(options, positions == "compact", packed)
 
 
@@ -400,26 +394,22 @@ def attention(
         NotImplementedError: what tree attention does not compute.
         ValueError, TypeError: of :func:`options_of_config` and :func:`htree_ops.tree_attention`.
     """
-    options, compact, packed = options_of_config(module.config)  # type: ignore[arg-type]
+    given, compact, packed = options_of_config(module.config)  # type: ignore[arg-type]
     _check_call(module, dropout, is_causal, rest)
     of_model = _compact_options(module, scaling) if compact else {"scale": scaling, "rope_base": None}
+    options = tree_options("config.htree", None, given | of_model)
     q, mask, positions = query.transpose(1, 2), attention_mask, position_ids
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != q.shape[1]):
         positions = None
-    try:
-        if isinstance(key, HandedOver):
-            return _attend_from_a_tree_cache(q, key, mask, positions, cu_seq_lens_q, options | of_model), None
-        assert isinstance(value, Tensor)
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
-        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-            return _attend_bounded(q, k, v, mask, *bounds, options | of_model), None
-        leaders = leaders_of(key, options.get("selection_stride", 1))
-        return _attend(q, k, v, mask, positions, options | of_model, packed, leaders), None
-    except (TypeError, ValueError):
-        with options_of("config.htree"):  # it may be an option that the op has refused
-            TreeOptions(**options)
-        raise
+    if isinstance(key, HandedOver):
+        return _attend_from_a_tree_cache(q, key, mask, positions, cu_seq_lens_q, options), None
+    assert isinstance(value, Tensor)
+    k, v = key.transpose(1, 2), value.transpose(1, 2)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+        return _attend_bounded(q, k, v, mask, *bounds, options), None
+    leaders = leaders_of(key, options.selection_stride)
+    return _attend(q, k, v, mask, positions, options, packed, leaders), None
 
 
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest: Mapping[str, Any]) -> None:
@@ -463,7 +453,7 @@ def _attend(
     v: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
-    options: dict[str, Any],
+    options: TreeOptions,
     packed: bool,
     leaders: LeaderLayer | None,
 ) -> Tensor:
@@ -475,7 +465,7 @@ def _attend(
     if mask is None:
         mask = positions
     if mask is None:
-        return tree_attention(q, k, v, **options)
+        return tree_attention(q, k, v, options=options)
     _check_mask(mask)
     if mask.dtype == torch.bool:
         return _attend_real(q, k, v, mask, positions, options, packed)
@@ -488,7 +478,7 @@ def _attend_from_a_tree_cache(
     mask: Tensor | None,
     positions: Tensor | None,
     bounds: Tensor | None,
-    options: dict[str, Any],
+    options: TreeOptions,
 ) -> Tensor:
     """The new tokens go into the cache, and their rows come from it."""
     k, v = new.key.transpose(1, 2), new.value.transpose(1, 2)
@@ -507,7 +497,7 @@ def _attend_real(
     v: Tensor,
     real: Tensor,
     positions: Tensor | None,
-    options: dict[str, Any],
+    options: TreeOptions,
     packed: bool,
 ) -> Tensor:
     """The rows that are no padding, of whole sequences or of documents."""
@@ -518,7 +508,7 @@ def _attend_real(
             q = _nan_where_packed(q, positions, real)
     elif positions is not None and has_restarts(positions, real):
         return attend_real_documents(q, k, v, real, positions, options)
-    if options.get("importance") == "lse":
+    if options.importance == "lse":
         # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
         return attend_cached(q, k, v, real, real, options)
     return attend_padded(q, k, v, real, options)
@@ -530,11 +520,11 @@ def _attend_behind_a_cache(
     v: Tensor,
     real: Tensor | None,
     positions: Tensor | None,
-    options: dict[str, Any],
+    options: TreeOptions,
     leaders: LeaderLayer | None,
 ) -> Tensor:
     """Queries that are the last rows: the tree of all keys is built again."""
-    stride = options.get("selection_stride", 1)
+    stride = options.selection_stride
     if stride != 1 and leaders is None:
         _refuse(
             f"queries behind a cache with selection_stride = {stride} need one that keeps those of leaders: use "
@@ -548,7 +538,7 @@ def _attend_behind_a_cache(
         leaders.keep(q, real)
         return leaders.attend(q, k, v, real, options)
     if real is None:
-        return tree_attention(q, k, v, **options)
+        return tree_attention(q, k, v, options=options)
     return attend_cached(q, k, v, real[:, -q.shape[1] :], real, options)
 
 
@@ -568,7 +558,7 @@ def _attend_bounded(
     cu_seq_lens_k: Tensor | None,
     max_length_q: int | None,
     max_length_k: int | None,
-    options: dict[str, Any],
+    options: TreeOptions,
 ) -> Tensor:
     """Documents between boundaries of queries and of keys, in one row."""
     if q.shape[0] != 1:
@@ -591,16 +581,16 @@ def _attend_bounded(
 
 
 def _attend_positions(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: dict[str, Any], packed: bool
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: TreeOptions, packed: bool
 ) -> Tensor:
     """Whole sequences, or documents where positions start again."""
     if torch.compiler.is_compiling():
         if packed:
             return attend_restarting(q, k, v, positions, None, options)
-        return tree_attention(_nan_where_packed(q, positions), k, v, **options)
+        return tree_attention(_nan_where_packed(q, positions), k, v, options=options)
     documents = documents_of(positions, len(q))
     if documents is None:
-        return tree_attention(q, k, v, **options)
+        return tree_attention(q, k, v, options=options)
     out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, options)
     return out.unflatten(0, q.shape[:2])
 

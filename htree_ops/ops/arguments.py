@@ -57,7 +57,8 @@ _KINDS: dict[str, tuple[str, tuple[type, ...], tuple[type, ...]]] = {
     "float": ("a number", (float, int), (float, int, torch.SymInt, torch.SymFloat)),
     "bool": ("a bool", (bool,), (bool,)),
     **dict.fromkeys(
-        ("str", "Activation", "Side", "Granularity", "Importance", "Scope"), ("a str", (str,), (str,))
+        ("str", "Activation", "Side", "Granularity"),
+        ("a str", (str,), (str,)),
     ),  # the op checks the word itself
     "torch.dtype": ("a torch.dtype", (torch.dtype,), (torch.dtype,)),
     "list[Tensor]": ("a list of Tensors", (), (list, tuple)),

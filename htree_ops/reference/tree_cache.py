@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import compressed_kv
 from .tree_attention import htree_forward_naive
 from .tree_attention.attention import Forward
+from .tree_attention.selection import Choice
 from .tree_attention.tree import accumulate_dtype
 
 __all__ = [
@@ -218,8 +220,8 @@ def tree_cache_attention(
     k_scales: Tensor | None = None,
     v_codes: Tensor | None = None,
     v_scales: Tensor | None = None,
-    open_next: bool = False,
     compute_dtype: torch.dtype | None = None,
+    **choice: Unpack[Choice],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, lse, lists, list_pos) of `tree_cache_attention`, row by row; out in the compute dtype."""
     stride, wide = selection_stride, accumulate_dtype(q) if compute_dtype is None else compute_dtype
@@ -269,10 +271,10 @@ def tree_cache_attention(
             inv_freq=inv_freq,
             importance=importance,
             selection_span=selection_span,
-            open_next=open_next,
             parents=parents,
             compute_dtype=wide,
             tree=tree_of(b, keys, values, length) if packed else None,
+            **choice,
         )
 
     for b in range(batch):

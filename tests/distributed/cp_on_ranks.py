@@ -21,6 +21,7 @@ from htree_ops.distributed import (
 )
 from htree_ops.distributed.collectives import parts_of
 from tests.support.cases import normal
+from tests.support.tree_attention_problem import packed
 
 Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
 
@@ -88,16 +89,16 @@ def sums_of_ranks(
     A group of one computes the text as one piece.
     """
     q, k, v, dout = inputs(sizes, dtype, device)
-    rate, most, top_k = (options[name] for name in ("compression_rate", "max_top_nodes", "top_k"))
+    tree = packed(**{name: options[name] for name in ("compression_rate", "max_top_nodes", "top_k")})
     totals: list[Tensor] = []
     for rank in range(size):
         parts = parts_of(rank, size, balance, sizes[1]) if size > 1 else (0,)
         starts = [part * sizes[1] // (size * len(parts)) for part in parts]
         length = sizes[1] // (size * len(parts))
         rows, upstream = (torch.cat([x[:, at : at + length] for at in starts], 1) for x in (q, dout))
-        results = torch.ops.htree.attention_rows(rows, k, v, starts, rate, most, top_k)
-        _, *sums = torch.ops.htree.attention_rows_backward_sums(
-            upstream, rows, k, v, *results, starts, rate, most, top_k
+        results = torch.ops.htree._attention_rows(rows, k, v, starts, True, *tree)
+        _, *sums = torch.ops.htree._attention_rows_backward_sums(
+            upstream, rows, k, v, *results, starts, [True] * 3, *tree
         )
         assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in sums)
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums
@@ -134,10 +135,10 @@ class Order(TorchDispatchMode):
         "_c10d_functional::all_gather_into_tensor": "gather",
         "_c10d_functional::all_to_all_single": "exchange",
         "_c10d_functional::wait_tensor": "wait",
-        "htree::attention_rows": "attend",
-        "htree::attention_rows_backward_sums": "attend",
-        "htree::attention_varlen_forward": "inside",
-        "htree::attention_varlen_backward": "inside",
+        "htree::_attention_rows": "attend",
+        "htree::_attention_rows_backward_sums": "attend",
+        "htree::_attention_varlen_forward": "inside",
+        "htree::_attention_varlen_backward": "inside",
     }
 
     def __init__(self) -> None:

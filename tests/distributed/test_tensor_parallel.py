@@ -16,23 +16,24 @@ from htree_ops.info import op_names
 
 #: Why an op has no sharding rule. An op that stands neither here nor in ``sharding.RULES`` fails a test.
 WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
-    "lists of tensors have no metadata in DTensor; Autograd calls attention_rows and its backward": (
-        "attention_backward",
-        "attention_forward",
+    "lists of tensors have no metadata in DTensor; Autograd calls _attention_rows and its backward": (
+        "_attention_backward",
+        "_attention_forward",
     ),
+    "calls the op of its name with an underscore": ("attention", "attention_backward", "attention_forward"),
     "writes into an argument and returns nothing, which the interface for rules cannot say": (
         "causal_softmax.out",
         "causal_softmax_",
         "hadamard_transform_",
         "mask_topk_scores_",
         "merge_to_global_",
-        "tree_cache_append_",
-        "tree_cache_append_packed_",
+        "_tree_cache_append_",
+        "_tree_cache_append_packed_",
         "tree_cache_copy_",
-        "tree_cache_pack_prompt_",
+        "_tree_cache_pack_prompt_",
         "tree_cache_pages_",
     ),
-    "has no tensor that could be sharded": ("rope_cache", "top_parents"),
+    "has no tensor that could be sharded": ("rope_cache", "top_parents", "_check_tree_options"),
     "raises": ("_refuse_backward",),
     "a stage of tree attention; a model calls the whole": (
         "accumulate_non_topk",
@@ -61,9 +62,9 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "kv_decode_attention",
         "kv_decompress",
         "kv_prune",
-        "tree_cache_attention",
-        "tree_cache_prompt",
-        "tree_cache_prompt_bytes",
+        "_tree_cache_attention",
+        "_tree_cache_prompt",
+        "_tree_cache_prompt_bytes",
     ),
 }
 

@@ -27,6 +27,7 @@ from htree_ops.distributed import (
     unshard_sequence,
 )
 from tests.support.cases import normal
+from tests.support.tree_attention_problem import packed
 
 TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 
@@ -46,11 +47,13 @@ def example(name: str) -> tuple[Any, ...]:
         return normal(shape, torch.float32, "cpu", seed)
 
     q, k, v = x(4, 40, 8, 4), x(4, 40, 4, 4, seed=1), x(4, 40, 4, 6, seed=2)
-    tree = (4, 8, 2)
-    rows = (q[:, :16], k, v, [12, 4], *tree)
-    rows_and_results = (x(4, 16, 8, 6, seed=14), *rows[:3], *ops.attention_rows(*rows), *rows[3:])
+    tree, mask = packed(**TREE), [True] * 3
+    rows = (q[:, :16], k, v, [12, 4], True, *tree)
+    results = ops._attention_rows(*rows)
+    rows_and_results = (x(4, 16, 8, 6, seed=14), *rows[:3], *results, rows[3], mask, *tree)
     ends = torch.tensor([0, 13, 40], dtype=torch.int32)
     documents = (q[0], k[0], v[0], ends, ends, 27, 27)
+    of_documents = (*documents, "auto", *tree)
     wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
     heads, angles, of_each = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6), x(4, 8, 6, seed=19)
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
@@ -58,16 +61,18 @@ def example(name: str) -> tuple[Any, ...]:
     codes = [x(*shape, seed=11).to(torch.float8_e4m3fn) for shape in ((8, 64), (64, 12))]
     scales = (x(8, 1, seed=12).abs() + 1, x(1, 12, seed=13).abs() + 1)
     table: dict[str, Callable[[], tuple[Any, ...]]] = {
-        "attention": lambda: (q, k, v, *tree),
-        "attention_rows": lambda: rows,
-        "attention_rows_backward": lambda: rows_and_results,
-        "attention_rows_backward_sums": lambda: rows_and_results,
-        "attention_varlen": lambda: (*documents, *tree),
-        "attention_varlen_forward": lambda: (*documents, *tree),
-        "attention_varlen_backward": lambda: (
+        "_attention": lambda: (q, k, v, True, *tree),
+        "_attention_rows": lambda: rows,
+        "_attention_rows_backward": lambda: rows_and_results,
+        "_attention_rows_backward_sums": lambda: rows_and_results,
+        "_attention_varlen": lambda: of_documents,
+        "_attention_varlen_forward": lambda: of_documents,
+        "_attention_varlen_backward": lambda: (
             x(40, 8, 6, seed=18),
             *documents,
-            *ops.attention_varlen_forward(*documents, *tree),
+            *ops._attention_varlen_forward(*of_documents),
+            "auto",
+            mask,
             *tree,
         ),
         "rope": lambda: (q, *angles.view(2, 8, 3)[:, :, :2], torch.arange(160).view(4, 40) % 8),

@@ -64,12 +64,14 @@ def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> No
     assert counted(lambda: backward(parents, *case.op_options())) == stored
     assert counted(lambda: backward([], *case.op_options())) == stored + 2 * K * (scored - kept)
     starts = [k.shape[1] - q.shape[1]]
-    rows_of = partial(torch.ops.htree.attention_rows, q, k, v, starts, *case.op_options())
+    packed = case.packed()
+    rows_of = partial(torch.ops.htree._attention_rows, q, k, v, starts, True, *packed)
     assert counted(rows_of) == forward
-    rows = partial(torch.ops.htree.attention_rows_backward, out, q, k, v, out, gmax, gsum)
+    rows = partial(torch.ops.htree._attention_rows_backward, out, q, k, v, out, gmax, gsum)
     lists = rows_of()[3]
-    assert counted(lambda: rows(lists, starts, *case.op_options())) == stored
-    assert counted(lambda: rows(lists[:, :0], starts, *case.op_options())) == stored + 2 * K * (scored - kept)
+    assert counted(lambda: rows(lists, starts, [True] * 3, *packed)) == stored
+    again = stored + 2 * K * (scored - kept)
+    assert counted(lambda: rows(lists[:, :0], starts, [True] * 3, *packed)) == again
     only_dv = {"output_mask": [False, False, True]}
     assert counted(lambda: backward(parents, *case.op_options(), **only_dv)) == 2 * kept * (K + V)
 
@@ -137,9 +139,11 @@ def test_every_op_with_products_has_a_formula() -> None:
         "fp8_quantize", "grouped_hadamard", "hadamard_transform", "hadamard_transform_", "head_rmsnorm_rope",
         "head_rmsnorm_rope_backward", "kv_compress", "kv_decompress", "kv_prune", "mask_topk_scores_",
         "merge_to_global_", "_refuse_backward", "rmsnorm_rope", "rmsnorm_rope_backward", "rope", "rope_cache",
-        "select_topk", "span_means", "top_parents", "tree_build", "tree_build_backward", "tree_cache_append_",
-        "tree_cache_append_packed_", "tree_cache_copy_", "tree_cache_pack_prompt_", "tree_cache_pages_",
-        "tree_cache_prompt_bytes",
+        "select_topk", "span_means", "top_parents", "_tree_cache_append_", "_tree_cache_append_packed_",
+        "tree_cache_copy_", "tree_cache_pages_", "_tree_cache_pack_prompt_", "_tree_cache_prompt_bytes", "tree_build",
+        "tree_build_backward",
+        "attention", "attention_forward", "attention_backward",  # what these call is counted
+        "_check_tree_options",
     }  # fmt: skip
     names = {name for name in op_names() if not name.startswith("io_")}
     assert names - set(FORMULAS) - without == set()
@@ -156,16 +160,16 @@ def test_a_profile_shows_ops_by_name_with_their_shapes(device: str) -> None:
     with profile(activities=activities, record_shapes=True) as found:
         tree_attention(*leaves, **OPTIONS).sum().backward()
     shapes = {event.key: event.input_shapes for event in found.key_averages(group_by_input_shape=True)}
-    assert shapes["htree::attention"][:3] == [list(x.shape) for x in leaves]
-    assert shapes["htree::attention_rows"][:3] == [list(x.shape) for x in leaves]
-    assert shapes["htree::attention_rows_backward"][:4] == [[1, 70, 4, 6], *(list(x.shape) for x in leaves)]
+    assert shapes["htree::_attention"][:3] == [list(x.shape) for x in leaves]
+    assert shapes["htree::_attention_rows"][:3] == [list(x.shape) for x in leaves]
+    assert shapes["htree::_attention_rows_backward"][:4] == [[1, 70, 4, 6], *(list(x.shape) for x in leaves)]
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "again"])
 def test_selective_checkpointing_names_attention_rows(kept: bool, device: str) -> None:
     leaves = [x.requires_grad_() for x in qkv(device)]
     wanted = torch.autograd.grad(tree_attention(*leaves, **OPTIONS).square().sum(), leaves)
-    ops = [torch.ops.htree.attention_rows.default] if kept else []
+    ops = [torch.ops.htree._attention_rows.default] if kept else []
     out = checkpoint(
         lambda *x: tree_attention(*x, **OPTIONS),
         *leaves,
@@ -176,7 +180,7 @@ def test_selective_checkpointing_names_attention_rows(kept: bool, device: str) -
         got = torch.autograd.grad(out.square().sum(), leaves)
     for ours, theirs in zip(got, wanted, strict=True):
         assert torch.equal(ours, theirs)
-    again = counter.get_flop_counts()["Global"].get(torch.ops.htree.attention_rows, 0)
+    again = counter.get_flop_counts()["Global"].get(torch.ops.htree._attention_rows, 0)
     assert (again == 0) == kept
 
 

@@ -14,6 +14,7 @@ import torch
 import htree_ops
 from benchmarks.harness import readme_table
 from htree_ops.info import op_names
+from htree_ops.ops.tree_attention.options import TreeKeywords
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -69,7 +70,7 @@ def test_every_name_can_be_imported():
     assert 10 <= len(table) <= 15
     for name in table:
         assert name in htree_ops.__all__, name
-    options = set(inspect.signature(htree_ops.tree_attention).parameters)
+    options = {*inspect.signature(htree_ops.tree_attention).parameters, *TreeKeywords.__annotations__}
     others = {"htree_ops", "out", "info", "venv"}
     for name in set(re.findall(r"`([A-Za-z_]+)(?:=\d*)?`", README)) - others:
         assert name in options or hasattr(htree_ops, name) or name.startswith("HTREE_"), name

@@ -12,7 +12,7 @@ from tests.support.compressed_kv_cases import DecodeCase
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
 from tests.support.tree_attention_varlen_cases import VarlenBackwardCase
-from tests.support.tree_cache_cases import op_calls
+from tests.support.tree_cache_cases import op_calls, op_options
 
 __all__ = ["row_calls"]
 
@@ -39,7 +39,7 @@ def row_calls(device: str) -> list[Call]:
         *fp8_calls(wide.float()),
         *matrix_calls(device),
         *varlen_calls(device),
-        *(Call(op, arguments, options) for op, (arguments, options) in op_calls(device).items()),
+        *(Call(op, arguments, op_options(options)) for op, (arguments, options) in op_calls(device).items()),
     ]
 
 
@@ -96,8 +96,10 @@ def varlen_calls(device: str) -> list[Call]:
     """Packed documents, empty ones and some with fewer queries than keys among them."""
     case = next(case for case in VARLEN_CASES if case.name == "suffix")
     backward = VarlenBackwardCase(name=case.name, dtype=case.dtype, forward=case)
+    inputs, packed = case.make_inputs(device), case.packed()
     return [
-        Call("attention_varlen", case.make_inputs(device)),
-        Call("attention_varlen_forward", case.make_inputs(device)),
-        Call("attention_varlen_backward", backward.make_inputs(device)),
+        Call("_attention_varlen", (*inputs, "auto", *packed)),
+        Call("_attention_varlen_forward", (*inputs, "auto", *packed)),
+        Call("_attention_varlen_backward", (*backward.make_inputs(device), "auto", [True] * 3, *packed)),
+        Call("_check_tree_options", ("tree_attention", *packed)),
     ]

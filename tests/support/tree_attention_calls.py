@@ -11,7 +11,7 @@ from htree_ops.reference import tree_attention as reference
 from tests.support.cases import normal
 from tests.support.tree_attention_cases import TreeAttentionCase
 
-__all__ = ["Call", "calls"]
+__all__ = ["Call", "calls", "calls_with"]
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,12 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     following: dict[str, Any] = {"open_next": True} if case.open_next else {}
     given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
     later = span | given | following
+    packed, mask = case.packed(), [True] * 3
     means = reference.span_means(k, case.selection_span or 2)
     layer_span = (span and {"span_k": means, **span}) | following
     forward = torch.ops.htree.attention_forward(q, k, v, *shared, **later)
     parents = [stage.parents for stage in stages]
-    stored = torch.ops.htree.attention_rows(q, k, v, [t0], *shared, **later)[3]
+    stored = torch.ops.htree._attention_rows(q, k, v, [t0], True, *packed)[3]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
     io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
     built = reference.tree_build(k, v, rate)
@@ -107,11 +108,14 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("io_attention_forward", (q, k, v, *io_shared)),
         Call("attention_forward", (q, k, v, *shared), later),
         Call("attention", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
-        Call("attention_rows", (q, k, v, [t0], *shared), later),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
+        Call("_attention_forward", (q, k, v, True, *packed)),
+        Call("_attention", (q, k, v, True, *packed), differentiable=(0, 1, 2)),
+        Call("_attention_rows", (q, k, v, [t0], True, *packed)),
+        Call("_attention_backward", (dout, q, k, v, *forward[:3], parents, mask, *packed)),
         *(
-            Call(name, (dout, q, k, v, *forward[:3], stored, [t0], *shared), later)
-            for name in ("attention_rows_backward", "attention_rows_backward_sums")
+            Call(name, (dout, q, k, v, *forward[:3], stored, [t0], mask, *packed))
+            for name in ("_attention_rows_backward", "_attention_rows_backward_sums")
         ),
     ]
     if top.layer > 0:
@@ -124,3 +128,8 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
             ),
         ]
     return found
+
+
+def calls_with(case: TreeAttentionCase, device: str | torch.device, option: str) -> list[Call]:
+    """The calls that are given the option, by its name or among the packed ones."""
+    return [call for call in calls(case, device) if option in call.kwargs or call.op.startswith("_")]

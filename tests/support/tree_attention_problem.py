@@ -5,16 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from htree_ops.ops.tree_attention.options import DEFAULTS, OF_OPS, Importance, TreeOptions, pack
 from htree_ops.reference import tree_attention as reference
 from tests.support import layouts
 from tests.support.cases import Case, normal
 
-__all__ = ["LAYOUTS", "Stage", "TreeAttentionBackwardCase", "TreeAttentionCase"]
+__all__ = [
+    "LAYOUTS",
+    "SWITCHES",
+    "OptionFields",
+    "Stage",
+    "TreeAttentionBackwardCase",
+    "TreeAttentionCase",
+    "packed",
+]
+
+#: Options by their letters in the documentation, as cases of few tokens have them.
+SHORT = {"compression_rate": "r", "max_top_nodes": "M"}
+#: Options that are on or off, which drawn problems have in every mix.
+SWITCHES = tuple(name for name, kind, _ in OF_OPS if kind == "bool")
 
 
 def _fused_projection(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,8 +90,47 @@ class Stage:
     parents: Tensor
 
 
+def packed(*documented: Any, **others: Any) -> tuple[list[int], list[float]]:
+    """The last two arguments of an op with packed options, from options in the order of the documents and by name.
+
+    Options that no op takes are packed too, so that the op refuses them.
+    """
+    names = [name for name, _, _ in OF_OPS]
+    given = dict(zip(names, documented, strict=False)) | others
+    if "top_k_per_layer" in given:
+        given["top_k"] = given.pop("top_k_per_layer")
+    ints, floats = pack(SimpleNamespace(**(vars(DEFAULTS) | given)))  # type: ignore[arg-type]
+    return list(ints), list(floats)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TreeAttentionCase(Case):
+class OptionFields:
+    """The options of a case, by the names of :class:`htree_ops.TreeOptions` or by those of :data:`SHORT`."""
+
+    selection_stride: int = 1
+    selection_span: int | None = None
+    open_next: bool = False
+    importance: Importance = "lse_causal"
+    scale: float | None = None
+    rope_base: float | None = 10000.0
+    inv_freq: tuple[float, ...] | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of ``tree_attention``: all options that ops take."""
+        attributes = {name: SHORT[name] if name not in vars(self) else name for name, _, _ in OF_OPS}
+        return {name: getattr(self, attribute) for name, attribute in attributes.items()}
+
+    def tree_options(self) -> TreeOptions:
+        """The same as one object."""
+        return TreeOptions(**self.keywords())
+
+    def packed(self) -> tuple[list[int], list[float]]:
+        """The last two arguments of the ops that take packed options."""
+        return self.tree_options().packed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeAttentionCase(OptionFields, Case):
     """q [B,T_q,H,K], k [B,T,H_kv,K], v [B,T,H_kv,V] and the options of ``attention`` (§1.8).
 
     ``num_queries`` None means T. ``spread`` multiplies q: 1 gives scores of standard deviation about 1.
@@ -94,13 +148,6 @@ class TreeAttentionCase(Case):
     r: int = 4
     top_k: int = 2
     M: int = 8
-    selection_stride: int = 1
-    selection_span: int | None = None
-    open_next: bool = False
-    importance: str = "lse_causal"
-    scale: float | None = None
-    rope_base: float | None = 10000.0
-    inv_freq: tuple[float, ...] | None = None
     layout: str = "contiguous"
     spread: float = 1.0
     correlation: float = 0.0
@@ -156,19 +203,9 @@ class TreeAttentionCase(Case):
         )
 
     def reference_options(self) -> dict[str, Any]:
-        """Keywords of ``reference.tree_attention.htree_forward_naive``."""
-        return {
-            "compression_rate": self.r,
-            "max_top_nodes": self.M,
-            "top_k_per_layer": self.top_k,
-            "scale": self.scale,
-            "rope_base": self.rope_base,
-            "inv_freq": self.inv_freq,
-            "importance": self.importance,
-            "selection_stride": self.selection_stride,
-            "selection_span": self.selection_span,
-            "open_next": self.open_next,
-        }
+        """Keywords of ``reference.tree_attention.htree_forward_naive`` and of ``torch.ops.htree.attention``."""
+        options = self.keywords()
+        return options | {"top_k_per_layer": options.pop("top_k")}
 
     def make_separated(
         self, device: str | torch.device, seed: int = 0, gap: float = 1e-4

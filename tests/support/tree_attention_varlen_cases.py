@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.support.cases import Case, normal
-from tests.support.tree_attention_problem import TreeAttentionCase
+from tests.support.tree_attention_problem import OptionFields, TreeAttentionCase
 
 __all__ = ["BENCHMARK_CASES", "CASES", "VarlenBackwardCase", "VarlenCase", "offsets"]
 
@@ -20,7 +20,7 @@ def offsets(lengths: tuple[int, ...], device: str | torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VarlenCase(Case):
+class VarlenCase(OptionFields, Case):
     """Documents of ``lengths`` keys, of which the last ``queries`` attend (None: all), and ``spare`` rows behind them.
 
     The options are those of :class:`TreeAttentionCase`.
@@ -36,13 +36,6 @@ class VarlenCase(Case):
     r: int = 4
     top_k: int = 2
     M: int = 8
-    selection_stride: int = 1
-    selection_span: int | None = None
-    open_next: bool = False
-    importance: str = "lse_causal"
-    scale: float | None = None
-    rope_base: float | None = 10000.0
-    inv_freq: tuple[float, ...] | None = None
 
     @property
     def queries_of(self) -> tuple[int, ...]:
@@ -51,10 +44,10 @@ class VarlenCase(Case):
 
     def documents(self) -> list[TreeAttentionCase]:
         """The documents that have queries, as problems of their own; they share no random numbers with this one."""
-        names = ("dtype", "H", "H_kv", "K", "V", "r", "top_k", "M", "selection_stride", "importance", "scale")
-        options = {name: getattr(self, name) for name in (*names, "rope_base", *self.later_options())}
+        names = ("dtype", "H", "H_kv", "K", "V", "r", "top_k", "M", *(x.name for x in fields(OptionFields)))
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         return [
-            TreeAttentionCase(name=self.name, T=keys, num_queries=queries, **options)
+            TreeAttentionCase(name=self.name, T=keys, num_queries=queries, **shared)
             for queries, keys in zip(self.queries_of, self.lengths, strict=True)
             if queries
         ]
@@ -78,47 +71,13 @@ class VarlenCase(Case):
         """max_q and max_k."""
         return max(self.queries_of, default=0), max(self.lengths, default=0)
 
-    def op_options(self) -> tuple[Any, ...]:
-        """The options of the ops in order, up to the stride."""
-        return (
-            self.r,
-            self.M,
-            self.top_k,
-            self.scale,
-            self.rope_base,
-            self.importance,
-            self.selection_stride,
-        )
+    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
+        """Arguments of ``torch.ops.htree._attention_varlen`` before ``grouping`` and the options."""
+        return (*self.make_qkv(device, seed), *self.make_offsets(device), *self.bounds)
 
     def options(self) -> dict[str, Any]:
         """Keywords of ``tree_attention_varlen``."""
-        return {
-            "compression_rate": self.r,
-            "max_top_nodes": self.M,
-            "top_k": self.top_k,
-            "selection_stride": self.selection_stride,
-            "scale": self.scale,
-            "rope_base": self.rope_base,
-            "importance": self.importance,
-            **self.later_options(),
-        }
-
-    def later_options(self) -> dict[str, Any]:
-        """The options of the ops behind the stride, by name."""
-        return {
-            "selection_span": self.selection_span,
-            "inv_freq": self.inv_freq,
-            "open_next": self.open_next,
-        }
-
-    def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Positional arguments of ``torch.ops.htree.attention_varlen`` up to the stride."""
-        return (
-            *self.make_qkv(device, seed),
-            *self.make_offsets(device),
-            *self.bounds,
-            *self.op_options(),
-        )
+        return self.keywords()
 
     def bytes(self) -> int:
         """The inputs read and the output written once."""
@@ -142,16 +101,16 @@ class VarlenCase(Case):
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenBackwardCase(Case):
-    """The gradient of ``forward``: what ``attention_varlen_forward`` gave, and a standard normal upstream gradient."""
+    """The gradient of ``forward``: what ``_attention_varlen_forward`` gave, and a standard normal upstream gradient."""
 
     forward: VarlenCase
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Positional arguments of ``torch.ops.htree.attention_varlen_backward`` up to the stride."""
+        """Arguments of ``torch.ops.htree._attention_varlen_backward`` before ``grouping``."""
         inputs = self.forward.make_inputs(device, seed)
-        state = torch.ops.htree.attention_varlen_forward(*inputs)
+        state = torch.ops.htree._attention_varlen_forward(*inputs, "auto", *self.forward.packed())
         dout = normal(tuple(state[0].shape), self.dtype, device, 3 * seed + 1_000_003)
-        return (dout, *inputs[:7], *state, *inputs[7:])
+        return (dout, *inputs, *state)
 
     def bytes(self) -> int:
         """query, key, value, out, dout read and their gradients written once."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from htree_ops.ops.tree_attention.options import NAMES, Importance
 from htree_ops.ops.tree_cache.functions import (
     cache_layers,
     page_rows,
@@ -17,6 +18,7 @@ from htree_ops.ops.tree_cache.functions import (
 )
 from tests.support.cases import Case, normal
 from tests.support.tree_attention_cases import frequencies
+from tests.support.tree_attention_problem import OptionFields, packed
 
 __all__ = [
     "BENCHMARK_CASES",
@@ -29,11 +31,12 @@ __all__ = [
     "filled_pools",
     "offsets",
     "op_calls",
+    "op_options",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeCacheCase(Case):
+class TreeCacheCase(OptionFields, Case):
     """Sequences of ``lengths`` tokens, of which the last ``queries`` attend.
 
     ``capacity`` is what a sequence's pages can hold, where that is more than the longest of them needs.
@@ -51,12 +54,6 @@ class TreeCacheCase(Case):
     compression_rate: int = 16
     max_top_nodes: int = 8192
     top_k: int = 512
-    selection_stride: int = 1
-    selection_span: int | None = None
-    rope_base: float | None = 10000.0
-    inv_freq: tuple[float, ...] | None = None
-    importance: str = "lse_causal"
-    open_next: bool = False
     ring: int | None = None
     capacity: int = 0
 
@@ -69,6 +66,7 @@ class TreeCacheCase(Case):
         return cache_layers(self.max_pages * self.page_size, self.compression_rate, self.max_top_nodes)
 
     def page_options(self) -> dict[str, Any]:
+        """Keywords of the references of ``tree_cache_append_`` and ``tree_cache_append_packed_``."""
         return {
             "page_size": self.page_size,
             "compression_rate": self.compression_rate,
@@ -77,15 +75,8 @@ class TreeCacheCase(Case):
         }
 
     def options(self) -> dict[str, Any]:
-        """Keywords of ``tree_cache_attention``."""
-        return self.page_options() | {
-            "top_k": self.top_k,
-            "selection_stride": self.selection_stride,
-            "rope_base": self.rope_base,
-            "importance": self.importance,
-            "inv_freq": self.inv_freq,
-            "open_next": self.open_next,
-        }
+        """Keywords of ``tree_cache_append_``, ``tree_cache_append_packed_`` and ``tree_cache_attention``."""
+        return {"page_size": self.page_size, **self.keywords()}
 
     def tokens(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """k and v of all tokens, packed one sequence after the other."""
@@ -162,9 +153,7 @@ def filled_pools(case: TreeCacheCase, k: Tensor, v: Tensor, seed: int = 0) -> tu
     """The pools after one append of all tokens, and the block table."""
     k_pool, v_pool, table = case.empty_pools(k.device, seed)
     none = torch.zeros(len(case.lengths), dtype=torch.int32, device=k.device)
-    tree_cache_append_(
-        k_pool, v_pool, k, v, table, none, offsets(case.lengths, k.device), **case.page_options()
-    )
+    tree_cache_append_(k_pool, v_pool, k, v, table, none, offsets(case.lengths, k.device), **case.options())
     return k_pool, v_pool, table
 
 
@@ -195,13 +184,14 @@ def filled_packed_pools(
     pools, table = empty_packed_pools(case, bits, k.device, seed)
     none = torch.zeros(len(case.lengths), dtype=torch.int32, device=k.device)
     new: dict[str, Any] = {"k": k, "v": v, "cu_new": offsets(case.lengths, k.device)}
-    tree_cache_append_packed_(**pools, **new, block_table=table, lengths=none, **case.page_options())
+    tree_cache_append_packed_(**pools, **new, block_table=table, lengths=none, **case.options())
     return pools, table
 
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6}
 _TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "page_size": 8}
+SPANS: list[tuple[int, Importance]] = [(1, "lse_causal"), (2, "lse_causal"), (4, "exp_joint")]
 
 CASES = [
     TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_SMALL, **_TREE),
@@ -257,7 +247,7 @@ CASES = [
             **_SMALL,
             **_TREE,
         )
-        for span, importance in ((1, "lse_causal"), (2, "lse_causal"), (4, "exp_joint"))
+        for span, importance in SPANS
     ),
     TreeCacheCase(
         name="odd rates",
@@ -494,51 +484,50 @@ BENCHMARK_CASES = {
 }
 
 
+#: What a call of ``_tree_cache_attention`` may leave out where a Python function makes it.
+NOT_GIVEN = ("q_lengths", "rope_table", "k_codes", "k_scales", "v_codes", "v_scales")
+
+
+def op_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of an op from those of its function: the options of the tree are packed."""
+    of_tree = {name: value for name, value in options.items() if name in NAMES}
+    others = {name: value for name, value in options.items() if name not in NAMES}
+    return others | (
+        dict(zip(("option_ints", "option_floats"), packed(**of_tree), strict=True)) if of_tree else {}
+    )
+
+
 def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments and options of a small call of every op of the room."""
+    """Arguments of a small call of every op of the room, and options as :func:`op_options` takes them."""
     case = replace(CASES[2], lengths=(21, 9), queries=(5, 9))
     inputs = case.make_inputs(device)
     k_pool, v_pool, table, lengths = inputs[1:5]
     _, k, v = case.texts(device)
     state = state_of(device)
-    packed = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
-    _, packed_k, packed_v = packed.texts(device)
-    pools, packed_table = filled_packed_pools(packed, 4, packed_k, packed_v)
+    in_bits = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
+    _, packed_k, packed_v = in_bits.texts(device)
+    pools, packed_table = filled_packed_pools(in_bits, 4, packed_k, packed_v)
     prompt = replace(case, lengths=(21, 21), queries=(13, 13))
     prompt_q, *prompt_pools = prompt.make_inputs(device)[:4]
     copies = torch.empty(
         0, dtype=torch.uint8, device=device
     )  # the general kernels and those of the CPU read none
-    of_copies = prompt.options()
-    del of_copies["importance"], of_copies["open_next"]
-    of_bytes = {
-        name: x for name, x in of_copies.items() if name not in ("page_size", "rope_base", "inv_freq")
-    }
+    new = (lengths - 5, offsets((3, 2), device), None, 4)
+    sizes = (prompt.heads, 3, 21, 30)
+    of_bytes = {name: x for name, x in prompt.options().items() if name != "page_size"}
     return {
-        "tree_cache_prompt_bytes": ((*prompt_pools[:2], 2, prompt.heads, 30), of_bytes),
-        "tree_cache_pack_prompt_": ((copies, *prompt_pools, prompt.heads, 3, 21, 30), of_copies),
-        "tree_cache_prompt": (
+        "_tree_cache_prompt_bytes": ((*prompt_pools[:2], 2, prompt.heads, 30), of_bytes),
+        "_tree_cache_pack_prompt_": ((copies, *prompt_pools, *sizes), prompt.options()),
+        "_tree_cache_prompt": (
             (prompt_q.unflatten(0, (2, 13)), *prompt_pools, 21, copies, 30, True),
             prompt.options(),
         ),
-        "tree_cache_append_packed_": (
-            (
-                *pools.values(),
-                packed_k[:5],
-                packed_v[:5],
-                packed_table,
-                lengths - 5,
-                offsets((3, 2), device),
-                None,
-                4,
-            ),
-            packed.page_options(),
+        "_tree_cache_append_packed_": (
+            (*pools.values(), packed_k[:5], packed_v[:5], packed_table, *new),
+            in_bits.options(),
         ),
-        "tree_cache_append_": (
-            (k_pool, v_pool, k[:5], v[:5], table, lengths - 5, offsets((3, 2), device), None, 4),
-            case.page_options(),
-        ),
-        "tree_cache_attention": (inputs, case.options()),
+        "_tree_cache_append_": ((k_pool, v_pool, k[:5], v[:5], table, *new), case.options()),
+        "_tree_cache_attention": (inputs, case.options() | dict.fromkeys(NOT_GIVEN)),
         "tree_cache_pages_": (
             (*state, torch.tensor([3, 9], dtype=torch.int32, device=device), "append"),
             {"capacity": 30, "page_size": 8},

@@ -24,7 +24,7 @@ from htree_ops.ops.tree_attention import attention_backward, attention_forward
 from htree_ops.ops.tree_attention.stages import rope_cache
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
-from tests.support.tree_attention_calls import calls
+from tests.support.tree_attention_calls import calls_with
 from tests.support.tree_attention_cases import FREQUENCY_CASES, FREQUENCY_SHAPES
 from tests.support.tree_attention_checks import (
     assert_epsilon_optimal,
@@ -151,8 +151,8 @@ def test_a_table_may_be_given_to_the_op_of_the_cache(device):
     lengths, cu = cache.lengths, torch.tensor([0, 3], dtype=torch.int32, device=device)
     inputs = (q[0, -3:], cache.k_pool, cache.v_pool, cache.block_table, lengths, cu)
     table = rope_cache(8, 8, device=device, inv_freq=FREQUENCIES)
-    made = ops.tree_cache_attention(*inputs, page_size=8, **tree)
-    given = ops.tree_cache_attention(*inputs, rope_table=table, page_size=8, **tree)
+    made = htree_ops.ops.tree_cache.tree_cache_attention(*inputs, page_size=8, **tree)
+    given = htree_ops.ops.tree_cache.tree_cache_attention(*inputs, rope_table=table, page_size=8, **tree)
     wanted = htree_ops.tree_attention(q, k, v, **tree)[0, -3:]
     for found in (made, given):
         torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
@@ -169,7 +169,7 @@ def test_a_graph_keeps_the_frequencies():
     pages = (cache.k_pool, cache.v_pool, cache.block_table, cache.lengths, cu)
 
     def both():
-        rows = ops.tree_cache_attention(q[0], *pages, page_size=8, **tree)[0]
+        rows = htree_ops.ops.tree_cache.tree_cache_attention(q[0], *pages, page_size=8, **tree)[0]
         return rows, ops.attention(q, k, v, 4, 8, 2, inv_freq=FREQUENCIES)
 
     both()
@@ -200,8 +200,8 @@ def test_rope_cache(dtype, device):
 @pytest.mark.parametrize("name", ["ragged", "batch", "span"])
 def test_opcheck(name, device):
     shape = next(x for x in FREQUENCY_SHAPES if x.name == f"{name}_inv_freq")
-    found = [x for x in calls(shape.with_dtype(torch.float32), device) if "inv_freq" in x.kwargs]
-    assert len(found) == 7
+    found = calls_with(shape.with_dtype(torch.float32), device, "inv_freq")
+    assert len(found) == 10
     for call in found:
         torch.library.opcheck(call.overload, call.args, call.kwargs)
         if call.differentiable:
@@ -247,14 +247,14 @@ def test_a_layer_compiles_and_exports_as_one_node(device):
         longer = normal((2, 71, 32), torch.float32, device, 3)
         torch.testing.assert_close(exported.module()(longer), layer(longer))
     nodes = [node for node in exported.graph.nodes if "htree" in str(node.target)]
-    assert [str(node.target) for node in nodes] == ["htree.attention.default"]
+    assert [str(node.target) for node in nodes] == ["htree._attention.default"]
 
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_layer_rotates_as_the_function_does(documents, device):
     torch.manual_seed(0)
     layer = htree_ops.HTreeAttention(32, 4, 2, inv_freq=list(FREQUENCIES), device=device, **OPTIONS)
-    assert layer.inv_freq == FREQUENCIES
+    assert layer.options.inv_freq == FREQUENCIES
     x = torch.randn(1, 50, 32, device=device)
     q, k, v = layer._project(x)
     parts = (slice(0, 20), slice(20, 50)) if documents else (slice(0, 50),)
@@ -263,7 +263,7 @@ def test_a_layer_rotates_as_the_function_does(documents, device):
     ]
     call = {"cu_seqlens": torch.tensor([0, 20, 50], dtype=torch.int32, device=device)} if documents else {}
     torch.testing.assert_close(layer(x, **call), layer.o_proj(torch.cat(wanted, 1).flatten(2)))
-    layer.inv_freq = None
+    layer.options = dataclasses.replace(layer.options, inv_freq=None)
     assert not torch.allclose(layer(x, **call), layer.o_proj(torch.cat(wanted, 1).flatten(2)), atol=1e-3)
 
 
@@ -287,13 +287,14 @@ def test_sequences_and_tensors_are_floats(given):
     q, k, v = (normal((1, 30, h, 8), torch.float32, "cpu", h) for h in (4, 2, 2))
     wanted = htree_ops.tree_attention(q, k, v, **OPTIONS, inv_freq=numbers)
     assert torch.equal(htree_ops.tree_attention(q, k, v, **OPTIONS, inv_freq=given), wanted)
-    out, gmax, gsum, parents = attention_forward(q, k, v, 4, 8, 2, inv_freq=given)
+    out, gmax, gsum, parents = attention_forward(q, k, v, **OPTIONS, inv_freq=given)
     assert torch.equal(out, wanted)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     expected = torch.autograd.grad(
         htree_ops.tree_attention(*leaves, **OPTIONS, inv_freq=given), leaves, torch.ones_like(out)
     )
-    got = attention_backward(torch.ones_like(out), q, k, v, out, gmax, gsum, parents, 4, 8, 2, inv_freq=given)
+    state = (out, gmax, gsum, parents)
+    got = attention_backward(torch.ones_like(out), q, k, v, *state, **OPTIONS, inv_freq=given)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
@@ -307,15 +308,15 @@ def test_layers_and_caches_keep_it():
     x = torch.randn(1, 12, 32)
     torch.testing.assert_close(layer(x, cache=cache), layer(x))
     state = cache.state_dict()
-    assert state["factors"][2:].tolist() == list(single)
+    assert state["factors"][1:].tolist() == list(single)
     layer.make_cache(1, 40).load_state_dict(state)
-    layer.inv_freq = (1.0, 0.5, 0.25, 0.125)
-    with pytest.raises(ValueError, match="factors must be"):
+    layer.options = dataclasses.replace(layer.options, inv_freq=(1.0, 0.5, 0.25, 0.125))
+    with pytest.raises(ValueError, match=r"options must be .*inv_freq=\[1.0, 0.5, .*, got "):
         layer.make_cache(1, 40).load_state_dict(state)
     with pytest.raises(ValueError, match=r"options of the layer \(inv_freq = \(1.0, 0.5"):
         layer(x, cache=cache)
-    layer.inv_freq = None
-    with pytest.raises(ValueError, match=r"factors must be like \(2,\), got \(6,\)"):
+    layer.options = dataclasses.replace(layer.options, inv_freq=None)
+    with pytest.raises(ValueError, match=r"options must be .*inv_freq=None.*, got .*inv_freq=\["):
         layer.make_cache(1, 40).load_state_dict(state)
 
 
@@ -324,7 +325,7 @@ def test_layers_and_caches_keep_it():
 WRONG = [
     ({"inv_freq": [1.0] * 3}, ValueError, "inv_freq must have K/2 numbers, got 3 and K = 8"),
     ({"inv_freq": [1.0] * 8}, ValueError, "inv_freq must have K/2 numbers, got 8 and K = 8"),
-    ({"inv_freq": []}, ValueError, "inv_freq must have K/2 numbers, got 0 and K = 8"),
+    ({"inv_freq": []}, ValueError, "inv_freq must have K/2 numbers, got 0"),
     ({"inv_freq": [1.0, math.nan, 1.0, 1.0]}, ValueError, "inv_freq must be finite in float32, got nan at 1"),
     ({"inv_freq": [1.0, 1.0, 1.0, math.inf]}, ValueError, "inv_freq must be finite in float32, got inf at 3"),
     ({"inv_freq": [1e300] * 4}, ValueError, r"inv_freq must be finite in float32, got 1e\+300 at 0"),
@@ -357,14 +358,14 @@ def functions(device):
     cache = htree_ops.TreeKVCache(1, 2, 8, 32, dtype=torch.float32, device=device, page_size=8, **OPTIONS)
     cache.append(k, v)
     pages = (cache.k_pool, cache.v_pool, cache.block_table, cache.lengths, cu)
-    state = attention_forward(q, k, v, 4, 8, 2)
+    state = attention_forward(q, k, v, **OPTIONS)
     return {
         "tree_attention": lambda **o: htree_ops.tree_attention(q, k, v, **OPTIONS, **o),
         "tree_attention_varlen": lambda **o: htree_ops.tree_attention_varlen(
             q[0], k[0], v[0], cu, cu, 30, 30, **OPTIONS, **o
         ),
-        "attention_forward": lambda **o: attention_forward(q, k, v, 4, 8, 2, **o),
-        "attention_backward": lambda **o: attention_backward(state[0], q, k, v, *state, 4, 8, 2, **o),
+        "attention_forward": lambda **o: attention_forward(q, k, v, **OPTIONS, **o),
+        "attention_backward": lambda **o: attention_backward(state[0], q, k, v, *state, **OPTIONS, **o),
         "tree_cache_attention": lambda **o: htree_ops.ops.tree_cache.tree_cache_attention(
             q[0], *pages, page_size=8, **OPTIONS, **o
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tree_attention_helpers import wild_lists
@@ -141,15 +143,13 @@ def test_rows_before_the_first_selection_of_a_long_text(span: int | None) -> Non
     """The tables of such a call end before the nodes of the top do."""
     case = tensor_core("rows", torch.bfloat16, T=4000, H=4, M=256, top_k=16, K=128, V=128)
     q, k, v = case.make_qkv("cuda")
-    later = {"selection_span": span}
+    packed = replace(case, selection_span=span).packed()
     for starts, length in (([0], 64), ([0, 100], 96)):
         rows = torch.cat([q[:, start : start + length] for start in starts], 1)
         for store_parents in (True, False):
-            *results, lists = torch.ops.htree.attention_rows(
-                rows, k, v, starts, *case.op_options(), store_parents, **later
-            )
+            *results, lists = torch.ops.htree._attention_rows(rows, k, v, starts, store_parents, *packed)
             assert results[0].isfinite().all()
-            gradients = torch.ops.htree.attention_rows_backward(
-                torch.randn_like(rows), rows, k, v, *results, lists, starts, *case.op_options(), **later
+            gradients = torch.ops.htree._attention_rows_backward(
+                torch.randn_like(rows), rows, k, v, *results, lists, starts, [True] * 3, *packed
             )
             assert all(x.isfinite().all() for x in gradients)

@@ -100,9 +100,13 @@ BACKWARD = {
     ),
 }
 
-#: Of attention_rows, whose queries stand where `starts` says.
+#: Of _attention_rows, whose queries stand where `starts` says, and whose options have no words.
 ROWS = {
-    **{what: row for what, row in WHOLE.items() if not any("T_q" in word for word in row[2])},
+    **{
+        what: row
+        for what, row in WHOLE.items()
+        if not any("T_q" in word or word == "importance" for word in row[2])
+    },
     "start below 0": ({"starts": [-1]}, ValueError, ["starts", "0", "-1"]),
     "start too large": ({"starts": [0, 15]}, ValueError, ["starts", "15", "6 rows", "20"]),
     "start inside a stride": (
@@ -287,8 +291,8 @@ LAYER_OPS = (
 )
 TABLE = [
     *((op, what, *row) for op in ("attention", "attention_forward") for what, row in WHOLE.items()),
-    *(("attention_rows", what, *row) for what, row in ROWS.items()),
-    *(("attention_rows_backward", what, *row) for what, row in ROWS_BACKWARD.items()),
+    *(("_attention_rows", what, *row) for what, row in ROWS.items()),
+    *(("_attention_rows_backward", what, *row) for what, row in ROWS_BACKWARD.items()),
     *(("attention_backward", what, *row) for what, row in {**WHOLE, **BACKWARD}.items()),
     *((op, what, *row) for op in LAYER_OPS for what, row in LAYER.items() if set(row[0]) <= set(CALLS[op])),
     *((op, what, *row) for what, (op, *row) in OTHERS.items()),
@@ -304,7 +308,7 @@ def test_a_wrong_argument_is_named(op, what, changes, error, words, device):
         make_call(op, device, **changed)
     message = str(caught.value)
     assert type(caught.value) is error
-    function = {"attention": "tree_attention"}.get(op, op)
+    function = {"attention": "tree_attention"}.get(op, op.removeprefix("_"))
     assert message.startswith(f"{function}: ")
     body = message.removeprefix(f"{function}: ")
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", body)]

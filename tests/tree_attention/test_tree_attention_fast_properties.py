@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tree_attention_fast import TENSOR_CORE_DELTA, TENSOR_CORE_TOLERANCE, assert_fast_output
 from tree_attention_helpers import wild_lists
-from tree_attention_strategies import seeds, spans_of
+from tree_attention_strategies import seeds, spans_of, switches
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
@@ -48,7 +48,7 @@ def problems(draw, layers=None):
         T=length, num_queries=num_queries, H=heads_kv * draw(st.sampled_from((1, 2, 3, 4, 8, 16))),
         H_kv=heads_kv, K=width, V=width, r=16, top_k=top_k, M=top_nodes, selection_stride=stride,
         importance=draw(st.sampled_from(("lse_causal", "exp_joint"))), selection_span=draw(spans_of(16)),
-        open_next=draw(st.booleans()),
+        **draw(switches),
         inv_freq=draw(st.sampled_from((None, frequencies(width)))),
         spread=draw(st.sampled_from((1.0, 0.2))), layout=draw(st.sampled_from(LAYOUTS)),
     )  # fmt: skip

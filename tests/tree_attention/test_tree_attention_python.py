@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import htree_ops
 import htree_ops.ops.tree_attention as room
 import htree_ops.reference.tree_attention as ref
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
-from htree_ops.ops.tree_attention import attention, stages
+from htree_ops.ops.tree_attention import attention, options, stages
 from tests.support.tree_attention_cases import SHAPES
 from tests.support.tree_attention_checks import assert_output
 
@@ -382,7 +382,9 @@ def test_what_a_type_checker_sees() -> None:
     keywords = [[argument.arg for argument in node.args.kwonlyargs] for node in found]
     assert all(names == keywords[-1] for names in keywords)
     for node in found:
-        kinds = {argument.arg: ast.unparse(argument.annotation) for argument in node.args.kwonlyargs}
-        assert (kinds["importance"], kinds["scope"]) == ("Importance", "Scope")
-    assert get_args(attention.Importance) == ("lse_causal", "exp_joint", "lse")
-    assert get_args(attention.Scope) == attention.SCOPES
+        assert node.args.kwarg is not None
+        assert ast.unparse(node.args.kwarg.annotation) == "Unpack[TreeKeywords]"
+    kinds = get_type_hints(options.TreeKeywords)
+    assert set(kinds) == set(options.NAMES)
+    assert get_args(kinds["importance"]) == ("lse_causal", "lse", "exp_joint")
+    assert get_args(kinds["scope"]) == ("kv_head", "q_head")

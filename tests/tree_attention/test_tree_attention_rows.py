@@ -1,4 +1,4 @@
-"""attention_rows: queries at any place of the text have the bits of a call with all of them (docs/semantics §1.8)."""
+"""_attention_rows: queries at any place of the text have the bits of a call with all of them (docs/semantics §1.8)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import normal
+from tests.support.tree_attention_problem import packed
 
 OPS = torch.ops.htree
 #: B, T, H, H_kv, K, V, dtype, where the text is cut, and the options up to selection_stride.
@@ -54,6 +55,7 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any,
 }
 
 
+MASK = [True, True, True]
 #: How far the sum of gradients in another order may be off, as a share of the largest.
 BOUNDS = {torch.float32: 1e-5}
 
@@ -81,24 +83,24 @@ def qkv(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]
 def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -> None:
     sizes, dtype, cuts, options = CASES[name]
     q, k, v, dout = qkv(sizes, dtype, device)
-    stride = options[6] if len(options) > 6 else 1
+    stride, tree = options[6] if len(options) > 6 else 1, packed(*options)
     *whole, parents = OPS.attention_forward(q, k, v, *options)
     dq, dk, dv = OPS.attention_backward(dout, q, k, v, *whole, parents, *options)
     sums = [torch.zeros_like(x, dtype=torch.float64) for x in (dk, dv)]
     for begin, end in itertools.pairwise(cuts):
         rows = q[:, begin:end]
-        *results, lists = OPS.attention_rows(rows, k, v, [begin], *options)
+        *results, lists = OPS._attention_rows(rows, k, v, [begin], True, *tree)
         for found, expected in zip(results, whole, strict=True):
             assert torch.equal(found, expected[:, begin:end])
         expected_lists = torch.stack(parents)[:, :, begin // stride : -(-end // stride)]
         assert torch.equal(stacked(lists, expected_lists.shape[2]), expected_lists)
-        unstored = OPS.attention_rows(rows, k, v, [begin], *options, store_parents=False)
+        unstored = OPS._attention_rows(rows, k, v, [begin], False, *tree)
         assert unstored[3].shape == (lists.shape[0], 0, *lists.shape[2:])
         assert torch.equal(unstored[0], results[0])
         state = (dout[:, begin:end], rows, k, v, *results)
-        gradients = OPS.attention_rows_backward(*state, lists, [begin], *options)
-        again = OPS.attention_rows_backward(*state, unstored[3], [begin], *options)
-        unrounded = OPS.attention_rows_backward_sums(*state, lists, [begin], *options)
+        gradients = OPS._attention_rows_backward(*state, lists, [begin], MASK, *tree)
+        again = OPS._attention_rows_backward(*state, unstored[3], [begin], MASK, *tree)
+        unrounded = OPS._attention_rows_backward_sums(*state, lists, [begin], MASK, *tree)
         for one, other, wide in zip(gradients, again, unrounded, strict=True):
             assert torch.equal(one, other)
             assert torch.equal(one, wide.to(dtype))
@@ -116,24 +118,26 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
     """Rows from several places in one call are those of a call for each place."""
     sizes, dtype, _, options = CASES[name]
     q, k, v, dout = qkv(sizes, dtype, device)
-    stride = options[6] if len(options) > 6 else 1
+    stride, tree = options[6] if len(options) > 6 else 1, packed(*options)
     step = sizes[1] // 4 // stride * stride
     for places in ([0, 3], [2, 1], [0, 1, 2, 3], [0, 1, 3], [0, 2, 3]):  # neighbours are worked on together
         starts = [i * step for i in places]
         rows, upstream = (torch.cat([x[:, at : at + step] for at in starts], 1) for x in (q, dout))
-        *results, lists = OPS.attention_rows(rows, k, v, starts, *options)
-        ours = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists, starts, *options)
-        again = OPS.attention_rows_backward(upstream, rows, k, v, *results, lists[:, :0], starts, *options)
+        *results, lists = OPS._attention_rows(rows, k, v, starts, True, *tree)
+        ours = OPS._attention_rows_backward(upstream, rows, k, v, *results, lists, starts, MASK, *tree)
+        again = OPS._attention_rows_backward(
+            upstream, rows, k, v, *results, lists[:, :0], starts, MASK, *tree
+        )
         sums = [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
         for i, start in enumerate(starts):
             piece = slice(i * step, (i + 1) * step)
-            one = OPS.attention_rows(rows[:, piece], k, v, [start], *options)
+            one = OPS._attention_rows(rows[:, piece], k, v, [start], True, *tree)
             for found, expected in zip(results, one[:3], strict=True):
                 assert torch.equal(found[:, piece], expected)
             ours_here = stacked(lists, len(starts) * step // stride)[:, :, i * step // stride :]
             assert torch.equal(ours_here[:, :, : step // stride], stacked(one[3], step // stride))
             state = (upstream[:, piece], rows[:, piece], k, v, *one)
-            theirs = OPS.attention_rows_backward(*state, [start], *options)
+            theirs = OPS._attention_rows_backward(*state, [start], MASK, *tree)
             assert_close(ours[0][:, piece], theirs[0], 0 if device == "cpu" else 2e-2)
             for total, part in zip(sums, theirs[1:], strict=True):
                 total += part
@@ -148,10 +152,10 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
 def test_a_chunk_of_a_long_text_has_the_rows_of_the_whole(importance: str, heads: int) -> None:
     """The scores of few lists take other thread blocks at the top than those of many (tree/plan/problem.h)."""
     q, k, v, _ = qkv((1, 24_576, heads, 4, 64, 64), torch.bfloat16, "cuda")
-    options = (16, 2048, 128, None, 10000.0, importance, 4)
-    whole = OPS.attention_rows(q, k, v, [0], *options)
+    tree = packed(16, 2048, 128, importance=importance, selection_stride=4)
+    whole = OPS._attention_rows(q, k, v, [0], True, *tree)
     for begin, end in ((20_480, 24_576), (12_288, 13_312), (2048, 2304)):
-        part = OPS.attention_rows(q[:, begin:end], k, v, [begin], *options)
+        part = OPS._attention_rows(q[:, begin:end], k, v, [begin], True, *tree)
         expected_lists = stacked(whole[3], 24_576 // 4)[:, :, begin // 4 : end // 4]
         assert torch.equal(stacked(part[3], (end - begin) // 4), expected_lists)
         for found, expected in zip(part[:3], whole[:3], strict=True):
@@ -178,23 +182,26 @@ def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
     """A size that may be 1 would bind a compiled graph to lengths where it is or is not."""
     q, k, v, dout = qkv((2, 4, 4, 2, 6, 5), torch.float32, device)
     options = (4, 8, 2, None, 10000.0, "lse_causal", stride)
-    *results, lists = OPS.attention_rows(q[:, :1], k, v, [0], *options)
-    *_, parents = OPS.attention_forward(q, k, v, *options)
+    tree = packed(*options)
+    *results, lists = OPS._attention_rows(q[:, :1], k, v, [0], True, *tree)
+    parents = OPS.attention_forward(q, k, v, *options)[3]
     assert lists.shape == (2, 2, 2, 2)
     assert torch.equal(lists[:, :1], parents[0][:, :1])
     assert (lists[:, 1:] == -1).all()
-    gradients = OPS.attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists, [0], *options)
-    again = OPS.attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists[:, :0], [0], *options)
+    gradients = OPS._attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists, [0], MASK, *tree)
+    again = OPS._attention_rows_backward(
+        dout[:, :1], q[:, :1], k, v, *results, lists[:, :0], [0], MASK, *tree
+    )
     for one, other in zip(gradients, again, strict=True):
         assert torch.equal(one, other)
 
 
 def test_no_row(device: str) -> None:
     q, k, v, dout = qkv((1, 8, 2, 1, 4, 4), torch.float32, device)
-    out, gmax, gsum, lists = OPS.attention_rows(q[:, :0], k, v, [4], 4, 8, 2)
+    out, gmax, gsum, lists = OPS._attention_rows(q[:, :0], k, v, [4], True, *packed(4, 8, 2))
     assert out.shape == (1, 0, 2, 4)
-    dq, dk, dv = OPS.attention_rows_backward(
-        dout[:, :0], q[:, :0], k, v, out, gmax, gsum, lists, [4], 4, 8, 2
+    dq, dk, dv = OPS._attention_rows_backward(
+        dout[:, :0], q[:, :0], k, v, out, gmax, gsum, lists, [4], MASK, *packed(4, 8, 2)
     )
     assert dq.numel() == 0
     assert not dk.any()

@@ -15,13 +15,22 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
-from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, frequencies_of, seeds, spans_of
+from tree_attention_strategies import (
+    CAUSAL,
+    EVERY_IMPORTANCE,
+    dtypes_of,
+    frequencies_of,
+    seeds,
+    spans_of,
+    switches,
+)
 
 import htree_ops
 from htree_ops import tree_attention, tree_attention_varlen
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_problem import packed as packed_options
 from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets
 
 OPS = torch.ops.htree
@@ -35,7 +44,7 @@ def groupings_of(case: VarlenCase) -> tuple[str, ...]:
 
 
 def packed(case: VarlenCase, inputs: tuple[Any, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
-    return OPS.attention_varlen(*inputs, grouping=grouping, **case.later_options())
+    return OPS._attention_varlen(*inputs, grouping, *case.packed())
 
 
 def one_by_one(case: VarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -145,7 +154,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         M=draw(st.integers(1, top_k * r)),
         selection_stride=stride,
         selection_span=None if importance == "lse" else draw(spans_of(r)),
-        open_next=draw(st.booleans()),
+        **draw(switches),
         importance=importance,
         inv_freq=draw(frequencies_of(width)),
     )
@@ -260,9 +269,9 @@ def test_lse_has_no_gradient_and_frozen_inputs_cost_none(device: str) -> None:
         out, k, normal(tuple(out.shape), out.dtype, out.device, 99), create_graph=True
     )
     assert torch.equal(dk, full[3])
-    state = OPS.attention_varlen_forward(q, k.detach(), v, *rest)
-    found = OPS.attention_varlen_backward(
-        out, q, k, v, *rest[:4], *state, *rest[4:], output_mask=[True, False, True]
+    state = OPS._attention_varlen_forward(q, k.detach(), v, *rest, "auto", *case.packed())
+    found = OPS._attention_varlen_backward(
+        out, q, k, v, *rest, *state, "auto", [True, False, True], *case.packed()
     )
     assert [x is not None for x in found] == [True, False, True]
 
@@ -296,8 +305,8 @@ def broken_call(change: dict[str, Any], device: str, grouping: str) -> tuple[Any
     leaves = [x.requires_grad_() for x in (q, k, v)]
     cu = [torch.tensor(values[name], dtype=torch.int32, device=device) for name in "qk"]
     stride = 4 if values["q"][1] == 9 else 1
-    options = (4, 8, 2, None, 1e4, "lse_causal", stride)
-    out, lse = OPS.attention_varlen(*leaves, *cu, values["max_q"], values["max_k"], *options, grouping)
+    options = packed_options(4, 8, 2, selection_stride=stride)
+    out, lse = OPS._attention_varlen(*leaves, *cu, values["max_q"], values["max_k"], grouping, *options)
     return out, lse, *torch.autograd.grad(out.sum(), leaves)
 
 
@@ -336,7 +345,7 @@ def test_offsets_that_all_begin_too_late_break_the_first_document(first: int, de
     k, v = (normal((8, 1, 8), torch.float32, device, seed) for seed in (1, 2))
     cu = torch.tensor([first] * 3, dtype=torch.int32, device=device)
     for grouping in ("length", "rank"):
-        out, lse = OPS.attention_varlen(q, k, v, cu, cu, 8, 8, 2, 4, 2, grouping=grouping)
+        out, lse = OPS._attention_varlen(q, k, v, cu, cu, 8, 8, grouping, *packed_options(2, 4, 2))
         rows = min(first, 8)
         assert out[:rows].isnan().all()
         assert lse[:rows].isnan().all()
@@ -364,11 +373,11 @@ def test_any_offsets_stay_in_bounds(
     q, k, v = (normal(size, torch.float32, device, 1) for size in ((30, 2, 4), (33, 1, 4), (33, 1, 3)))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     cu = [torch.tensor(x, dtype=torch.int32, device=device) for x in (offsets_q, offsets_k)]
-    options = (4, 8, 2, None, 1e4, "lse_causal", stride, grouping)
+    options = packed_options(4, 8, 2, selection_stride=stride)
 
     def run() -> tuple[Tensor, ...]:
         with poisoned_memory():
-            out, lse = OPS.attention_varlen(*leaves, *cu, *bounds, *options)
+            out, lse = OPS._attention_varlen(*leaves, *cu, *bounds, grouping, *options)
             return out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     def refused() -> str:
@@ -441,18 +450,14 @@ CHECKED = ("ragged", "span", "stride", "empty_documents", "half", "inv_freq")
 
 @pytest.mark.parametrize("case", [x for x in CASES if x.name in CHECKED], ids=case_id)
 def test_opcheck(case: VarlenCase, device: str) -> None:
-    inputs = case.make_inputs(device)
-    span = case.later_options()
-    torch.library.opcheck(OPS.attention_varlen_forward.default, inputs, span)
-    q, k, v, *rest = inputs
-    torch.library.opcheck(
-        OPS.attention_varlen.default, (q.requires_grad_(), k.requires_grad_(), v, *rest), span
-    )
-    state = OPS.attention_varlen_forward(*inputs, **span)
-    dout = torch.ones_like(state[0].detach())
-    state = [x.detach() for x in state]
-    backward = (dout, q.detach(), k.detach(), v, *rest[:4], *state, *rest[4:])
-    torch.library.opcheck(OPS.attention_varlen_backward.default, backward, span)
+    q, k, v, *rest = case.make_inputs(device)
+    options = ("auto", *case.packed())
+    torch.library.opcheck(OPS._attention_varlen_forward.default, (q, k, v, *rest, *options))
+    leaves = (x.clone().requires_grad_() for x in (q, k))
+    torch.library.opcheck(OPS._attention_varlen.default, (*leaves, v, *rest, *options))
+    state = OPS._attention_varlen_forward(q, k, v, *rest, *options)
+    backward = (torch.ones_like(state[0]), q, k, v, *rest, *state, "auto", [True] * 3, *case.packed())
+    torch.library.opcheck(OPS._attention_varlen_backward.default, backward)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -523,19 +528,19 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
     case = VarlenCase(
         name="graph", dtype=torch.bfloat16, lengths=(300, 200, 12), spare=88, K=32, V=32, M=64, top_k=16
     )
-    q, k, v, cu, _, *rest = case.make_inputs("cuda")
+    q, k, v, cu, *_ = case.make_inputs("cuda")
     longest = (512, 512)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     dout = normal((600, 4, 32), torch.bfloat16, "cuda", 5)
 
     def step() -> tuple[Tensor, ...]:
-        out, lse = OPS.attention_varlen(*leaves, cu, cu, *longest, *rest[2:], grouping="auto")
+        out, lse = OPS._attention_varlen(*leaves, cu, cu, *longest, "auto", *case.packed())
         return out, lse, *torch.autograd.grad(out, leaves, dout)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        OPS.attention_varlen(*leaves, cu, cu, *longest, *rest[2:], grouping="rank")
+        OPS._attention_varlen(*leaves, cu, cu, *longest, "rank", *case.packed())
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -544,7 +549,7 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
         now = replace(case, lengths=lengths, spare=600 - sum(lengths))
         cu.copy_(offsets(lengths, "cuda"))
         graph.replay()
-        wanted = with_gradients(packed, now, (*leaves, cu, cu, *longest, *rest[2:]), "rank")
+        wanted = with_gradients(packed, now, (*leaves, cu, cu, *longest), "rank")
         assert torch.equal(captured[0], wanted[0])
         own = one_by_one(now, (q.detach(), k.detach(), v.detach(), cu, cu))
         torch.testing.assert_close(captured[0], own[0], rtol=2e-2, atol=2e-2)
@@ -552,7 +557,7 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
         pytest.raises(RuntimeError, match="have to be read on the host"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        OPS.attention_varlen(q, k, v, cu, cu, *longest, *rest[2:], grouping="length")
+        OPS._attention_varlen(q, k, v, cu, cu, *longest, "length", *case.packed())
 
 
 @pytest.mark.gpu
@@ -605,7 +610,7 @@ def test_scratch_is_that_of_one_sequence() -> None:
     peaks = []
     for call in (
         lambda: packed(case, inputs),
-        lambda: OPS.attention(*(x[None] for x in inputs[:3]), *inputs[7:]),
+        lambda: tree_attention(*(x[None] for x in inputs[:3]), **case.options()),
     ):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

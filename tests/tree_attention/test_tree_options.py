@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import re
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from htree_ops import HTreeAttention, TreeOptions, tree_attention
+from htree_ops import HTreeAttention, TreeKVCache, TreeOptions, tree_attention, tree_attention_varlen
 from htree_ops.ops.tree_attention import attention_backward, attention_forward
-from htree_ops.ops.tree_attention.attention import MOST_TOP_NODES
-from htree_ops.ops.tree_attention.options import RECOMMENDED
+from htree_ops.ops.tree_attention.options import (
+    MOST_TOP_NODES,
+    OF_OPS,
+    RECOMMENDED,
+    Importance,
+    Scope,
+    TreeKeywords,
+    tree_options,
+)
 
 OTHERS = {
     "compression_rate": 8,
@@ -40,7 +53,122 @@ def test_the_options_are_those_of_the_schema() -> None:
     assert ours.pop("max_top_nodes") is None  # what the op declares, where top_k allows it
     assert declared.pop("max_top_nodes") == MOST_TOP_NODES
     assert ours == declared
-    assert set(OTHERS) == {field.name for field in fields(TreeOptions)}
+    assert set(OTHERS) == {field.name for field in fields(TreeOptions)} == set(TreeKeywords.__annotations__)
+    assert {name for name, _, _ in OF_OPS} == set(OTHERS) - {"scope", "store_parents"}
+
+
+@pytest.mark.parametrize(
+    "function", [tree_attention, tree_attention_varlen, HTreeAttention.__init__, TreeKVCache.__init__]
+)
+def test_every_keyword_is_explained(function: Any) -> None:
+    assert inspect.get_annotations(function)["keywords"] == "Unpack[TreeKeywords]"
+    for name in TreeKeywords.__annotations__:
+        assert re.search(rf"^        {name}: ", tree_attention.__doc__ or "", re.M)
+
+
+# ---- the packed form
+
+
+def drawn_options() -> st.SearchStrategy[TreeOptions]:
+    """Any options, each of them as often as not with its default."""
+    rates = st.sampled_from((2, 4, 6, 16))
+    some: dict[str, st.SearchStrategy[Any]] = {
+        "top_k": st.integers(1, 9),
+        "scale": st.floats(-4, 4),
+        "importance": st.sampled_from(get_args(Importance)[::2]),
+        "selection_stride": st.sampled_from((1, 2)),
+        "selection_span": st.sampled_from((1, 2)),
+        "open_next": st.booleans(),
+        "scope": st.sampled_from(get_args(Scope)),
+        "store_parents": st.booleans(),
+    }
+    frequencies = st.lists(st.floats(-4, 4), min_size=1, max_size=5).map(tuple)
+    rotation = st.one_of(
+        st.fixed_dictionaries({}, optional={"rope_base": st.one_of(st.none(), st.floats(1, 1e6))}),
+        st.fixed_dictionaries({"inv_freq": frequencies}),
+    )
+    both = st.tuples(rates, st.fixed_dictionaries({}, optional=some), rotation)
+    return both.map(lambda x: TreeOptions(compression_rate=x[0], **x[1], **x[2]))
+
+
+class Packed(TorchDispatchMode):
+    """The options that the packed op gets."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.htree._attention.default:
+            self.options = args[-2:]
+        return func(*args, **(kwargs or {}))
+
+
+@given(options=drawn_options())
+def test_python_packs_as_the_library_does(options: TreeOptions) -> None:
+    names = {"top_k": "top_k_per_layer"}
+    by_name = {
+        names.get(name, name): getattr(options, name) for name, _, _ in OF_OPS if name != "max_top_nodes"
+    }
+    q = torch.empty(1, 2, 1, 2 * len(options.inv_freq or (0,)), device="meta")
+    with Packed() as found:
+        torch.ops.htree.attention(q, q, q, **by_name, max_top_nodes=options.top_nodes)
+    assert tuple(map(list, found.options)) == options.packed()
+    left_out = {"max_top_nodes": options.top_nodes, "scope": "kv_head", "store_parents": True}
+    assert TreeOptions.from_packed(*options.packed()) == replace(options, **left_out)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ints, floats: (ints[:-1], floats),
+        lambda ints, floats: ([*ints, 0], floats),
+        lambda ints, floats: (ints, floats[:-1]),
+        lambda ints, floats: (ints, [*floats, 0.0]),
+        lambda ints, floats: ([*ints[:-1], 2], floats),  # open_next
+        lambda ints, floats: ([*ints[:5], 3, *ints[6:]], floats),  # importance
+        lambda ints, floats: ([*ints[:-2], -1, ints[-1]], floats),
+        lambda ints, floats: ([], []),
+    ],
+)
+def test_numbers_that_are_no_packed_options_are_refused(change: Any) -> None:
+    packed = TreeOptions(inv_freq=(1.0, 0.5)).packed()
+    x = torch.zeros(1, 4, 2, 4)
+    assert torch.ops.htree._attention(x, x, x, True, *packed).shape == x.shape
+    with pytest.raises(ValueError, match=r"must be what TreeOptions.packed\(\) gives, got \["):
+        torch.ops.htree._attention(x, x, x, True, *change(*packed))
+
+
+def test_options_beside_keywords() -> None:
+    q, k, v = torch.randn(3, 1, 50, 2, 8)
+    options = TreeOptions(top_k=2, max_top_nodes=8, compression_rate=4)
+    wanted = tree_attention(q, k, v, top_k=3, max_top_nodes=8, compression_rate=4)
+    assert torch.equal(tree_attention(q, k, v, options=options, top_k=3), wanted)
+    assert tree_options("f", None, {}) == TreeOptions()
+    assert tree_options("f", options, {}) is options
+    with pytest.raises(TypeError, match=r"^tree_attention: options must be TreeOptions or None, got dict$"):
+        tree_attention(q, k, v, options=options.to_dict())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wrong_keyword_is_named_with_those_that_there_are(compiled: bool) -> None:
+    torch._dynamo.reset()
+    x = torch.zeros(1, 4, 2, 4)
+    function = torch.compile(tree_attention, backend="eager", fullgraph=True) if compiled else tree_attention
+    with pytest.raises(Exception, match=r"tree_attention: keywords must be among .*top_k.*, got 'topk'"):
+        function(x, x, x, topk=3)
+    for make in (lambda **o: HTreeAttention(8, 2, **o), lambda **o: TreeKVCache(1, 2, 8, 40, **o)):
+        with pytest.raises(
+            TypeError, match=r"(HTreeAttention|TreeKVCache): keywords must be among .* 'topk'"
+        ):
+            make(topk=3)
+
+
+def test_numbers_that_change_are_not_remembered() -> None:
+    q, k, v = torch.randn(3, 1, 30, 2, 4)
+    numbers = torch.tensor([1.0, 0.5])
+    before = tree_attention(q, k, v, inv_freq=numbers)
+    numbers[0] = 0.25
+    assert torch.equal(
+        tree_attention(q, k, v, inv_freq=numbers), tree_attention(q, k, v, inv_freq=(0.25, 0.5))
+    )
+    assert not torch.equal(tree_attention(q, k, v, inv_freq=numbers), before)
 
 
 def test_they_are_saved_and_loaded() -> None:
@@ -51,13 +179,6 @@ def test_they_are_saved_and_loaded() -> None:
         TreeOptions.from_dict({"topk": 600})
     with pytest.raises(FrozenInstanceError):
         options.top_k = 5  # type: ignore[misc]
-
-
-def test_ops_take_all_but_what_the_heads_and_a_backward_say() -> None:
-    left_out = {"scope", "store_parents"}
-    kept = {name: value for name, value in OTHERS.items() if name not in left_out}
-    assert TreeOptions(**OTHERS).of_ops() == kept
-    assert TreeOptions(top_k=3).of_ops()["max_top_nodes"] == 48  # a number where None was asked
 
 
 @pytest.mark.parametrize(
@@ -97,24 +218,18 @@ def test_wrong_ones_are_named(wrong: dict[str, object], error: type[Exception], 
         TreeOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_layer_takes_them_and_lets_them_be_set() -> None:
+def test_a_layer_keeps_them() -> None:
     torch.manual_seed(1)
     layer = HTreeAttention(32, 4, 2, **OTHERS)
     assert layer.options == TreeOptions(**OTHERS)
-    assert {name: getattr(layer, name) for name in OTHERS} == OTHERS
-    layer.top_k = 4
-    layer.selection_stride = 2
-    assert layer.options == replace(TreeOptions(**OTHERS), top_k=4, selection_stride=2)
-    with pytest.raises(ValueError, match=r"^HTreeAttention: .*selection_stride"):
-        layer.selection_stride = 3
+    layer.options = replace(layer.options, top_k=4, selection_stride=2)
     for wrong, came in (((1.0, 0.5), "2"), ((), "0")):
         with pytest.raises(ValueError, match=rf"^HTreeAttention: inv_freq must have .*, got {came}$"):
-            layer.inv_freq = wrong
-    assert layer.options == replace(TreeOptions(**OTHERS), top_k=4, selection_stride=2)
+            HTreeAttention(32, 4, 2, inv_freq=wrong)
     x = torch.randn(2, 50, 32)
     q = layer.q_proj(x).unflatten(-1, (4, 8))
     k, v = (projection(x).unflatten(-1, (2, 8)) for projection in (layer.k_proj, layer.v_proj))
-    expected = layer.o_proj(tree_attention(q, k, v, **layer.options.to_dict()).flatten(2))
+    expected = layer.o_proj(tree_attention(q, k, v, options=layer.options).flatten(2))
     assert torch.equal(layer(x), expected)
     assert torch.equal(copy.deepcopy(layer)(x), expected)
     assert "top_k=4, selection_stride=2, scale=0.5" in repr(layer)
@@ -166,7 +281,7 @@ def test_max_top_nodes_is_what_top_k_allows(options: dict[str, int], M: int) -> 
     layer = HTreeAttention(16, 2, **options)
     x = torch.randn(1, 300, 16)
     before = layer(x)
-    layer.max_top_nodes = M
+    layer.options = replace(layer.options, max_top_nodes=M)
     assert torch.equal(layer(x), before)
     if options:
         with pytest.raises(ValueError, match="max_top_nodes"):

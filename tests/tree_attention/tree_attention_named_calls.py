@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from htree_ops.reference import tree_attention as ref
+from tests.support.tree_attention_problem import packed
 
 
 def normal(*shape):
@@ -164,7 +165,7 @@ CALLS = {
     "final_normalize": {"gout": GLOBAL["gout"], "gsum": GLOBAL["gsum"], "dtype": None},
     "attention_forward": {**QKV, **OPTIONS, "store_parents": True},
     "attention": {**QKV, **OPTIONS, "store_parents": True},
-    "attention_rows": {**QKV, "starts": [8], **OPTIONS, "store_parents": True},
+    "_attention_rows": {**QKV, "starts": [8], "store_parents": True, **OPTIONS},
     "attention_backward": {
         "dout": normal(2, 12, 4, 5),
         **QKV,
@@ -175,7 +176,7 @@ CALLS = {
         **OPTIONS,
         "output_mask": [True, True, True],
     },
-    "attention_rows_backward": {
+    "_attention_rows_backward": {
         "dout": normal(2, 12, 4, 5),
         **QKV,
         "out": normal(2, 12, 4, 5),
@@ -183,11 +184,11 @@ CALLS = {
         "gsum": ones(2, 12, 4),
         "lists": lambda device: torch.cat([lists(layer=0)(device), lists()(device)], 1),
         "starts": [8],
-        **OPTIONS,
         "output_mask": [True, True, True],
+        **OPTIONS,
     },
 }
-CALLS["attention_rows_backward_sums"] = CALLS["attention_rows_backward"]
+CALLS["_attention_rows_backward_sums"] = CALLS["_attention_rows_backward"]
 
 
 def make_call(op, device, **changes):
@@ -198,4 +199,7 @@ def make_call(op, device, **changes):
     }  # fmt: skip
     if op in ("rope_cache", "top_parents"):
         arguments["device"] = device
+    if op.startswith("_"):
+        given = packed(**{name: arguments.pop(name) for name in OPTIONS})
+        arguments |= dict(zip(("option_ints", "option_floats"), given, strict=True))
     return getattr(torch.ops.htree, op)(**arguments)

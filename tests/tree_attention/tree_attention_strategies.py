@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support.tree_attention_cases import TreeAttentionCase
+from tests.support.tree_attention_problem import SWITCHES
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # §0.1
@@ -20,6 +21,9 @@ def dtypes_of(device):
 def spans_of(rate):
     """None as often as a divisor of the rate."""
     return st.one_of(st.none(), st.sampled_from([span for span in range(1, rate + 1) if rate % span == 0]))
+
+
+switches = st.fixed_dictionaries({name: st.booleans() for name in SWITCHES})
 
 
 def frequencies_of(width):
@@ -69,7 +73,7 @@ def problems(
         M=top_nodes,
         selection_stride=stride,
         selection_span=None if importance == "lse" else draw(spans_of(r)),
-        open_next=draw(st.booleans()),
+        **draw(switches),
         importance=importance,
         inv_freq=draw(frequencies_of(width)),
         spread=draw(st.sampled_from(spreads)),

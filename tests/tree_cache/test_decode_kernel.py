@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from htree_ops.ops.tree_cache.functions import cache_layers
+from htree_ops.ops.tree_cache.functions import cache_layers, tree_cache_attention
 from tests.support.cases import case_id
 from tests.support.devices import EVEN_CLUSTERS, H100_CLUSTERS
 from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists
@@ -105,7 +105,7 @@ def run(
     """The same numbers on every device: a generator draws others on another."""
     monkeypatch.setenv("HTREE_TREE_DECODE", choice)
     inputs = (None if x is None else x.to(device) for x in case.make_inputs("cpu"))
-    return ops.tree_cache_attention(*inputs, **case.options())
+    return tree_cache_attention(*inputs, **case.options())
 
 
 @pytest.mark.gpu
@@ -168,11 +168,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     """Nor on the room that its pages have, nor on how many rows there are."""
     case = replace(DECODE_CASES[0], lengths=(700, 45, 333), queries=(2, 1, 3))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
-    together = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    together = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
     for sequence, (first, count) in enumerate(((0, 2), (2, 1), (3, 3))):
         here = slice(sequence, sequence + 1)
         rows = slice(first, first + count)
-        alone = ops.tree_cache_attention(
+        alone = tree_cache_attention(
             q[rows],
             k_pool,
             v_pool,
@@ -190,15 +190,15 @@ def test_values_of_opened_nodes_do_not_reach_a_row() -> None:
     """A NaN in the value of a node that is opened meets no weight, not even 0; its tokens' values are what counts."""
     case = DECODE_CASES[0]
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
-    _, _, lists, _ = ops.tree_cache_attention(
+    _, _, lists, _ = tree_cache_attention(
         q, k_pool, v_pool, table, lengths, cu, *ring_of(case), **case.options()
     )
-    plain, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    plain, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
     opened = lists[0, 0, 0, 0]  # the parents at the tokens of the first sequence's last row
     for node in opened[opened >= 0].tolist():
         page = int(table[0, ((node + 1) * 16 - 1) // case.page_size])
         v_pool[page, 0, case.page_size + node % (case.page_size // 16)] = torch.nan
-    again, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    again, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
     last = case.queries[0] - 1
     assert torch.equal(again[last], plain[last])
 
@@ -232,11 +232,11 @@ def test_last_rows_in_a_graph(name: str) -> None:
     case = named(name)
     inputs = case.make_inputs("cuda")
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
-    expected, *_ = ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+    expected, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
     graph, results = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
         for _ in range(10):
-            out, *_ = ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+            out, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
             results.append(out.clone())
             out.zero_()
     for _ in range(10):
@@ -255,10 +255,10 @@ def test_a_step_is_one_launch_on_hopper(name: str, launches: int) -> None:
     case = named(name)
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
     inputs = case.make_inputs("cuda")
-    ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+    tree_cache_attention(*inputs, rope_table=table, **case.options())
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+        tree_cache_attention(*inputs, rope_table=table, **case.options())
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if "kernel" in event.name]
     hopper = torch.cuda.get_device_capability() == (9, 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from htree_ops.ops.tree_cache import tree_cache_attention
 from tests.support.tree_cache_cases import TreeCacheCase, filled_pools, offsets
 
 ops = torch.ops.htree
@@ -92,7 +93,7 @@ def selected(
     k_pool, v_pool, table = filled_pools(case, k, v)
     lists = torch.full((1, 1, case.layers, heads, top_k), -1, dtype=torch.int32, device=device)
     list_pos = torch.full((1, 1), -1, dtype=torch.int32, device=device)
-    *_, lists, list_pos = ops.tree_cache_attention(
+    *_, lists, list_pos = tree_cache_attention(
         q,
         k_pool,
         v_pool,

@@ -66,7 +66,7 @@ def attention_of(
     case: TreeCacheCase, pools: dict[str, Tensor], table: Tensor, q: Tensor, device: str
 ) -> tuple[Tensor, ...]:
     lists: tuple[Tensor | None, Tensor | None] = case.make_inputs(device)[6:]
-    return ops.tree_cache_attention(
+    return tree_cache_attention(
         q,
         pools["k_pool"],
         pools["v_pool"],
@@ -99,7 +99,7 @@ def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCa
         )
         cu, at = offsets(tuple(new.tolist()), "cpu"), rows.to(device)
         tree_cache_append_packed_(
-            *pools.values(), k[at], v[at], table, done.to(device), cu.to(device), **case.page_options()
+            *pools.values(), k[at], v[at], table, done.to(device), cu.to(device), **case.options()
         )
         expected = reference.tree_cache_append_packed(
             *expected, k.cpu()[rows], v.cpu()[rows], table.cpu(), done, cu, **case.page_options()
@@ -202,8 +202,11 @@ def test_opcheck_of_attention_from_packed_tokens(device: str) -> None:
     pools, table = filled_packed_pools(case, 8, k, v)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     arguments = (q, pools["k_pool"], pools["v_pool"], table, lengths, offsets(case.queries, device))
-    options = case.options() | {name: pools[name] for name in CODES}
-    torch.library.opcheck(ops.tree_cache_attention.default, arguments, options)
+    packed = [pools[name] for name in CODES]
+    torch.library.opcheck(
+        ops._tree_cache_attention.default,
+        (*arguments, *[None] * 4, *packed, case.page_size, *case.packed()),
+    )
 
 
 WIDE = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
@@ -277,7 +280,7 @@ def test_attention_refuses(change: dict[str, Any], error: type, message: str) ->
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_append_refuses_and_writes_nothing(change: dict[str, Any], error: type, message: str) -> None:
-    arguments, options = op_calls("cpu")["tree_cache_append_packed_"]
+    arguments, options = op_calls("cpu")["_tree_cache_append_packed_"]
     written = ("k_pool", "v_pool", *CODES, "k_tail", "v_tail")
     names = (*written, "k", "v", "block_table", "lengths", "cu_new", "new_lengths", "max_new")
     named = dict(zip(names, arguments, strict=True)) | options

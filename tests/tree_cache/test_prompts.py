@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from htree_ops import HTreeAttention, TreeKVCache, tree_attention
+from htree_ops.ops.tree_attention import attention_forward
 from htree_ops.ops.tree_cache import cache as cache_module
 from htree_ops.ops.tree_cache import prompts
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, attend_prompts
@@ -124,23 +125,23 @@ class StampedCopies(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        options, name = options or {}, op.overloadpacket.__name__
-        if name == "tree_cache_prompt_bytes":
+        name = op.overloadpacket.__name__
+        if name == "_tree_cache_prompt_bytes":
             return 4 * arguments[2] * arguments[4]
-        if name == "tree_cache_pack_prompt_":
-            copies, k_pool, _, table, _, begin, end, capacity = arguments
+        if name == "_tree_cache_pack_prompt_":
+            copies, k_pool, _, table, _, begin, end, capacity, page_size, *_ = arguments
             assert 0 <= begin <= end <= capacity
-            found = self.tokens(k_pool, table, end, options["page_size"])
+            found = self.tokens(k_pool, table, end, page_size)
             copies.view(torch.float32).view(len(table), capacity)[:, begin:end] = found[:, begin:]
             self.packed.append((begin, end))
             return None
-        if name == "tree_cache_prompt":
-            q, k_pool, v_pool, table, length, copies, capacity, listed = (*arguments, False)[:8]
+        if name == "_tree_cache_prompt":
+            q, k_pool, v_pool, table, length, copies, capacity, listed, page_size, *packed = arguments
             stamps = copies.view(torch.float32).view(len(table), capacity)[:, :length]
-            assert torch.equal(stamps, self.tokens(k_pool, table, length, options["page_size"]))
+            assert torch.equal(stamps, self.tokens(k_pool, table, length, page_size))
             self.calls.append((q.shape[1], listed))
-            arguments = (q, k_pool, v_pool, table, length, None, 0, listed)
-        return op(*arguments, **options)
+            arguments = (q, k_pool, v_pool, table, length, None, 0, listed, page_size, *packed)
+        return op(*arguments, **(options or {}))
 
     @staticmethod
     def tokens(k_pool: Tensor, table: Tensor, length: int, page_size: int) -> Tensor:
@@ -289,7 +290,7 @@ class Launches(TorchDispatchMode):
         "unsqueeze",
         "view",
         "_unsafe_view",
-        "tree_cache_prompt_bytes",
+        "_tree_cache_prompt_bytes",
     )
 
     def __init__(self) -> None:
@@ -316,7 +317,7 @@ def test_a_chunk_takes_few_launches(batch: int, layers: int, top_k: int, later: 
         with Launches() as launches:
             cache.append(k, v)
             attend_prompts(cache, q, [16] * batch, return_lse=False)
-        names = ["tree_cache_pages_", "tree_cache_append_", "tree_cache_prompt", "copy_", "add"]
+        names = ["tree_cache_pages_", "_tree_cache_append_", "_tree_cache_prompt", "copy_", "add"]
         if chunk >= later:
             assert [name for name in launches.names if batch == 1 or name != "clone"] == names
 
@@ -613,11 +614,7 @@ def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
         cache.append(k[:, rows], v[:, rows])
         cache.attend(q[:, rows])
         length = begin + chunk
-        options = cache.options.of_ops()
-        options["top_k_per_layer"] = options.pop("top_k")
-        lists = torch.ops.htree.attention_forward(
-            q[:, begin:length], k[:, :length], v[:, :length], **options, store_parents=True
-        )[3]
+        lists = attention_forward(q[:, begin:length], k[:, :length], v[:, :length], options=cache.options)[3]
         ring, kept = cache.ring
         for leader in range(length // 4 - 4, length // 4):
             assert kept[:, leader % 4].tolist() == [4 * leader] * 2

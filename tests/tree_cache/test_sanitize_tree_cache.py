@@ -10,6 +10,7 @@ import torch
 from page_tables import STATE, STEPS, Sizes
 
 from htree_ops import TreeKVCache, tree_attention
+from htree_ops.ops.tree_cache import tree_cache_attention
 from tests.support.cases import case_id
 from tests.support.tree_cache_cases import (
     CASES,
@@ -47,7 +48,7 @@ GENERAL = [
 
 @pytest.mark.parametrize("case", [*GENERAL, *DECODED], ids=case_id)
 def test_pages_are_filled_and_read(case: TreeCacheCase) -> None:
-    out, lse, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+    out, lse, *_ = tree_cache_attention(*case.make_inputs("cuda"), **case.options())
     assert out.shape == (sum(case.queries), case.heads, case.value_dim)
     assert not lse.isinf().any()
 
@@ -73,7 +74,7 @@ def test_packed_tokens_are_written_and_read(case: TreeCacheCase, bits: int) -> N
     packed = {name: pools[name] for name in ("k_codes", "k_scales", "v_codes", "v_scales")}
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
     rows = (case.last_queries("cuda"), pools["k_pool"], pools["v_pool"], table, lengths)
-    out, lse, *_ = torch.ops.htree.tree_cache_attention(
+    out, lse, *_ = tree_cache_attention(
         *rows, offsets(case.queries, "cuda"), *case.make_inputs("cuda")[6:], **case.options(), **packed
     )
     assert out.shape == (sum(case.queries), case.heads, case.value_dim)
@@ -98,7 +99,7 @@ def test_heads_and_widths(heads: int, key_dim: int) -> None:
         max_top_nodes=8,
         top_k=3,
     )
-    out, *_ = torch.ops.htree.tree_cache_attention(*case.make_inputs("cuda"), **case.options())
+    out, *_ = tree_cache_attention(*case.make_inputs("cuda"), **case.options())
     assert bool(out.isfinite().all())
 
 

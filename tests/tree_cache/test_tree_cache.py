@@ -16,7 +16,15 @@ from htree_ops import TreeKVCache, tree_attention
 from htree_ops.ops.tree_cache import page_rows, tree_cache_append_, tree_cache_attention
 from htree_ops.reference import tree_cache as reference
 from tests.support.cases import case_id
-from tests.support.tree_cache_cases import CASES, TreeCacheCase, filled_pools, offsets, op_calls, state_of
+from tests.support.tree_cache_cases import (
+    CASES,
+    TreeCacheCase,
+    filled_pools,
+    offsets,
+    op_calls,
+    op_options,
+    state_of,
+)
 
 ops = torch.ops.htree
 WIDE, MODEL = (next(case for case in CASES if case.name == name) for name in ("wide", "model"))
@@ -74,7 +82,7 @@ def test_span_means_of_a_whole_node_are_its_keys(device: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheCase) -> None:
     inputs = case.make_inputs(device)
-    out, lse, lists, list_pos = ops.tree_cache_attention(*inputs, **case.options())
+    out, lse, lists, list_pos = tree_cache_attention(*inputs, **case.options())
     wide = torch.float64 if case.dtype == torch.float64 else torch.float32
     expected = reference.tree_cache_attention(
         *on_cpu(*inputs),
@@ -91,7 +99,7 @@ def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheC
 def test_float64_agrees_to_its_precision() -> None:
     case = replace(CASES[2], dtype=torch.float64)
     inputs = case.make_inputs("cpu")
-    out, lse, *_ = ops.tree_cache_attention(*inputs, **case.options())
+    out, lse, *_ = tree_cache_attention(*inputs, **case.options())
     expected = reference.tree_cache_attention(*inputs, **case.options())
     assert_near(out, expected[0], torch.float64)
     assert lse.dtype == torch.float64
@@ -119,10 +127,10 @@ def test_queries_may_come_in_any_groups(device: str) -> None:
     """A row has the same bits alone, in a chunk, beside other sequences and after them."""
     case = replace(WIDE, lengths=(200, 120), queries=(7, 120))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
-    together, lse, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    together, lse, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
     for sequence, (first, count) in enumerate(((0, 7), (7, 120))):
         for i in range(0, count, 3):
-            one = ops.tree_cache_attention(
+            one = tree_cache_attention(
                 q[first + i : first + i + 1],
                 k_pool,
                 v_pool,
@@ -155,7 +163,7 @@ def test_more_rows_than_one_chunk_of_scratch_holds(span: int | None) -> None:
         ring=4,
     )
     q, k_pool, v_pool, table, lengths, cu, lists, list_pos = case.make_inputs("cuda")
-    whole, _, new_lists, new_pos = ops.tree_cache_attention(
+    whole, _, new_lists, new_pos = tree_cache_attention(
         q, k_pool, v_pool, table, lengths, cu, lists, list_pos, **case.options()
     )
     assert bool(whole.isfinite().all())
@@ -164,7 +172,7 @@ def test_more_rows_than_one_chunk_of_scratch_holds(span: int | None) -> None:
         kept, kept_pos = lists[here], list_pos[here]
         for begin in range(0, count, 200):  # every other cut lies inside a stride: the ring has its leader
             end = min(begin + 200, count)
-            part, _, kept, kept_pos = ops.tree_cache_attention(
+            part, _, kept, kept_pos = tree_cache_attention(
                 q[first + begin : first + end],
                 k_pool,
                 v_pool,
@@ -183,11 +191,11 @@ def test_more_rows_than_one_chunk_of_scratch_holds(span: int | None) -> None:
 def test_pages_may_lie_anywhere(device: str) -> None:
     case = CASES[1]
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
-    out, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
+    out, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
     order = torch.randperm(len(k_pool), generator=torch.Generator().manual_seed(9)).to(device)
     moved_k, moved_v = torch.empty_like(k_pool), torch.empty_like(v_pool)
     moved_k[order], moved_v[order] = k_pool, v_pool
-    moved, *_ = ops.tree_cache_attention(
+    moved, *_ = tree_cache_attention(
         q, moved_k, moved_v, order.int()[table.long()], lengths, cu, **case.options()
     )
     assert torch.equal(moved, out)
@@ -223,7 +231,7 @@ def test_rows_that_do_not_count(device: str) -> None:
 
 def test_a_row_without_its_leader_is_nan(device: str) -> None:
     case = replace(CASES[2], lengths=(30,), queries=(1,), ring=None)
-    out, lse, lists, list_pos = ops.tree_cache_attention(*case.make_inputs(device), **case.options())
+    out, lse, lists, list_pos = tree_cache_attention(*case.make_inputs(device), **case.options())
     assert bool(out.isnan().all())
     assert bool(lse.isnan().all())
     assert list_pos.tolist() == [[-1] * 4]
@@ -236,10 +244,10 @@ def test_nothing_behind_a_length_is_read(device: str, nan_memory: None) -> None:
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)  # NaN where nothing was written
     for pool in (k_pool, v_pool):
         pool[table[1, 2:].long()] = torch.inf
-    out, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths - 6, cu, **case.options())
+    out, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths - 6, cu, **case.options())
     table[0, 4:] = -7
     table[1, 2:] = 1 << 30
-    again, *_ = ops.tree_cache_attention(q, k_pool, v_pool, table, lengths - 6, cu, **case.options())
+    again, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths - 6, cu, **case.options())
     assert bool(out.isfinite().all())
     assert torch.equal(out, again)
 
@@ -248,8 +256,8 @@ def test_a_rope_table_may_be_given(device: str) -> None:
     case = CASES[0]
     inputs = case.make_inputs(device)
     table = ops.rope_cache(16, 8, 10000.0, device=torch.device(device))
-    out, *_ = ops.tree_cache_attention(*inputs, **case.options())
-    given, *_ = ops.tree_cache_attention(*inputs, rope_table=table, **case.options())
+    out, *_ = tree_cache_attention(*inputs, **case.options())
+    given, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
     assert_near(given, out, torch.float32)
 
 
@@ -303,18 +311,18 @@ def test_steps_of_the_page_table_are_those_of_the_reference(device: str) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        "tree_cache_append_",
-        "tree_cache_attention",
+        "_tree_cache_append_",
+        "_tree_cache_attention",
         "tree_cache_pages_",
         "tree_cache_copy_",
-        "tree_cache_prompt_bytes",
-        "tree_cache_pack_prompt_",
-        "tree_cache_prompt",
+        "_tree_cache_prompt_bytes",
+        "_tree_cache_pack_prompt_",
+        "_tree_cache_prompt",
     ],
 )
 def test_opcheck(device: str, name: str) -> None:
     arguments, options = op_calls(device)[name]
-    torch.library.opcheck(getattr(ops, name).default, arguments, options)
+    torch.library.opcheck(getattr(ops, name).default, arguments, op_options(options))
 
 
 def test_a_step_compiles_and_exports(device: str) -> None:
@@ -325,7 +333,7 @@ def test_a_step_compiles_and_exports(device: str) -> None:
         q: Tensor, k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
     ) -> Tensor:
         cu = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        tree_cache_append_(k_pool, v_pool, k[:, 0], v[:, 0], table, lengths, cu, **case.page_options())
+        tree_cache_append_(k_pool, v_pool, k[:, 0], v[:, 0], table, lengths, cu, **case.options())
         return tree_cache_attention(q[:, 0], k_pool, v_pool, table, lengths + 1, cu, **case.options())[0]
 
     q, k, v = (x[:4].unflatten(0, (2, 2)) for x in case.texts(device))
@@ -352,29 +360,29 @@ def test_a_step_compiles_and_exports(device: str) -> None:
 
 def test_no_gradient() -> None:
     calls = op_calls("cpu")
-    arguments, options = calls["tree_cache_attention"]
-    out, *_ = ops.tree_cache_attention(arguments[0].requires_grad_(), *arguments[1:], **options)
+    arguments, options = calls["_tree_cache_attention"]
+    out, *_ = ops._tree_cache_attention(arguments[0].requires_grad_(), *arguments[1:], **op_options(options))
     with pytest.raises(RuntimeError, match="not implemented"):
         out.nansum().backward()
-    arguments, options = calls["tree_cache_append_"]
+    arguments, options = calls["_tree_cache_append_"]
     with pytest.raises(NotImplementedError, match="no gradient"):
-        ops.tree_cache_append_(*arguments[:2], arguments[2].requires_grad_(), *arguments[3:], **options)
+        tree_cache_append_(*arguments[:2], arguments[2].requires_grad_(), *arguments[3:], **options)
 
 
 # ---- prompts
 
 
 def prompt_call(device: str, **change: Any) -> tuple[Any, ...]:
-    arguments, options = op_calls(device)["tree_cache_prompt"]
+    arguments, options = op_calls(device)["_tree_cache_prompt"]
     names = ("q", "k_pool", "v_pool", "block_table", "length", "copies", "capacity", "store_lists")
-    return ops.tree_cache_prompt(**dict(zip(names, arguments, strict=True)) | options | change)
+    return ops._tree_cache_prompt(**op_options(dict(zip(names, arguments, strict=True)) | options | change))
 
 
 @pytest.mark.parametrize("span", [None, 2])
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: int | None) -> None:
-    """Those of ``attention_rows`` over the tokens, bit for bit, and those of the reference."""
+    """Those of ``_attention_rows`` over the tokens, bit for bit, and those of the reference."""
     case = replace(
         CASES[2],
         lengths=(41, 41),
@@ -385,13 +393,10 @@ def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: in
     )
     q, k_pool, v_pool, table = case.make_inputs(device)[:4]
     arguments = (q.unflatten(0, (2, 13))[:, 13 - 41 % stride - 8 :], k_pool, v_pool, table, 41, None, 0, True)
-    out, gmax, gsum, lists = ops.tree_cache_prompt(*arguments, **case.options())
+    out, gmax, gsum, lists = ops._tree_cache_prompt(*arguments, case.page_size, *case.packed())
     k, v = (x.unflatten(0, (2, 41)) for x in case.tokens(device))
-    options = case.options()
-    del options["page_size"]
-    options["top_k_per_layer"] = options.pop("top_k")
     start = 41 - arguments[0].shape[1]
-    *wanted, rows = ops.attention_rows(arguments[0], k, v, [start], **options, store_parents=True)
+    *wanted, rows = ops._attention_rows(arguments[0], k, v, [start], True, *case.packed())
     wanted.append(rows.unflatten(1, (len(lists), -1)).transpose(0, 1))
     for ours, theirs in zip((out, gmax, gsum, lists), wanted, strict=True):
         assert torch.equal(ours, theirs)
@@ -450,14 +455,16 @@ def test_rows_of_a_prompt_refuse(change: dict, error: type, message: str) -> Non
 )
 def test_copies_of_a_prompt_refuse(change: dict, error: type, message: str) -> None:
     names = ("copies", "k_pool", "v_pool", "block_table", "num_heads", "begin", "end", "capacity")
-    arguments, options = op_calls("cpu")["tree_cache_pack_prompt_"]
+    arguments, options = op_calls("cpu")["_tree_cache_pack_prompt_"]
     with pytest.raises(error, match=message):
-        ops.tree_cache_pack_prompt_(**dict(zip(names, arguments, strict=True)) | options | change)
+        ops._tree_cache_pack_prompt_(
+            **op_options(dict(zip(names, arguments, strict=True)) | options | change)
+        )
 
 
 def test_sizes_of_copies_refuse() -> None:
-    arguments, options = op_calls("cpu")["tree_cache_prompt_bytes"]
-    assert ops.tree_cache_prompt_bytes(*arguments, **options) == 0
+    arguments, options = op_calls("cpu")["_tree_cache_prompt_bytes"]
+    assert ops._tree_cache_prompt_bytes(*arguments, **op_options(options)) == 0
     for place, value, message in (
         (2, -1, "num_sequences must be at least 0"),
         (3, 5, "num_heads must be a positive multiple"),
@@ -465,7 +472,7 @@ def test_sizes_of_copies_refuse() -> None:
     ):
         wrong = [*arguments[:place], value, *arguments[place + 1 :]]
         with pytest.raises(ValueError, match=message):
-            ops.tree_cache_prompt_bytes(*wrong, **options)
+            ops._tree_cache_prompt_bytes(*wrong, **op_options(options))
 
 
 # ---- what is refused
@@ -505,7 +512,7 @@ def test_sizes_of_copies_refuse() -> None:
 )
 def test_attention_refuses(change: dict, error: type, message: str) -> None:
     names = ("q", "k_pool", "v_pool", "block_table", "lengths", "cu_q", "lists", "list_pos")
-    arguments, options = op_calls("cpu")["tree_cache_attention"]
+    arguments, options = op_calls("cpu")["_tree_cache_attention"]
     with pytest.raises(error, match=message):
         tree_cache_attention(**dict(zip(names, arguments, strict=True)) | options | change)
 
@@ -533,7 +540,7 @@ def test_attention_refuses(change: dict, error: type, message: str) -> None:
 )
 def test_append_refuses_and_writes_nothing(change: dict, error: type, message: str) -> None:
     names = ("k_pool", "v_pool", "k", "v", "block_table", "lengths", "cu_new", "new_lengths", "max_new")
-    arguments, options = op_calls("cpu")["tree_cache_append_"]
+    arguments, options = op_calls("cpu")["_tree_cache_append_"]
     named = dict(zip(names, arguments, strict=True)) | options
     before = [named[name].clone() for name in ("k_pool", "v_pool")]
     with pytest.raises(error, match=message):
@@ -561,7 +568,7 @@ def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -
 
 def test_a_page_with_other_tokens_is_not_written() -> None:
     """The pages that an append writes belong to one sequence; full pages, and rows behind a text, may be anything."""
-    arguments, options = op_calls("cpu")["tree_cache_append_"]
+    arguments, options = op_calls("cpu")["_tree_cache_append_"]
     k_pool, v_pool, k, v, _, _, cu, *_ = arguments
     pools = [x.clone() for x in (k_pool, v_pool)]
 
@@ -597,12 +604,12 @@ def test_bad_tables_leave_memory_alone_on_a_gpu() -> None:
         bad_table, bad_lengths = noise(table, -9, 99), noise(lengths, -50, 90)
         cu = noise(offsets((5, 5, 5), "cuda"), -3, 40)
         bad_lists, bad_pos = noise(lists, -9, 1 << 30), noise(list_pos, -9, 60)
-        ops.tree_cache_attention(
+        tree_cache_attention(
             q, k_pool, v_pool, bad_table, bad_lengths, cu, bad_lists, bad_pos, **case.options()
         )
         guard = [x.clone() for x in (k_pool, v_pool)]
-        ops.tree_cache_append_(
-            k_pool, v_pool, q[:, :2], q[:, :2, :6], bad_table, bad_lengths % 9 - 9, cu, **case.page_options()
+        tree_cache_append_(
+            k_pool, v_pool, q[:, :2], q[:, :2, :6], bad_table, bad_lengths % 9 - 9, cu, **case.options()
         )
         for pool, old in zip((k_pool, v_pool), guard, strict=True):
             assert torch.equal(pool.nan_to_num(), old.nan_to_num())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from htree_ops import TreeKVCache, tree_attention
+from tests.support.tree_attention_problem import SWITCHES
 
 BANK = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -51,7 +52,7 @@ class Shape:
     span: int | None
     dtype: torch.dtype
     leaf_bits: int | None = None
-    open_next: bool = False
+    switches: tuple[str, ...] = ()  # options that are on
 
     @staticmethod
     def draw(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Shape:
@@ -81,7 +82,7 @@ class Shape:
             importance=draw.choice(("lse_causal", "exp_joint")),
             span=draw.choice([None, None, *(c for c in (1, 2, 3, 4) if rate % c == 0)]),
             dtype=draw.choice(dtypes),
-            open_next=draw.random() < 0.3,
+            switches=tuple(name for name in SWITCHES if draw.random() < 0.3),
         )
 
     @staticmethod
@@ -110,7 +111,7 @@ class Shape:
             importance=draw.choice(("lse_causal", "exp_joint")),
             span=draw.choice((None, None, 1, 2, 4, 16)),
             dtype=draw.choice((torch.bfloat16, torch.float16)),
-            open_next=draw.random() < 0.3,
+            switches=tuple(name for name in SWITCHES if draw.random() < 0.3),
         )
 
     def options(self) -> dict[str, object]:
@@ -123,7 +124,7 @@ class Shape:
             "inv_freq": self.frequencies,
             "importance": self.importance,
             "selection_span": self.span,
-            "open_next": self.open_next,
+            **dict.fromkeys(self.switches, True),
         }
 
     def cache(self, device: str) -> TreeKVCache:

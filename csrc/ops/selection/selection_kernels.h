@@ -17,7 +17,7 @@ using ComputeScores = void(const Tensor& q, const Tensor& layer_k, const Tensor&
                            const Tensor& sin, const LayerArgs& args, const Tensor& scores,
                            const Tensor& num_candidates);
 using SelectTopk = void(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
-                        Importance importance, bool open_next, const Tensor& topk_positions);
+                        const SelectionOptions& selection, const Tensor& topk_positions);
 using MaskTopkScores = void(const Tensor& scores, const Tensor& topk_positions);
 using ComputeNextParents = void(const Tensor& parents, const Tensor& topk_positions, int64_t r,
                                 const Tensor& next_parents);

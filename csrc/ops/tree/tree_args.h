@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "device/sizes.h"
+#include "ops/tree/options.h"
 
 #if defined(__CUDACC__)
 #define HTREE_HOST_DEVICE __host__ __device__ __forceinline__
@@ -13,8 +14,6 @@
 #endif
 
 namespace htree::tree_attention {
-
-enum class Importance { kLseCausal, kLse, kExpJoint };
 
 // One call of a staged or fused op on one layer, with every optional argument resolved and checked. Query row
 // i stands at token t = t0 + i. Row j of `parents` serves the queries with t / selection_stride == t0 /
@@ -27,27 +26,8 @@ struct LayerArgs {
   int64_t t0 = 0;
   int64_t selection_stride = 1;
   double scale = 1.0;
-  Importance importance = Importance::kLseCausal;
+  SelectionOptions selection;
   int64_t selection_span = 0;  // tokens of a span mean that the selection scores, a divisor of r; 0 for None
-  bool open_next = false;      // half of the selected are the candidates behind the others, §1.6
-};
-
-// A whole attention call. The queries are as many equal pieces as there are `starts`, one behind the other; the
-// first query of piece p stands at token starts[p]. Several pieces, and where they start, are multiples of
-// `selection_stride`.
-struct AttentionArgs {
-  int64_t compression_rate = 16;
-  int64_t max_top_nodes = 8192;
-  int64_t top_k = 512;
-  int64_t selection_stride = 1;
-  double scale = 1.0;
-  bool rotate = true;  // false where rope_base is None: no rotation at any layer
-  double rope_base = 10000.0;
-  std::vector<double> inv_freq;  // radians per position of each pair of dims; empty for rope_base^(-2i/K)
-  Importance importance = Importance::kLseCausal;
-  int64_t selection_span = 0;  // as in LayerArgs
-  bool open_next = false;
-  std::vector<int64_t> starts = {0};
 };
 
 // The token of a query of a call with `num_queries` of them.
@@ -90,8 +70,9 @@ HTREE_HOST_DEVICE int64_t candidate_count(int64_t num_parents, int64_t rightmost
 
 // With open_next, the number of candidates that are selected by their key, the rightmost among them; the
 // candidates behind them come next. 0 where that selects what the keys alone select.
-HTREE_HOST_DEVICE int64_t best_with_neighbours(bool open_next, int64_t top_k, int64_t num_candidates) {
-  return open_next && top_k > 2 && num_candidates > top_k ? (top_k + 1) / 2 : 0;
+HTREE_HOST_DEVICE int64_t best_with_neighbours(const SelectionOptions& selection, int64_t top_k,
+                                               int64_t num_candidates) {
+  return selection.open_next && top_k > 2 && num_candidates > top_k ? (top_k + 1) / 2 : 0;
 }
 
 // Whether a node takes part: it exists, and it starts at or before the query. Only a list

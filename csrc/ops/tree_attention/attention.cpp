@@ -11,13 +11,14 @@
 #include "ops/tree/plan/problem.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/packed_options.h"
 
 namespace htree::tree_attention {
 
 AttentionArgs resolve_options(const char* op, const TreeOptions& options, const Tensor& k,
                               c10::SymIntArrayRef starts, bool lists_given) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T of k must be below 2^31, got ", k.size(1));
-  AttentionArgs args;
+  AttentionArgs args = resolve(options, k.size(3));
   args.starts.clear();
   for (const SymInt& start : starts) {
     args.starts.push_back(start.expect_int());
@@ -25,20 +26,15 @@ AttentionArgs resolve_options(const char* op, const TreeOptions& options, const 
   const int64_t stride = options.selection_stride;
   const int64_t longest = ceil_div(std::max<int64_t>(k.size(1), 1024), stride) * stride;
   args.compression_rate = std::min(options.compression_rate, longest);
-  args.max_top_nodes = options.max_top_nodes;
   constexpr int64_t kTooManyForTensorCores = kMaxSelectWidth / kTensorCoreRate + 1;
   const int64_t useful = std::max(ceil_div(longest, args.compression_rate), kTooManyForTensorCores);
-  args.top_k = lists_given ? options.top_k : std::min(options.top_k, useful);
-  args.selection_stride = stride;
-  args.scale = resolve_scale(options.scale, k.size(3));
-  args.rotate = options.rope_base.has_value();
-  args.rope_base = options.rope_base.value_or(args.rope_base);
-  args.inv_freq = options.inv_freq.value_or(args.inv_freq);
-  args.importance = parse_importance(op, options.importance);
+  if (!lists_given) {
+    args.top_k = std::min(options.top_k, useful);
+  }
   // With r cut down, every query has one candidate at the one layer above the tokens, so nothing is scored.
-  const bool cut = args.compression_rate < options.compression_rate;
-  args.selection_span = cut ? 0 : options.selection_span.value_or(0);
-  args.open_next = options.open_next;
+  if (args.compression_rate < options.compression_rate) {
+    args.selection_span = 0;
+  }
   return args;
 }
 
@@ -102,15 +98,15 @@ AttentionState run_suffix(const char* op, const Tensor& q, const Tensor& k, cons
 }
 
 template <AttentionForward* kKernel>
-AttentionState attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const TreeOptions& options, bool store_parents) {
+AttentionState attention_forward(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                 const Tensor& v, bool store_parents) {
   return run_suffix<kKernel>("attention_forward", q, k, v, options, store_parents);
 }
 
 // attention_forward(...)[0]. This kernel runs without grad, where nobody reads the lists, so
 // it never stores them.
 template <AttentionForward* kKernel>
-Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
+Tensor attention(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
                  bool /*store_parents*/) {
   return std::get<0>(run_suffix<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false));
 }
@@ -118,8 +114,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOp
 // attention_forward for queries in pieces, with its lists as torch.cat(parents, 1): what Autograd calls. The tree is
 // built once for all pieces.
 template <AttentionForward* kKernel>
-AttentionRows attention_rows(const Tensor& q, const Tensor& k, const Tensor& v, c10::SymIntArrayRef starts,
-                             const TreeOptions& options, bool store_parents) {
+AttentionRows attention_rows(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                             c10::SymIntArrayRef starts, bool store_parents) {
   AttentionRows result = prepare_attention_rows(q, k, v, starts, options, store_parents);
   if constexpr (kKernel != nullptr) {
     const auto& [out, gmax, gsum, lists] = result;
@@ -164,10 +160,9 @@ void run_backward(const char* op, const Tensor& dout, const Tensor& q, const Ten
 }
 
 template <AttentionBackward* kKernel>
-Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                             at::TensorList parents, const TreeOptions& options,
-                             std::array<bool, 3> output_mask) {
+Gradients attention_backward(const TreeOptions& options, const Tensor& dout, const Tensor& q, const Tensor& k,
+                             const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                             at::TensorList parents, std::array<bool, 3> output_mask) {
   Gradients gradients =
       prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
   run_backward<kKernel>("attention_backward", dout, q, k, v, out, gmax, gsum, parents, {suffix_start(q, k)},
@@ -176,9 +171,9 @@ Gradients attention_backward(const Tensor& dout, const Tensor& q, const Tensor& 
 }
 
 template <AttentionBackward* kKernel>
-Gradients attention_rows_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                  const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                                  const Tensor& lists, c10::SymIntArrayRef starts, const TreeOptions& options,
+Gradients attention_rows_backward(const TreeOptions& options, const Tensor& dout, const Tensor& q,
+                                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                  const Tensor& gsum, const Tensor& lists, c10::SymIntArrayRef starts,
                                   std::array<bool, 3> output_mask) {
   Gradients gradients =
       prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
@@ -191,10 +186,10 @@ Gradients attention_rows_backward(const Tensor& dout, const Tensor& q, const Ten
 
 // attention_rows_backward with dk and dv as the sums that it rounds, fp32 (fp64 for fp64).
 template <AttentionBackward* kKernel>
-Gradients attention_rows_backward_sums(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                                       const Tensor& lists, c10::SymIntArrayRef starts,
-                                       const TreeOptions& options, std::array<bool, 3> output_mask) {
+Gradients attention_rows_backward_sums(const TreeOptions& options, const Tensor& dout, const Tensor& q,
+                                       const Tensor& k, const Tensor& v, const Tensor& out,
+                                       const Tensor& gmax, const Tensor& gsum, const Tensor& lists,
+                                       c10::SymIntArrayRef starts, std::array<bool, 3> output_mask) {
   Gradients gradients = prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts,
                                                         options, {output_mask[0], false, false});
   auto& [dq, dk, dv] = gradients;
@@ -213,37 +208,51 @@ Gradients attention_rows_backward_sums(const Tensor& dout, const Tensor& q, cons
 
 template <AttentionForward* kForward, AttentionBackward* kBackward>
 void register_kernels(torch::Library& library) {
-  library.impl("attention_forward", TORCH_FN(kLoose<attention_forward<kForward>>));
-  library.impl("attention", TORCH_FN(kLoose<attention<kForward>>));
-  library.impl("attention_rows", TORCH_FN(kLoose<attention_rows<kForward>>));
-  library.impl("attention_backward", TORCH_FN(kLoose<attention_backward<kBackward>>));
-  library.impl("attention_rows_backward", TORCH_FN(kLoose<attention_rows_backward<kBackward>>));
-  library.impl("attention_rows_backward_sums", TORCH_FN(kLoose<attention_rows_backward_sums<kBackward>>));
+  library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward<kForward>>));
+  library.impl("_attention", TORCH_FN(kPacked<attention<kForward>>));
+  library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows<kForward>>));
+  library.impl("_attention_backward", TORCH_FN(kPacked<attention_backward<kBackward>>));
+  library.impl("_attention_rows_backward", TORCH_FN(kPacked<attention_rows_backward<kBackward>>));
+  library.impl("_attention_rows_backward_sums", TORCH_FN(kPacked<attention_rows_backward_sums<kBackward>>));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  const std::string options = TreeOptions::kSchema;
-  const std::string later = TreeOptions::kLaterSchema;
-  const std::string forward = options + ", bool store_parents=True, " + later + ") -> ";
-  const std::string backward = options + ", bool[3] output_mask=[True, True, True], " + later +
-                               ") -> (Tensor dq, Tensor dk, Tensor dv)";
   const std::string qkv = "(Tensor q, Tensor k, Tensor v, ";
   const std::string results =
       "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
-  const std::string attention_forward =
-      "attention_forward" + qkv + forward + "(Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
-  const std::string attention = "attention" + qkv + forward + "Tensor";
-  const std::string attention_rows = "attention_rows" + qkv + "SymInt[] starts, " + forward +
-                                     "(Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
-  const std::string attention_backward = "attention_backward" + results + "Tensor[] parents, " + backward;
-  const std::string rows_backward = results + "Tensor lists, SymInt[] starts, " + backward;
-  const std::string attention_rows_backward = "attention_rows_backward" + rows_backward;
-  const std::string attention_rows_backward_sums = "attention_rows_backward_sums" + rows_backward;
-  define_ops(library, {attention_forward.c_str(), attention.c_str(), attention_rows.c_str(),
-                       attention_backward.c_str(), attention_rows_backward.c_str(),
-                       attention_rows_backward_sums.c_str()});
+  const std::string state = ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
+  const std::string gradients = ") -> (Tensor dq, Tensor dk, Tensor dv)";
+
+  const std::string packed = kPackedSchema;
+  const std::string forward = "_attention_forward" + qkv + "bool store_parents, " + packed + state;
+  const std::string attention = "_attention" + qkv + "bool store_parents, " + packed + ") -> Tensor";
+  const std::string rows = "_attention_rows" + qkv + "SymInt[] starts, bool store_parents, " + packed +
+                           ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
+  const std::string backward =
+      "_attention_backward" + results + "Tensor[] parents, bool[3] output_mask, " + packed + gradients;
+  const std::string of_rows =
+      results + "Tensor lists, SymInt[] starts, bool[3] output_mask, " + packed + gradients;
+  const std::string rows_backward = "_attention_rows_backward" + of_rows;
+  const std::string rows_backward_sums = "_attention_rows_backward_sums" + of_rows;
+  define_ops(library, {forward.c_str(), attention.c_str(), rows.c_str(), backward.c_str(),
+                       rows_backward.c_str(), rows_backward_sums.c_str()});
+
+  // The ops of the design documents.
+  const std::string options = documented_schema(), later = later_schema();
+  const std::string forward_options = options + ", bool store_parents=True, " + later;
+  const std::string backward_options = options + ", bool[3] output_mask=[True, True, True], " + later;
+  const std::string by_name[] = {
+      "attention_forward" + qkv + forward_options + state,
+      "attention" + qkv + forward_options + ") -> Tensor",
+      "attention_backward" + results + "Tensor[] parents, " + backward_options + gradients};
+  for (const std::string& schema : by_name) {
+    define_ops(library, {schema.c_str()});
+  }
+  register_by_name(library, "attention_forward", "attention_forward");
+  register_by_name(library, "attention", "tree_attention");
+  register_by_name(library, "attention_backward", "attention_backward");
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
@@ -270,49 +279,46 @@ using torch::autograd::variable_list;
 
 // ---- the ops, called through the dispatcher
 
-using AttentionOp = TreeOp<Tensor(const Tensor& q, const Tensor& k, const Tensor& v,
-                                  const TreeOptions& options, bool store_parents)>;
-using ForwardOp = TreeOp<AttentionState(const Tensor& q, const Tensor& k, const Tensor& v,
-                                        const TreeOptions& options, bool store_parents)>;
-using RowsOp =
-    TreeOp<AttentionRows(const Tensor& q, const Tensor& k, const Tensor& v, c10::SymIntArrayRef starts,
-                         const TreeOptions& options, bool store_parents)>;
-using BackwardOp =
-    TreeOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                     const Tensor& gmax, const Tensor& gsum, at::TensorList parents,
-                     const TreeOptions& options, std::array<bool, 3> output_mask)>;
+using AttentionOp = PackedOp<Tensor(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
+using ForwardOp =
+    PackedOp<AttentionState(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
+using RowsOp = PackedOp<AttentionRows(const Tensor& q, const Tensor& k, const Tensor& v,
+                                      c10::SymIntArrayRef starts, bool store_parents)>;
+using BackwardOp = PackedOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                      at::TensorList parents, std::array<bool, 3> output_mask)>;
 using RowsBackwardOp =
-    TreeOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                     const Tensor& gmax, const Tensor& gsum, const Tensor& lists, c10::SymIntArrayRef starts,
-                     const TreeOptions& options, std::array<bool, 3> output_mask)>;
+    PackedOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                       const Tensor& out, const Tensor& gmax, const Tensor& gsum, const Tensor& lists,
+                       c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
 
 const AttentionOp& attention_op() {
-  static const AttentionOp op("htree::attention");
+  static const AttentionOp op("htree::_attention");
   return op;
 }
 
 const ForwardOp& attention_forward_op() {
-  static const ForwardOp op("htree::attention_forward");
+  static const ForwardOp op("htree::_attention_forward");
   return op;
 }
 
 const RowsOp& attention_rows_op() {
-  static const RowsOp op("htree::attention_rows");
+  static const RowsOp op("htree::_attention_rows");
   return op;
 }
 
 const BackwardOp& attention_backward_op() {
-  static const BackwardOp op("htree::attention_backward");
+  static const BackwardOp op("htree::_attention_backward");
   return op;
 }
 
 const RowsBackwardOp& attention_rows_backward_op() {
-  static const RowsBackwardOp op("htree::attention_rows_backward");
+  static const RowsBackwardOp op("htree::_attention_rows_backward");
   return op;
 }
 
 const RowsBackwardOp& attention_rows_backward_sums_op() {
-  static const RowsBackwardOp op("htree::attention_rows_backward_sums");
+  static const RowsBackwardOp op("htree::_attention_rows_backward_sums");
   return op;
 }
 
@@ -327,9 +333,9 @@ struct AttentionNode : Function<AttentionNode> {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
     const auto [out, gmax, gsum, lists] =
-        attention_rows_op()(q, k, v, {suffix_start(q, k)}, options, store_parents);
+        attention_rows_op()(options, q, k, v, {suffix_start(q, k)}, store_parents);
     ctx->save_for_backward({q, k, v, out, gmax, gsum, lists});
-    options.save(ctx->saved_data);
+    save_options(ctx->saved_data, options);
     return out;
   }
 
@@ -342,39 +348,38 @@ struct AttentionNode : Function<AttentionNode> {
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
     auto [dq, dk, dv] =
-        attention_rows_backward_op()(grads[0], q, k, v, saved[3], saved[4], saved[5], saved[6],
-                                     {suffix_start(q, k)}, TreeOptions::load(ctx->saved_data), wanted);
+        attention_rows_backward_op()(load_options(ctx->saved_data), grads[0], q, k, v, saved[3], saved[4],
+                                     saved[5], saved[6], {suffix_start(q, k)}, wanted);
     return {dq, dk, dv, Tensor(), Tensor()};
   }
 };
 
-Tensor attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
+Tensor attention_autograd(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
                           bool store_parents) {
   if (needs_grad({q, k, v})) {
     check_attention("tree_attention", q, k, v, options);  // attention_rows would name itself
     return AttentionNode::apply(q, k, v, options, store_parents);
   }
   at::AutoDispatchBelowAutograd guard;
-  return attention_op()(q, k, v, options, store_parents);
+  return attention_op()(options, q, k, v, store_parents);
 }
 
-Gradients attention_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                                      const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                                      at::TensorList parents, const TreeOptions& options,
+Gradients attention_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& q,
+                                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                      const Tensor& gsum, at::TensorList parents,
                                       std::array<bool, 3> output_mask) {
   return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
-    return attention_backward_op()(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
+    return attention_backward_op()(options, dout, q, k, v, out, gmax, gsum, parents, output_mask);
   });
 }
 
 template <const RowsBackwardOp& (*kOp)()>
-Gradients attention_rows_backward_autograd(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                           const Tensor& v, const Tensor& out, const Tensor& gmax,
-                                           const Tensor& gsum, const Tensor& lists,
-                                           c10::SymIntArrayRef starts, const TreeOptions& options,
-                                           std::array<bool, 3> output_mask) {
+Gradients attention_rows_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& q,
+                                           const Tensor& k, const Tensor& v, const Tensor& out,
+                                           const Tensor& gmax, const Tensor& gsum, const Tensor& lists,
+                                           c10::SymIntArrayRef starts, std::array<bool, 3> output_mask) {
   return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
-    return kOp()(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
+    return kOp()(options, dout, q, k, v, out, gmax, gsum, lists, starts, output_mask);
   });
 }
 
@@ -392,52 +397,51 @@ Cast cast_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 template <at::DeviceType kDevice>
-Tensor attention_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const TreeOptions& options,
+Tensor attention_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
                           bool store_parents) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_op()(cast.q, cast.k, cast.v, options, store_parents);
+  return attention_op()(options, cast.q, cast.k, cast.v, store_parents);
 }
 
 template <at::DeviceType kDevice>
-AttentionState attention_forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
-                                          const TreeOptions& options, bool store_parents) {
+AttentionState attention_forward_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                          const Tensor& v, bool store_parents) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_forward_op()(cast.q, cast.k, cast.v, options, store_parents);
+  return attention_forward_op()(options, cast.q, cast.k, cast.v, store_parents);
 }
 
 template <at::DeviceType kDevice>
-AttentionRows attention_rows_autocast(const Tensor& q, const Tensor& k, const Tensor& v,
-                                      c10::SymIntArrayRef starts, const TreeOptions& options,
-                                      bool store_parents) {
+AttentionRows attention_rows_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                      const Tensor& v, c10::SymIntArrayRef starts, bool store_parents) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_rows_op()(cast.q, cast.k, cast.v, starts, options, store_parents);
+  return attention_rows_op()(options, cast.q, cast.k, cast.v, starts, store_parents);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"attention_forward", "attention_rows"});
-  library.impl("attention", TORCH_FN(kLoose<attention_autograd>));
-  library.impl("attention_backward", TORCH_FN(kLoose<attention_backward_autograd>));
-  library.impl("attention_rows_backward",
-               TORCH_FN(kLoose<attention_rows_backward_autograd<attention_rows_backward_op>>));
-  library.impl("attention_rows_backward_sums",
-               TORCH_FN(kLoose<attention_rows_backward_autograd<attention_rows_backward_sums_op>>));
+  register_no_gradient(library, {"_attention_forward", "_attention_rows"});
+  library.impl("_attention", TORCH_FN(kPacked<attention_autograd>));
+  library.impl("_attention_backward", TORCH_FN(kPacked<attention_backward_autograd>));
+  library.impl("_attention_rows_backward",
+               TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_op>>));
+  library.impl("_attention_rows_backward_sums",
+               TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_sums_op>>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
-  library.impl("attention", TORCH_FN(kLoose<attention_autocast<at::kCPU>>));
-  library.impl("attention_forward", TORCH_FN(kLoose<attention_forward_autocast<at::kCPU>>));
-  library.impl("attention_rows", TORCH_FN(kLoose<attention_rows_autocast<at::kCPU>>));
+  library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCPU>>));
+  library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCPU>>));
+  library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCPU>>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
-  library.impl("attention", TORCH_FN(kLoose<attention_autocast<at::kCUDA>>));
-  library.impl("attention_forward", TORCH_FN(kLoose<attention_forward_autocast<at::kCUDA>>));
-  library.impl("attention_rows", TORCH_FN(kLoose<attention_rows_autocast<at::kCUDA>>));
+  library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCUDA>>));
+  library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCUDA>>));
+  library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCUDA>>));
 }
 
 }  // namespace htree::tree_attention

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "ops/tree/options.h"
 #include "ops/tree/tree_checks.h"
-#include "ops/tree_attention/tree_options.h"
 
 namespace htree::tree_attention {
 
@@ -40,34 +40,6 @@ inline SymInt symbolic_depth(const SymInt& num_tokens, const TreeOptions& option
     layers = layers + (num_tokens - bound).max(0).min(1);
   }
   return layers;
-}
-
-inline void check_options(const char* op, const TreeOptions& options) {
-  check_rate(op, options.compression_rate);
-  check_list_width(op, "top_k", options.top_k, options.compression_rate);
-  const int64_t most = options.top_k * options.compression_rate;
-  TORCH_CHECK_VALUE(options.max_top_nodes >= 1 && options.max_top_nodes <= most, op,
-                    ": max_top_nodes must be at least 1 and at most top_k * compression_rate = ", most,
-                    ", got ", options.max_top_nodes);
-  check_selection_stride(op, options.selection_stride, options.compression_rate);
-  check_scale(op, options.scale);
-  check_selection_span(op, options.selection_span, options.compression_rate,
-                       parse_importance(op, options.importance));
-  if (options.rope_base.has_value()) {
-    TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(*options.rope_base)) && *options.rope_base > 0, op,
-                      ": rope_base must be positive and finite in float32, or None for no rotation, got ",
-                      *options.rope_base);
-  }
-  if (options.inv_freq.has_value()) {
-    TORCH_CHECK_VALUE(options.rope_base == TreeOptions().rope_base, op, ": rope_base must keep its default ",
-                      *TreeOptions().rope_base, " where inv_freq is given, got ",
-                      options.rope_base.has_value() ? std::to_string(*options.rope_base) : "None");
-    for (size_t i = 0; i < options.inv_freq->size(); ++i) {
-      const double frequency = (*options.inv_freq)[i];
-      TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(frequency)), op,
-                        ": inv_freq must be finite in float32, got ", frequency, " at ", i);
-    }
-  }
 }
 
 // One frequency for each pair of the K dims of a key.
@@ -120,7 +92,7 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
                     ": give the queries since the last multiple once more, or decode with a TreeKVCache");
 }
 
-// Resolves the options. With `lists_given`, lists of width top_k are read or written. Otherwise r and k are
+// The options as the kernels take them. With `lists_given`, lists of width top_k are read or written. Otherwise r and k are
 // cut down to what T tokens can use, so that scratch follows the length: no list is longer than the number of
 // parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so,
 // because keeping the lists must not change which kernels run.

@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
     const float* scores = (layout.span > 0 ? params.chunk.span_scores : params.chunk.scores) +
                           walk.at * capacity * params.group;
     uint32_t fold = 0;
-    if (params.options.importance == tree_attention::Importance::kExpJoint) {
+    if (params.options.selection.importance == tree_attention::Importance::kExpJoint) {
       tree_attention::make_joint_maximum<FullWork>(scores, num - 1, params.group, normalizer, shared, fold);
     } else {
       tree_attention::make_lse<FullWork, kHeads>(scores, num - 1, params.group, normalizer, shared, fold);
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
     __syncthreads();
     tree_attention::make_keys<FullWork, kHeads>(scores, num, num - 1, params.group, normalizer, keys, fold);
     __syncthreads();
-    const int64_t best = tree_attention::best_with_neighbours(params.options.open_next, top_k, num);
+    const int64_t best = tree_attention::best_with_neighbours(params.options.selection, top_k, num);
     if (best > 0) {
       tree_attention::raise_neighbours(keys, num, best, shared);
     }

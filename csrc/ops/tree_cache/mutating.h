@@ -41,7 +41,7 @@ struct Mutating<kName, kFunction, kWritten, void (*)(Arguments...)> {
   template <typename Argument>
   static void refuse(const Argument& argument) {
     if constexpr (std::is_same_v<Argument, at::Tensor>) {
-      refuse_grad(kName + std::string_view("htree::").size(), {argument});
+      refuse_grad(op_label(kName).data(), {argument});  // the label ends where the name does
     }
   }
   template <typename Argument>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <string>
 
 #include "host/no_gradient.h"
 #include "host/registration.h"
@@ -13,6 +14,7 @@ namespace htree::tree_cache {
 namespace {
 
 using OptionalTensor = std::optional<Tensor>;
+using tree_attention::kPacked;
 
 // The arguments of an append that a kernel takes as they are, made contiguous, and the call itself.
 template <typename Run>
@@ -34,12 +36,12 @@ void with_append_call(const char* op, const Tensor& k, const Tensor& v, const Te
 //   for l in 1 ... L-1 where (t + 1) % r**l == 0: node (t + 1) // r**l - 1 of layer l = mean of its r children
 //   where selection_span and (t + 1) % c == 0: span mean (t + 1) // c - 1 = mean of the last c keys
 template <Append* kKernel>
-void append(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k, const Tensor& v,
-            const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
-            const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size,
-            int64_t compression_rate, int64_t max_top_nodes, std::optional<int64_t> selection_span) {
+void append(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor& v_pool, const Tensor& k,
+            const Tensor& v, const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
+            const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size) {
   constexpr const char* kOp = "tree_cache_append_";
-  const PageOptions options = {page_size, compression_rate, max_top_nodes, selection_span};
+  check_cache_options(kOp, tree_options);
+  const PageOptions options = page_options(page_size, tree_options);
   const Pools pools = {k_pool, v_pool, block_table, lengths};
   check_append(kOp, pools, k, v, cu_new, new_lengths, max_new, options);
   if constexpr (kKernel != nullptr) {
@@ -53,14 +55,14 @@ void append(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k, const T
 // The same with k_codes[page, :, t % P], k_scales[page, :, t % P] = quantised k[cu_new[b] + i] in the place of the
 // row of k_pool, and k_tail[b, :, t % S] = k[cu_new[b] + i], from which nodes are made; values likewise
 template <AppendPacked* kKernel>
-void append_packed(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k_codes, const Tensor& k_scales,
-                   const Tensor& v_codes, const Tensor& v_scales, const Tensor& k_tail, const Tensor& v_tail,
-                   const Tensor& k, const Tensor& v, const Tensor& block_table, const Tensor& lengths,
-                   const Tensor& cu_new, const OptionalTensor& new_lengths, std::optional<SymInt> max_new,
-                   int64_t page_size, int64_t compression_rate, int64_t max_top_nodes,
-                   std::optional<int64_t> selection_span) {
+void append_packed(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor& v_pool,
+                   const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes,
+                   const Tensor& v_scales, const Tensor& k_tail, const Tensor& v_tail, const Tensor& k,
+                   const Tensor& v, const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
+                   const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size) {
   constexpr const char* kOp = "tree_cache_append_packed_";
-  const PageOptions options = {page_size, compression_rate, max_top_nodes, selection_span};
+  check_cache_options(kOp, tree_options);
+  const PageOptions options = page_options(page_size, tree_options);
   const PackedLeaves leaves = {k_codes, k_scales, v_codes, v_scales};
   const Pools pools = {k_pool, v_pool, block_table, lengths, &leaves};
   const Tails tails = {k_tail, v_tail};
@@ -79,19 +81,12 @@ void append_packed(const Tensor& k_pool, const Tensor& v_pool, const Tensor& k_c
 //   row t of tree_attention over k[:t + 1], v[:t + 1] with the lists of the leader t - t % s, which come from
 //   this call, or from lists[b, j] where list_pos[b, j] is the leader
 template <Attention* kKernel>
-AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
-                           const Tensor& block_table, const Tensor& lengths, const Tensor& cu_q,
-                           const OptionalTensor& lists, const OptionalTensor& list_pos,
+AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Tensor& k_pool,
+                           const Tensor& v_pool, const Tensor& block_table, const Tensor& lengths,
+                           const Tensor& cu_q, const OptionalTensor& lists, const OptionalTensor& list_pos,
                            const OptionalTensor& q_lengths, const OptionalTensor& rope_table,
-                           int64_t page_size, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                           int64_t selection_stride, std::optional<int64_t> selection_span,
-                           std::optional<double> scale, std::optional<double> rope_base,
-                           std::string_view importance, std::optional<at::ArrayRef<double>> inv_freq,
                            const OptionalTensor& k_codes, const OptionalTensor& k_scales,
-                           const OptionalTensor& v_codes, const OptionalTensor& v_scales, bool open_next) {
-  const TreeOptions options(
-      {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
-      {selection_span, inv_freq, open_next});
+                           const OptionalTensor& v_codes, const OptionalTensor& v_scales, int64_t page_size) {
   const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
   const auto given = std::count_if(std::begin(packed), std::end(packed),
@@ -115,7 +110,7 @@ AttentionOutputs attention(const Tensor& q, const Tensor& k_pool, const Tensor& 
     kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, pages),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
              rope_table},
-            attention_args("tree_cache_attention", options, q.size(2)), outputs);
+            tree_attention::resolve(options, q.size(2)), outputs);
   }
   return outputs;
 }
@@ -149,46 +144,49 @@ void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) 
 
 template <Append* kAppend, AppendPacked* kAppendPacked, Attention* kAttention, Pages* kPages, Copy* kCopy>
 void register_device(torch::Library& library) {
-  library.impl("tree_cache_append_", TORCH_FN(append<kAppend>));
-  library.impl("tree_cache_append_packed_", TORCH_FN(append_packed<kAppendPacked>));
-  library.impl("tree_cache_attention", TORCH_FN(attention<kAttention>));
+  library.impl("_tree_cache_append_", TORCH_FN(kPacked<append<kAppend>>));
+  library.impl("_tree_cache_append_packed_", TORCH_FN(kPacked<append_packed<kAppendPacked>>));
+  library.impl("_tree_cache_attention", TORCH_FN(kPacked<attention<kAttention>>));
   library.impl("tree_cache_pages_", TORCH_FN(pages<kPages>));
   library.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
 }
 
 // ---- Autograd and ADInplaceOrView of the ops that write
 
-constexpr char kAppendName[] = "htree::tree_cache_append_";
-constexpr char kAppendPackedName[] = "htree::tree_cache_append_packed_";
+constexpr char kAppendName[] = "htree::_tree_cache_append_";
+constexpr char kAppendPackedName[] = "htree::_tree_cache_append_packed_";
 constexpr char kPagesName[] = "htree::tree_cache_pages_";
 constexpr char kCopyName[] = "htree::tree_cache_copy_";
 
-using MutatingAppend = Mutating<kAppendName, &append<nullptr>, 2>;
-using MutatingAppendPacked = Mutating<kAppendPackedName, &append_packed<nullptr>, 8>;
+using MutatingAppend = Mutating<kAppendName, kPacked<append<nullptr>>, 2>;
+using MutatingAppendPacked = Mutating<kAppendPackedName, kPacked<append_packed<nullptr>>, 8>;
 using MutatingPages = Mutating<kPagesName, &pages<nullptr>, 8>;
 using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
+  const std::string options = tree_attention::kPackedSchema;
+  const std::string rows =
+      "Tensor k, Tensor v, Tensor block_table, Tensor lengths, Tensor cu_new, Tensor? new_lengths, "
+      "SymInt? max_new, int page_size, " +
+      options + ") -> ()";
+  const std::string append = "_tree_cache_append_(Tensor(a!) k_pool, Tensor(b!) v_pool, " + rows;
+  const std::string append_packed =
+      "_tree_cache_append_packed_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, "
+      "Tensor(d!) k_scales, Tensor(e!) v_codes, Tensor(f!) v_scales, Tensor(g!) k_tail, Tensor(h!) v_tail, " +
+      rows;
+  const std::string attention =
+      "_tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
+      "Tensor cu_q, Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
+      "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, int page_size, " +
+      options + ") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)";
   define_ops(
       library,
       {
-          "tree_cache_append_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, "
-          "Tensor lengths, Tensor cu_new, Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, "
-          "int compression_rate=16, int max_top_nodes=8192, int? selection_span=None) -> ()",
-          "tree_cache_append_packed_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, "
-          "Tensor(d!) k_scales, Tensor(e!) v_codes, Tensor(f!) v_scales, Tensor(g!) k_tail, "
-          "Tensor(h!) v_tail, Tensor k, Tensor v, Tensor block_table, Tensor lengths, Tensor cu_new, "
-          "Tensor? new_lengths=None, SymInt? max_new=None, *, int page_size, int compression_rate=16, "
-          "int max_top_nodes=8192, int? selection_span=None) -> ()",
-          "tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
-          "Tensor cu_q, Tensor? lists=None, Tensor? list_pos=None, Tensor? q_lengths=None, Tensor? "
-          "rope_table=None, *, int page_size, int compression_rate=16, int max_top_nodes=8192, int "
-          "top_k=512, int selection_stride=1, int? selection_span=None, float? scale=None, float? "
-          "rope_base=10000., str importance=\"lse_causal\", float[]? inv_freq=None, Tensor? k_codes=None, "
-          "Tensor? k_scales=None, Tensor? v_codes=None, Tensor? v_scales=None, bool open_next=False) "
-          "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)",
+          append.c_str(),
+          append_packed.c_str(),
+          attention.c_str(),
           "tree_cache_pages_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
           "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
           "str step, *, int capacity, int page_size, int selection_stride=1) -> ()",
@@ -211,16 +209,16 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"tree_cache_attention"});
-  library.impl("tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
-  library.impl("tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::autograd));
+  register_no_gradient(library, {"_tree_cache_attention"});
+  library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
+  library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::autograd));
   library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::autograd));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
 }
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
-  library.impl("tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
-  library.impl("tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::in_place));
+  library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
+  library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::in_place));
   library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::in_place));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));
 }

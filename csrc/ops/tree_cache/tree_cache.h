@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "ops/tree_attention/attention.h"
+#include "ops/tree_attention/packed_options.h"
 #include "ops/tree_cache/page_layout.h"
 
 namespace htree::tree_cache {
@@ -48,6 +49,8 @@ struct Pools {
   const PackedLeaves* leaves = nullptr;
 };
 
+// Raises ValueError for options that a cache does not take, or that are out of their range.
+void check_cache_options(const char* op, const TreeOptions& options);
 // The number of layers that a sequence of max_pages * page_size tokens can need.
 int64_t cache_layers(const SymInt& max_pages, const PageOptions& options);
 // Checks the pools, packed leaves among them, against the options.
@@ -101,8 +104,7 @@ struct AttentionInputs {
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
                                    const TreeOptions& options, const PageOptions& page_options);
-// The options as the kernels take them. Lists keep the width that was asked for.
-AttentionArgs attention_args(const char* op, const TreeOptions& options, int64_t key_dim);
+// `args` are the options as they were asked for: lists keep their width.
 using Attention = void(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
                        const AttentionArgs& args, const AttentionOutputs& outputs);
 Attention attention_cpu, attention_cuda;

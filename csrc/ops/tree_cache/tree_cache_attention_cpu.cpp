@@ -116,8 +116,7 @@ struct Call {
     const int64_t max_parents = std::max<int64_t>(1, std::min(args.top_k, ceil_div(longest, r)));
     const Tensor q = inputs.q.unsqueeze(0);
     shape = tree_attention::query_shape(q, layout.num_kv_heads, pools.values.size(3), r, max_parents,
-                                        args.importance, args.open_next,
-                                        tree_attention::query_kernels<Real>().lanes);
+                                        args.selection, tree_attention::query_kernels<Real>().lanes);
     if (const PackedLeaves* leaves = pools.leaves; leaves != nullptr) {
       packed_keys.emplace(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
       packed_values.emplace(leaves->v_codes, leaves->v_scales, pools.values.size(3));

@@ -34,21 +34,13 @@ void check_int32(const char* op, const char* name, const Tensor& tensor, c10::Sy
   tree_attention::check_indices(op, name, tensor, shape, meaning, like_name, like);
 }
 
-void check_page_options(const char* op, const PageOptions& options) {
+// The options themselves have been checked.
+void check_page_size(const char* op, const PageOptions& options) {
   const int64_t rate = options.compression_rate;
-  tree_attention::check_rate(op, rate);
-  TORCH_CHECK_VALUE(options.max_top_nodes >= 1, op, ": max_top_nodes must be at least 1, got ",
-                    options.max_top_nodes);
   TORCH_CHECK_VALUE(options.page_size >= rate && options.page_size < tree_attention::kIndexLimit &&
                         options.page_size % rate == 0,
                     op, ": page_size must be a multiple of compression_rate = ", rate, " below 2^31, got ",
                     options.page_size);
-  if (options.selection_span.has_value()) {
-    const int64_t span = *options.selection_span;
-    TORCH_CHECK_VALUE(span >= 1 && rate % span == 0, op,
-                      ": selection_span must be None or a divisor of compression_rate = ", rate, ", got ",
-                      span);
-  }
 }
 
 int64_t rows_of_page(const PageOptions& options, int64_t num_layers) {
@@ -109,12 +101,20 @@ void check_rows(const char* op, const char* name, const Tensor& rows, const Pool
 
 }  // namespace
 
+void check_cache_options(const char* op, const TreeOptions& options) {
+  tree_attention::check_options(op, options);
+  TORCH_CHECK_VALUE(
+      options.importance != tree_attention::Importance::kLse, op,
+      ": importance must be \"lse_causal\" or \"exp_joint\", got \"lse\": it weighs nodes that are "
+      "not finished, which a cache does not hold");
+}
+
 int64_t cache_layers(const SymInt& max_pages, const PageOptions& options) {
   return tree_attention::depth_of(max_pages * options.page_size, tree_options(options));
 }
 
 void check_pools(const char* op, const Pools& pools, const PageOptions& options) {
-  check_page_options(op, options);
+  check_page_size(op, options);
   check_rank(op, "k_pool", pools.keys, 4, "[num_pages, H_kv, key rows, K]");
   check_floating(op, "k_pool", pools.keys, /*double_on_cuda=*/false);
   check_rank(op, "v_pool", pools.values, 4, "[num_pages, H_kv, value rows, V]");
@@ -234,11 +234,7 @@ void check_tails(const Pools& pools, const Tails& tails, const Tensor& k, const 
 AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
                                    const TreeOptions& options, const PageOptions& page_options) {
   const char* op = kAttentionOp;
-  tree_attention::check_options(op, options);
-  TORCH_CHECK_VALUE(
-      options.importance != "lse", op,
-      ": importance must be \"lse_causal\" or \"exp_joint\", got \"lse\": it weighs nodes that are "
-      "not finished, which a cache does not hold");
+  check_cache_options(op, options);
   check_pools(op, pools, page_options);
   const Tensor& q = inputs.q;
   check_rank(op, "q", q, 3, "[N_q, H, K]");
@@ -279,22 +275,6 @@ AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& in
           tree_attention::new_tensor({q.sym_size(0), q.sym_size(1)}, tree_attention::state_dtype(q), q),
           tree_attention::new_tensor(list_shape, at::kInt, q),
           tree_attention::new_tensor({batch, ring}, at::kInt, q)};
-}
-
-AttentionArgs attention_args(const char* op, const TreeOptions& options, int64_t key_dim) {
-  AttentionArgs args;
-  args.compression_rate = options.compression_rate;
-  args.max_top_nodes = options.max_top_nodes;
-  args.top_k = options.top_k;
-  args.selection_stride = options.selection_stride;
-  args.scale = tree_attention::resolve_scale(options.scale, key_dim);
-  args.rotate = options.rope_base.has_value();
-  args.rope_base = options.rope_base.value_or(args.rope_base);
-  args.inv_freq = options.inv_freq.value_or(args.inv_freq);
-  args.importance = tree_attention::parse_importance(op, options.importance);
-  args.selection_span = options.selection_span.value_or(0);
-  args.open_next = options.open_next;
-  return args;
 }
 
 PageStep parse_step(std::string_view step) {

@@ -300,8 +300,7 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
     params.options.max_top_nodes = args.max_top_nodes;
     params.options.stride = static_cast<int>(args.selection_stride);
     params.options.scale = static_cast<float>(args.scale);
-    params.options.importance = args.importance;
-    params.options.open_next = args.open_next;
+    params.options.selection = args.selection;
     if (table.defined()) {
       params.options.cos = input<float>(table);
       params.options.sin = params.options.cos + table.stride(0);

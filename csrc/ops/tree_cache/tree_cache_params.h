@@ -71,8 +71,7 @@ struct CacheOptions {
   int64_t max_top_nodes = 0;
   int stride = 1;
   float scale = 1.0f;
-  tree_attention::Importance importance = tree_attention::Importance::kLseCausal;
-  bool open_next = false;
+  tree_attention::SelectionOptions selection;
   const float* cos = nullptr;  // [>= top_k r, K/2], null: no rotation
   const float* sin = nullptr;
 };

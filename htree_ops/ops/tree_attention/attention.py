@@ -3,83 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from htree_ops.ops.arguments import check_kind, named, named_as
+from htree_ops.ops.arguments import named, named_as
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
-__all__ = ["attention_backward", "attention_forward", "tree_attention"]
+__all__ = ["attention_backward", "attention_forward", "expand_heads", "tree_attention"]
 
-Importance = Literal["lse_causal", "exp_joint", "lse"]
-Scope = Literal["kv_head", "q_head"]
 Balance = Literal["head_tail", "striped", "contiguous", "work"]
-SCOPES: tuple[Scope, ...] = ("kv_head", "q_head")
 #: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
 BALANCES: tuple[Balance, ...] = ("head_tail", "striped", "contiguous", "work")
-#: inv_freq, as the functions take it.
-Frequencies: TypeAlias = Sequence[float] | Tensor
-#: max_top_nodes = None is at most this many nodes.
-MOST_TOP_NODES = 8192
 _TRANSPOSED = "[B, H, T, K] in place of [B, T, H, K]: transpose(1, 2) the tensors"
 _warned_of_transposed = False
-
-
-def top_nodes(max_top_nodes: int | None, top_k: int, compression_rate: int) -> int:
-    """M; None is the largest that top_k allows, and at most 8192."""
-    if max_top_nodes is not None:
-        return max_top_nodes
-    return max(
-        1, min(MOST_TOP_NODES, top_k * compression_rate)
-    )  # the op refuses other options by their own names
-
-
-def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...] | None:
-    """``inv_freq`` as the floats that an op takes; their number and their values are left to the op.
-
-    Raises:
-        TypeError: something else than a sequence of floats or a floating tensor [K/2] on the CPU; in compiled code a
-            tensor, whose numbers are not known there.
-    """
-    if inv_freq is None:
-        return None
-    if isinstance(inv_freq, (tuple, list)):
-        for place, x in enumerate(inv_freq):
-            if type(x) is not float:
-                check_kind(function, f"inv_freq[{place}]", x, "float")
-        try:
-            return tuple(float(x) for x in inv_freq)
-        except OverflowError:
-            raise ValueError(
-                f"{function}: inv_freq must be finite in float32, got an int beyond it"
-            ) from None
-    if isinstance(inv_freq, Tensor):
-        if torch.compiler.is_compiling():
-            raise TypeError(f"{function}: inv_freq must be a tuple of floats in compiled code, got a Tensor")
-        if inv_freq.layout is not torch.strided or inv_freq.is_nested:
-            kind = "nested" if inv_freq.is_nested else str(inv_freq.layout)
-            raise TypeError(
-                f"{function}: inv_freq must be a strided tensor [K/2], got a tensor that is {kind}"
-            )
-        if inv_freq.dim() != 1 or not inv_freq.is_floating_point() or inv_freq.device.type != "cpu":
-            raise TypeError(
-                f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {inv_freq.dtype} "
-                f"{tuple(inv_freq.shape)} on {inv_freq.device}"
-            )
-        return tuple(inv_freq.tolist())
-    if isinstance(inv_freq, Sequence) and not isinstance(inv_freq, (str, bytes)):
-        return frequencies(function, tuple(inv_freq))
-    raise TypeError(
-        f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {type(inv_freq).__name__}"
-    )
-
-
-def check_scope(function: str, scope: object) -> None:
-    """Raises ValueError unless ``scope`` is one of the known ones: it is no option of the op."""
-    if scope not in SCOPES:
-        raise ValueError(f"{function}: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
 
 
 def check_balance(function: str, balance: object, name: str = "balance") -> None:
@@ -101,11 +40,16 @@ def _warn_of_transposed(q: Tensor, k: Tensor) -> None:
         )
 
 
-def _have_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the heads of k and v can be repeated for those of q. Where not, the op refuses the sizes."""
-    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[2] != v.shape[2]:
-        return False
-    return k.shape[2] > 0 and q.shape[2] % k.shape[2] == 0
+def expand_heads(options: TreeOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v [..., H_kv, D] for the selections that ``options.scope`` asks for: with "q_head" one for each head of q.
+
+    Where the heads do not divide, the op refuses the sizes.
+    """
+    if options.scope == "q_head" and q.dim() == k.dim() == v.dim() >= 2 and k.shape[-2] == v.shape[-2]:
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if kv_heads > 0 and heads % kv_heads == 0:
+            return k.repeat_interleave(heads // kv_heads, -2), v.repeat_interleave(heads // kv_heads, -2)
+    return k, v
 
 
 @overload
@@ -114,19 +58,9 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
-    compression_rate: int = ...,
-    max_top_nodes: int | None = ...,
-    top_k: int = ...,
-    selection_stride: int = ...,
-    scale: float | None = ...,
-    rope_base: float | None = ...,
-    importance: Importance = ...,
-    scope: Scope = ...,
     return_lse: Literal[False] = ...,
-    store_parents: bool = ...,
-    selection_span: int | None = ...,
-    open_next: bool = ...,
-    inv_freq: Frequencies | None = ...,
+    options: TreeOptions | None = ...,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor: ...
 @overload
 def tree_attention(
@@ -134,19 +68,9 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
-    compression_rate: int = ...,
-    max_top_nodes: int | None = ...,
-    top_k: int = ...,
-    selection_stride: int = ...,
-    scale: float | None = ...,
-    rope_base: float | None = ...,
-    importance: Importance = ...,
-    scope: Scope = ...,
     return_lse: Literal[True],
-    store_parents: bool = ...,
-    selection_span: int | None = ...,
-    open_next: bool = ...,
-    inv_freq: Frequencies | None = ...,
+    options: TreeOptions | None = ...,
+    **keywords: Unpack[TreeKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def tree_attention(
@@ -154,19 +78,9 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
-    compression_rate: int = ...,
-    max_top_nodes: int | None = ...,
-    top_k: int = ...,
-    selection_stride: int = ...,
-    scale: float | None = ...,
-    rope_base: float | None = ...,
-    importance: Importance = ...,
-    scope: Scope = ...,
     return_lse: bool,
-    store_parents: bool = ...,
-    selection_span: int | None = ...,
-    open_next: bool = ...,
-    inv_freq: Frequencies | None = ...,
+    options: TreeOptions | None = ...,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @named
 def tree_attention(
@@ -174,19 +88,9 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
-    compression_rate: int = 16,
-    max_top_nodes: int | None = None,
-    top_k: int = 512,
-    selection_stride: int = 1,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: Importance = "lse_causal",
-    scope: Scope = "kv_head",
     return_lse: bool = False,
-    store_parents: bool = True,
-    selection_span: int | None = None,
-    open_next: bool = False,
-    inv_freq: Frequencies | None = None,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over a tree of mean-pooled keys and values, at most top_k * r of them per layer.
 
@@ -207,23 +111,25 @@ def tree_attention(
         k: keys [B, T, H_kv, K], H a multiple of H_kv.
         v: values [B, T, H_kv, V]. All three float32, float16 or bfloat16, or float64 on the CPU; under
             autocast they are cast to its dtype.
-        compression_rate: r >= 2, children per node.
+        return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
+            the forward a second time.
+        options: the keywords below as one :class:`htree_ops.TreeOptions`; those that are given beside it replace its
+            own. None is their defaults.
+        compression_rate: r >= 2, children per node; 16.
         max_top_nodes: M, most nodes of the top layer; 1 <= M <= top_k * r. It decides the number of layers.
             None is min(8192, top_k * r).
-        top_k: k >= 1, candidates that a query refines per layer.
+        top_k: k >= 1, candidates that a query refines per layer; 512.
         selection_stride: s, a power of two that divides r: s consecutive queries refine the set of their
             first one. T - T_q must be a multiple of it. 1 is recommended for quality, 4 for speed
             (:meth:`htree_ops.HTreeAttention.recommended`, which names the measurements).
         scale: factor of the scores, finite; None is K^-1/2.
-        rope_base: base of the rotary angles, positive; None rotates nothing. Where inv_freq is given it keeps its
-            default.
+        rope_base: base of the rotary angles, positive; 10000.0. None rotates nothing. Where inv_freq is given it keeps
+            its default.
         importance: "lse_causal" or "exp_joint"; or "lse", which is not causal: its normaliser holds the query's own
                 node, whose pooled key covers later tokens. Where H = H_kv that cancels, except for keys that are not
                 finite and weights flushed to 0.
         scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query
             head refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
-        return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
-            the forward a second time.
         store_parents: where a gradient is recorded, keep the lists of refined nodes (4 * B * T_q/s * H_kv *
             top_k bytes per layer) for the backward; False selects again there.
         selection_span: c, a divisor of r: a candidate is selected by the log-sum-exp of the scores of its
@@ -256,14 +162,12 @@ def tree_attention(
         ValueError: an option outside its range.
         NotImplementedError: the backward is differentiated again.
     """
-    M = top_nodes(max_top_nodes, top_k, compression_rate)
-    options = (compression_rate, M, top_k, scale, rope_base, importance, selection_stride)
-    later = (selection_span, frequencies("tree_attention", inv_freq), open_next)
+    chosen = tree_options("tree_attention", options, keywords)
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, options, scope, return_lse, store_parents, later)
+        return _attend(q, k, v, chosen, return_lse)
     _warn_of_transposed(q, k)
     try:
-        return _attend(q, k, v, options, scope, return_lse, store_parents, later)
+        return _attend(q, k, v, chosen, return_lse)
     except ValueError as error:
         if "as many rows as k" in str(error) and q.shape[2] == k.shape[2]:
             error.args = (f"{error}. This would fit {_TRANSPOSED}",)
@@ -271,30 +175,36 @@ def tree_attention(
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: tuple[Any, ...],
-    scope: str,
-    return_lse: bool,
-    store_parents: bool,
-    later: tuple[int | None, tuple[float, ...] | None, bool],
+    q: Tensor, k: Tensor, v: Tensor, options: TreeOptions, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    check_scope("tree_attention", scope)
-    if scope == "q_head" and _have_groups(q, k, v):
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    k, v = expand_heads(options, q, k, v)
+    packed = options.packed()
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not return_lse:
-        return torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
+        return torch.ops.htree._attention(q, k, v, options.store_parents, *packed)
     tensors = (q.detach(), k.detach(), v.detach())
     if hasattr(q, "device_mesh"):  # a DTensor has no metadata for the elements of a Tensor[]
         start = k.shape[1] - q.shape[1]
-        out, gmax, gsum, _ = torch.ops.htree.attention_rows(*tensors, [start], *options, False, *later)
+        out, gmax, gsum, _ = torch.ops.htree._attention_rows(*tensors, [start], False, *packed)
     else:
-        out, gmax, gsum, _ = torch.ops.htree.attention_forward(*tensors, *options, False, *later)
+        out, gmax, gsum, _ = torch.ops.htree._attention_forward(*tensors, False, *packed)
     if records:
-        out = torch.ops.htree.attention(q, k, v, *options, store_parents, *later)
+        out = torch.ops.htree._attention(q, k, v, options.store_parents, *packed)
     return out, gmax + gsum.log()
+
+
+class DocumentedKeywords(TreeKeywords, total=False):
+    """The options with the name that the design documents have for ``top_k``."""
+
+    top_k_per_layer: int
+
+
+def _documented(function: str, options: TreeOptions | None, keywords: DocumentedKeywords) -> TreeOptions:
+    return tree_options(
+        function,
+        options,
+        {"top_k" if name == "top_k_per_layer" else name: value for name, value in keywords.items()},
+    )
 
 
 @named_as(top_k="top_k_per_layer")
@@ -302,22 +212,15 @@ def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    compression_rate: int = 16,
-    max_top_nodes: int | None = None,
-    top_k_per_layer: int = 512,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: Importance = "lse_causal",
-    selection_stride: int = 1,
-    store_parents: bool = True,
-    selection_span: int | None = None,
-    inv_freq: Frequencies | None = None,
-    open_next: bool = False,
+    *,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[DocumentedKeywords],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """:func:`tree_attention` with its states and lists, without a gradient (docs/semantics/tree_attention.md §1.8).
 
     Args:
-        q, k, v and the options: as in :func:`tree_attention`; ``top_k_per_layer`` is its ``top_k``.
+        q, k, v and the options: as in :func:`tree_attention`, but for ``scope``; ``top_k_per_layer`` is another name of
+            ``top_k``. Without ``store_parents`` there are no lists.
 
     Returns:
         out [B, T_q, H, V]; gmax and gsum [B, T_q, H] in float32 (float64 for float64), lse = gmax +
@@ -327,17 +230,8 @@ def attention_forward(
     Raises:
         As :func:`tree_attention`. A backward through the outputs raises RuntimeError.
     """
-    options = (
-        compression_rate,
-        top_nodes(max_top_nodes, top_k_per_layer, compression_rate),
-        top_k_per_layer,
-        scale,
-        rope_base,
-        importance,
-        selection_stride,
-    )
-    later = (selection_span, frequencies("attention_forward", inv_freq), open_next)
-    return torch.ops.htree.attention_forward(q, k, v, *options, store_parents, *later)
+    chosen = _documented("attention_forward", options, keywords)
+    return torch.ops.htree._attention_forward(q, k, v, chosen.store_parents, *chosen.packed())
 
 
 @named_as(top_k="top_k_per_layer")
@@ -350,17 +244,10 @@ def attention_backward(
     gmax: Tensor,
     gsum: Tensor,
     parents: list[Tensor],
-    compression_rate: int = 16,
-    max_top_nodes: int | None = None,
-    top_k_per_layer: int = 512,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: Importance = "lse_causal",
-    selection_stride: int = 1,
+    *,
     output_mask: tuple[bool, bool, bool] = (True, True, True),
-    selection_span: int | None = None,
-    inv_freq: Frequencies | None = None,
-    open_next: bool = False,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[DocumentedKeywords],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of :func:`tree_attention` with the selection held fixed (docs/semantics/tree_attention.md §1.10).
 
@@ -383,16 +270,7 @@ def attention_backward(
     Raises:
         As :func:`tree_attention`; NotImplementedError when differentiated.
     """
-    options = (
-        compression_rate,
-        top_nodes(max_top_nodes, top_k_per_layer, compression_rate),
-        top_k_per_layer,
-        scale,
-        rope_base,
-        importance,
-        selection_stride,
-    )
-    later = (selection_span, frequencies("attention_backward", inv_freq), open_next)
-    return torch.ops.htree.attention_backward(
-        dout, q, k, v, out, gmax, gsum, parents, *options, output_mask, *later
+    chosen = _documented("attention_backward", options, keywords)
+    return torch.ops.htree._attention_backward(
+        dout, q, k, v, out, gmax, gsum, parents, output_mask, *chosen.packed()
     )

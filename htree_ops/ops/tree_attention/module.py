@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import (
@@ -23,17 +24,16 @@ from htree_ops.ops.arguments import (
     check_tensor,
     named_as,
     option_device,
-    options_of,
 )
-from htree_ops.ops.tree_attention.attention import (
-    Balance,
-    Frequencies,
-    Importance,
-    Scope,
-    check_balance,
-    tree_attention,
+from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
+from htree_ops.ops.tree_attention.options import (
+    RECOMMENDED,
+    Goal,
+    TreeKeywords,
+    TreeOptions,
+    check_frequencies,
+    tree_options,
 )
-from htree_ops.ops.tree_attention.options import RECOMMENDED, Goal, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.padding import Padding, beside
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
@@ -42,21 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["HTreeAttention"]
-
-
-def _option(name: str) -> property:
-    """An option of a layer as its attribute. Setting it replaces it in ``options``, after the checks of a new layer."""
-
-    def read(module: Any) -> Any:
-        return getattr(module.options, name)
-
-    def write(module: Any, value: Any) -> None:
-        with options_of("HTreeAttention"):
-            options = replace(module.options, **{name: value})
-        check_frequencies("HTreeAttention", options, module.head_dim)
-        module.options = options
-
-    return property(read, write, doc=f"``{name}`` of :attr:`options`.")
 
 
 def _joined(out: Tensor) -> Tensor:
@@ -75,10 +60,9 @@ def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: TreeOptions
 ) -> Tensor:
     """tree_attention_varlen of documents whose queries are all of their tokens."""
-    given = options.of_ops()
-    top_k = given.pop("top_k")
+    key, value = expand_heads(options, query, key, value)
     documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    out, _ = torch.ops.htree.attention_varlen(query, key, value, *documents, top_k_per_layer=top_k, **given)
+    out, _ = torch.ops.htree._attention_varlen(query, key, value, *documents, "auto", *options.packed())
     return out
 
 
@@ -99,29 +83,17 @@ class HTreeAttention(nn.Module):
             packed documents; None is this process alone.
         cp_balance: how they share them, "head_tail", "striped", "contiguous" or "work".
         device, dtype: of the parameters.
-        The other keywords: as in :func:`tree_attention`.
+        options, keywords: as in :func:`tree_attention`.
 
     Attributes:
-        options: the :class:`htree_ops.TreeOptions`; each of them is an attribute of the layer too, and may be set.
+        options: the :class:`htree_ops.TreeOptions`. ``layer.options = dataclasses.replace(layer.options, top_k=256)``
+            changes one.
 
     Raises:
         TypeError: a size is not an int, or another option has a wrong type.
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
         ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
     """
-
-    compression_rate = _option("compression_rate")
-    max_top_nodes = _option("max_top_nodes")
-    top_k = _option("top_k")
-    selection_stride = _option("selection_stride")
-    scale = _option("scale")
-    rope_base = _option("rope_base")
-    importance = _option("importance")
-    scope = _option("scope")
-    store_parents = _option("store_parents")
-    selection_span = _option("selection_span")
-    open_next = _option("open_next")
-    inv_freq = _option("inv_freq")
 
     def __init__(
         self,
@@ -131,22 +103,12 @@ class HTreeAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         *,
-        compression_rate: int = 16,
-        max_top_nodes: int | None = None,
-        top_k: int = 512,
-        selection_stride: int = 1,
-        scale: float | None = None,
-        rope_base: float | None = 10000.0,
-        importance: Importance = "lse_causal",
-        scope: Scope = "kv_head",
-        store_parents: bool = True,
-        selection_span: int | None = None,
-        open_next: bool = False,
-        inv_freq: Frequencies | None = None,
+        options: TreeOptions | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
         cp_balance: Balance = "head_tail",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **keywords: Unpack[TreeKeywords],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -169,21 +131,7 @@ class HTreeAttention(nn.Module):
             head_dim = embed_dim // num_heads
         if head_dim < 2 or head_dim % 2 != 0:
             raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
-        with options_of("HTreeAttention"):
-            self.options = TreeOptions(
-                compression_rate=compression_rate,
-                max_top_nodes=max_top_nodes,
-                top_k=top_k,
-                selection_stride=selection_stride,
-                scale=scale,
-                rope_base=rope_base,
-                importance=importance,
-                scope=scope,
-                store_parents=store_parents,
-                selection_span=selection_span,
-                open_next=open_next,
-                inv_freq=inv_freq,
-            )
+        self.options = tree_options("HTreeAttention", options, keywords)
         check_frequencies("HTreeAttention", self.options, head_dim)
         check_balance("HTreeAttention", cp_balance, "cp_balance")
         self.cp_group = cp_group
@@ -264,7 +212,7 @@ class HTreeAttention(nn.Module):
                 autocast.
 
         Raises:
-            ValueError: a size out of range, importance="lse"; no dtype.
+            ValueError: a size out of range or importance="lse"; no dtype.
         """
         options = self.options
         weight: Any = getattr(self.k_proj, "weight", None)  # a layer in its place may have none
@@ -288,7 +236,7 @@ class HTreeAttention(nn.Module):
             heads,
             self.head_dim,
             capacity,
-            **options.of_ops(),
+            options=replace(options, scope="kv_head"),
             page_size=page_size,
             num_pages=num_pages,
             leaf_bits=leaf_bits,
@@ -301,16 +249,12 @@ class HTreeAttention(nn.Module):
         """Adds the tokens to the cache and returns their rows [B, T, H, K]."""
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
-        held = cache.options.of_ops()
-        for name, ours in self.options.of_ops().items():
-            theirs = held[name]
-            if theirs != ours:
-                raise ValueError(
-                    f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
-                )
-        if self.options.scope == "q_head":
-            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2) for x in (k, v))
-        cache.append(k, v)
+        if cache.options.packed() != self.options.packed():
+            name, ours, theirs = self.options.difference(cache.options)
+            raise ValueError(
+                f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
+            )
+        cache.append(*expand_heads(self.options, q, k, v))
         out = cache.attend(q)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out
@@ -351,11 +295,7 @@ class HTreeAttention(nn.Module):
             from htree_ops.distributed import tree_attention_cp  # only where it is asked for
 
             attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
-        options = self.options
-        out = attend(
-            *self._project(x), scope=options.scope, store_parents=options.store_parents, **options.of_ops()
-        )
-        return self.o_proj(_joined(out))
+        return self.o_proj(_joined(attend(*self._project(x), options=self.options)))
 
     def _attend_documents(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         """The layer on packed documents [N, E]."""
@@ -373,8 +313,6 @@ class HTreeAttention(nn.Module):
         check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
         behind = (torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1])[:, None]
         q, k, v = self._project(x.masked_fill(behind, 0))
-        if self.options.scope == "q_head":
-            k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         longest = x.shape[0] if max_seqlen is None else max_seqlen
         out = _attend_packed(q, k, v, beside(cu_seqlens, q), longest, self.options)
         y = self.o_proj(_joined(out))
@@ -386,15 +324,12 @@ class HTreeAttention(nn.Module):
 
         places = positions_of(x.shape[0], self.cp_group, self.cp_balance, x.device)
         behind = (places >= cu_seqlens[-1])[:, None]
-        options = self.options
         out = tree_attention_varlen_cp(
             *self._project(x.masked_fill(behind, 0)),
             cu_seqlens,
             self.cp_group,
             balance=self.cp_balance,
-            scope=options.scope,
-            store_parents=options.store_parents,
-            **options.of_ops(),
+            options=self.options,
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(_joined(out)).masked_fill(behind, 0)

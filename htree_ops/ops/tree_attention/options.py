@@ -1,23 +1,44 @@
-"""The options of tree attention in one place: their order, their defaults, saving and loading."""
+"""The options of tree attention: their one owner in Python.
+
+To add one, add it to :class:`TreeKeywords` and, with its default, to :class:`TreeOptions`; every function, module and
+cache passes it on. What it means stands in :func:`htree_ops.tree_attention`. The ops' own list is the table in
+csrc/ops/tree/options.h, from which the order of the packed form is read here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from htree_ops.ops.tree_attention.attention import (
-    Frequencies,
-    Importance,
-    Scope,
-    frequencies,
-    top_nodes,
-    tree_attention,
-)
+from htree_ops.ops.arguments import check_kind
 
-__all__ = ["RECOMMENDED", "Goal", "TreeOptions", "check_frequencies"]
+__all__ = [
+    "RECOMMENDED",
+    "Frequencies",
+    "Goal",
+    "Importance",
+    "Scope",
+    "TreeKeywords",
+    "TreeOptions",
+    "check_frequencies",
+    "frequencies",
+    "pack",
+    "tree_options",
+]
+
+#: In the order of kImportanceNames in csrc/ops/tree/options.h.
+Importance = Literal["lse_causal", "lse", "exp_joint"]
+Scope = Literal["kv_head", "q_head"]
+#: inv_freq, as the functions take it.
+Frequencies: TypeAlias = Sequence[float] | Tensor
+#: max_top_nodes = None is at most this many nodes.
+MOST_TOP_NODES = 8192
 
 Goal = Literal["quality", "speed"]
 #: What decides how well a selection finds single tokens and what it costs; the other options keep their defaults.
@@ -26,28 +47,31 @@ RECOMMENDED: dict[Goal, dict[str, int]] = {
     "speed": {"selection_span": 2, "selection_stride": 4},
 }
 
-#: The options but ``scope``, which the heads of keys and values say, and ``store_parents``, which is about a backward.
-OF_OPS = (
-    "compression_rate",
-    "max_top_nodes",
-    "top_k",
-    "selection_stride",
-    "scale",
-    "rope_base",
-    "importance",
-    "selection_span",
-    "inv_freq",
-    "open_next",
-)
+
+class TreeKeywords(TypedDict, total=False):
+    """The options as keywords, of :func:`htree_ops.tree_attention` and of all that passes them on."""
+
+    compression_rate: int
+    max_top_nodes: int | None
+    top_k: int
+    selection_stride: int
+    scale: float | None
+    rope_base: float | None
+    importance: Importance
+    scope: Scope
+    store_parents: bool
+    selection_span: int | None
+    open_next: bool
+    inv_freq: Frequencies | None
 
 
 @dataclass(frozen=True)
 class TreeOptions:
     """The keywords of :func:`htree_ops.tree_attention` that a model keeps, checked when they are set.
 
-    ``tree_attention(q, k, v, **options.to_dict())`` uses them. ``to_dict()`` holds ints, floats, strings, bools,
-    None and a list of floats alone, so that it goes into JSON or a checkpoint, and ``from_dict()`` reads it.
-    ``dataclasses.replace`` makes a changed copy. ``inv_freq`` is kept as a tuple of floats. The meaning of each option:
+    ``tree_attention(q, k, v, options=options)`` uses them. ``dataclasses.replace`` makes a changed copy. ``to_dict()``
+    holds ints, floats, strings, bools, None and a list of floats alone, so that it goes into JSON or a checkpoint, and
+    ``from_dict()`` reads it. ``inv_freq`` is kept as a tuple of floats. The meaning of each option:
     :func:`htree_ops.tree_attention`.
 
     Raises:
@@ -65,23 +89,59 @@ class TreeOptions:
     scope: Scope = "kv_head"
     store_parents: bool = True
     selection_span: int | None = None
-    inv_freq: Frequencies | None = None
     open_next: bool = False
+    inv_freq: Frequencies | None = None
 
     def __post_init__(self) -> None:
-        given = frequencies("tree_attention", self.inv_freq)
-        if given == ():  # the op would name the width of the keys that stand for any
-            raise ValueError("tree_attention: inv_freq must have K/2 numbers, got 0")
-        object.__setattr__(self, "inv_freq", given)
-        width = 2 * max(1, len(given or ()))
-        # In a call without tokens the op checks the options alone.
-        empty = torch.empty(0, 0, 1, width, device="meta")
-        tree_attention(empty, empty, empty, **self.to_dict())
+        object.__setattr__(self, "inv_freq", frequencies("TreeOptions", self.inv_freq))
+        _check("store_parents", "bool", self.store_parents)
+        _check("scope", "str", self.scope)
+        if self.scope not in get_args(Scope):
+            raise ValueError(
+                f"TreeOptions: scope must be one of {', '.join(get_args(Scope))}, got {self.scope!r}"
+            )
+        object.__setattr__(self, "_packed", pack(self))
+        if not torch.compiler.is_compiling():  # else the op refuses them where it is traced
+            with _disable_current_modes():  # a trace, a profile of calls or a count holds what computes
+                torch.ops.htree._check_tree_options("TreeOptions", *self.packed())
 
     @property
     def top_nodes(self) -> int:
-        """``max_top_nodes`` as a number."""
-        return top_nodes(self.max_top_nodes, self.top_k, self.compression_rate)
+        """``max_top_nodes`` as a number; None is the largest that top_k allows, and at most 8192."""
+        if self.max_top_nodes is not None:
+            return self.max_top_nodes
+        most = min(MOST_TOP_NODES, self.top_k * self.compression_rate)
+        return max(1, most)  # the op refuses other options by their own names
+
+    def packed(self) -> tuple[list[int], list[float]]:
+        """All options but ``scope`` and ``store_parents`` as the last two arguments of every op that takes them."""
+        ints, floats = self._packed  # type: ignore[attr-defined]
+        return list(ints), list(floats)
+
+    @classmethod
+    def from_packed(cls, ints: Sequence[int], floats: Sequence[float]) -> TreeOptions:
+        """The options of an op that was called with them."""
+        left, numbers = list(ints), list(floats)
+        options: dict[str, Any] = {}
+        for name, kind, optional in OF_OPS:
+            if optional and not left.pop(0):
+                options[name] = None
+            elif kind == "List[float]":
+                count = left.pop(0)
+                options[name], numbers = tuple(numbers[:count]), numbers[count:]
+            elif kind == "float":
+                options[name] = numbers.pop(0)
+            elif kind == "str":
+                options[name] = WORDS[name][left.pop(0)]
+            else:
+                options[name] = bool(left.pop(0)) if kind == "bool" else left.pop(0)
+        return cls(**options)
+
+    def difference(self, other: TreeOptions) -> tuple[str, Any, Any]:
+        """The first option of the ops that differs: its name, its value here and there."""
+        ours, theirs = (vars(x) | {"max_top_nodes": x.top_nodes} for x in (self, other))
+        name = next(name for name, _, _ in OF_OPS if ours[name] != theirs[name])
+        return name, ours[name], theirs[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Every option by its name."""
@@ -90,10 +150,6 @@ class TreeOptions:
             options["inv_freq"] = list(self.inv_freq)  # as it comes back from JSON
         return options
 
-    def of_ops(self) -> dict[str, Any]:
-        """What every op over a whole tree takes, and a cache keeps, by name; ``max_top_nodes`` as a number."""
-        return {name: getattr(self, name) for name in OF_OPS} | {"max_top_nodes": self.top_nodes}
-
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TreeOptions:
         """The options that :meth:`to_dict` saved; options that ``saved`` lacks take their defaults.
@@ -101,11 +157,133 @@ class TreeOptions:
         Raises:
             ValueError: a name is not that of an option.
         """
-        known = [field.name for field in fields(cls)]
         for name in saved:
-            if name not in known:
-                raise ValueError(f"TreeOptions: options must be among {', '.join(known)}, got {name!r}")
+            if name not in NAMES:
+                raise ValueError(f"TreeOptions: options must be among {', '.join(NAMES)}, got {name!r}")
         return cls(**saved)
+
+
+NAMES = tuple(field.name for field in fields(TreeOptions))
+
+
+def _of_ops() -> tuple[tuple[str, str, bool], ...]:
+    """Of each option of the ops, in the order of the packed form: its name, its kind, and whether it may be None."""
+    found = []
+    for argument in torch.ops.htree.attention.default._schema.arguments:
+        name = "top_k" if argument.name == "top_k_per_layer" else argument.name
+        if name in NAMES and name != "store_parents":
+            kind = str(argument.type)
+            found.append(
+                (name, kind.removeprefix("Optional[").removesuffix("]"), kind.startswith("Optional["))
+            )
+    return tuple(found)
+
+
+OF_OPS = _of_ops()
+#: The words of the options that are words, in the order of the packed form.
+WORDS: dict[str, tuple[str, ...]] = {"importance": get_args(Importance)}
+#: What an option of a kind may be. To Python a bool is an int; here it is not.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("an int", (int, torch.SymInt)),
+    "float": ("a number", (float, int, torch.SymInt, torch.SymFloat)),
+    "str": ("a str", (str,)),
+    "bool": ("a bool", (bool,)),
+}
+
+
+def _check(name: str, kind: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is of the kind."""
+    words, types = _TYPES[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise TypeError(f"TreeOptions: {name} must be {words}, got {type(value).__name__}")
+
+
+def pack(options: TreeOptions) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The packed form of csrc/ops/tree_attention/packed_options.h.
+
+    Raises:
+        TypeError: an option of a wrong type. ValueError: another word, or a number that no int64 or double holds.
+    """
+    values: dict[str, Any] = {name: getattr(options, name) for name, _, _ in OF_OPS}
+    for name, kind, optional in OF_OPS:
+        if kind in _TYPES and not (values[name] is None and (optional or name == "max_top_nodes")):
+            _check(name, kind, values[name])
+    if values["max_top_nodes"] is None:
+        values["max_top_nodes"] = options.top_nodes
+    ints: list[int] = []
+    floats: list[float] = []
+    for name, kind, optional in OF_OPS:
+        value = values[name]
+        if optional:
+            ints.append(0 if value is None else 1)
+            if value is None:
+                continue
+        if kind == "List[float]":
+            ints.append(len(value))
+            floats.extend(value)
+        elif kind == "str":
+            if value not in WORDS[name]:
+                words = ", ".join(WORDS[name])
+                raise ValueError(f"TreeOptions: {name} must be one of {words}, got {value!r}")
+            ints.append(WORDS[name].index(value))
+        elif kind == "float":
+            floats.append(_as_float(name, value))
+        else:
+            ints.append(_as_int(name, value))
+    return tuple(ints), tuple(floats)
+
+
+def _as_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"TreeOptions: {name} must be finite in float32, got an int beyond it") from None
+
+
+def _as_int(name: str, value: int) -> int:
+    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+        raise ValueError(f"TreeOptions: {name} must be an int of 64 bits, got {value}")
+    return int(value)
+
+
+def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...] | None:
+    """``inv_freq`` as the floats that an op takes; their number and their values are left to the op.
+
+    Raises:
+        TypeError: something else than a sequence of floats or a floating tensor [K/2] on the CPU; in compiled code a
+            tensor, whose numbers are not known there.
+    """
+    if inv_freq is None:
+        return None
+    if isinstance(inv_freq, (tuple, list)):
+        for place, x in enumerate(inv_freq):
+            if type(x) is not float:
+                check_kind(function, f"inv_freq[{place}]", x, "float")
+        try:
+            return tuple(float(x) for x in inv_freq)
+        except OverflowError:
+            raise ValueError(
+                f"{function}: inv_freq must be finite in float32, got an int beyond it"
+            ) from None
+    if isinstance(inv_freq, Tensor):
+        if torch.compiler.is_compiling():
+            raise TypeError(f"{function}: inv_freq must be a tuple of floats in compiled code, got a Tensor")
+        if inv_freq.layout is not torch.strided or inv_freq.is_nested:
+            kind = "nested" if inv_freq.is_nested else str(inv_freq.layout)
+            raise TypeError(
+                f"{function}: inv_freq must be a strided tensor [K/2], got a tensor that is {kind}"
+            )
+        if inv_freq.dim() != 1 or not inv_freq.is_floating_point() or inv_freq.device.type != "cpu":
+            raise TypeError(
+                f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {inv_freq.dtype} "
+                f"{tuple(inv_freq.shape)} on {inv_freq.device}"
+            )
+        return tuple(inv_freq.tolist())
+    if isinstance(inv_freq, Sequence) and not isinstance(inv_freq, (str, bytes)):
+        return frequencies(function, tuple(inv_freq))
+    raise TypeError(
+        f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {type(inv_freq).__name__}"
+    )
 
 
 def check_frequencies(function: str, options: TreeOptions, head_dim: int) -> None:
@@ -115,3 +293,44 @@ def check_frequencies(function: str, options: TreeOptions, head_dim: int) -> Non
         raise ValueError(
             f"{function}: inv_freq must have head_dim / 2 = {head_dim // 2} numbers, got {len(given)}"
         )
+
+
+# ---- from the arguments of a function
+
+
+def tree_options(function: str, options: TreeOptions | None, keywords: Mapping[str, Any]) -> TreeOptions:
+    """What a function was given: ``options``, those of the defaults if None, with ``keywords`` in place of some.
+
+    Raises:
+        TypeError: a keyword that is no option, an option of a wrong type, or ``options`` that are no TreeOptions.
+        ValueError: an option is out of its range. The message names the ``function``.
+    """
+    for name in keywords:
+        if name not in NAMES:
+            raise TypeError(f"{function}: keywords must be among {', '.join(NAMES)}, got {name!r}")
+    if options is None:
+        options = DEFAULTS
+    elif not isinstance(options, TreeOptions):
+        raise TypeError(f"{function}: options must be TreeOptions or None, got {type(options).__name__}")
+    if not keywords:
+        return options
+    try:
+        if torch.compiler.is_compiling():
+            return replace(options, **keywords)
+        # What may change between two calls, such as a tensor of frequencies, must not be remembered.
+        if all(type(value) in _CONSTANT for value in keywords.values()):
+            return _replaced(options, **keywords)
+        return replace(options, **keywords)
+    except (TypeError, ValueError) as error:
+        _, _, sentence = str(error).partition(": ")
+        raise type(error)(f"{function}: {sentence}") from None
+
+
+DEFAULTS = TreeOptions()
+_CONSTANT = (int, float, bool, str, tuple, type(None))
+
+
+@lru_cache(maxsize=256, typed=True)
+def _replaced(options: TreeOptions, **keywords: Any) -> TreeOptions:
+    """``dataclasses.replace``, whose checks run once for the options of many calls."""
+    return replace(options, **keywords)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import named
-from htree_ops.ops.tree_attention.attention import Frequencies, frequencies
+from htree_ops.ops.tree_attention.options import Frequencies, frequencies
 
 __all__ = [
     "accumulate_non_topk",

@@ -6,9 +6,11 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from htree_ops.ops.arguments import named
-from htree_ops.ops.tree_attention.attention import Frequencies, Importance, frequencies, top_nodes
+from htree_ops.ops.tree_attention.attention import expand_heads
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["tree_attention_varlen"]
 
@@ -23,17 +25,9 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
-    compression_rate: int = ...,
-    max_top_nodes: int | None = ...,
-    top_k: int = ...,
-    selection_stride: int = ...,
-    selection_span: int | None = ...,
-    open_next: bool = ...,
-    scale: float | None = ...,
-    rope_base: float | None = ...,
-    importance: Importance = ...,
     return_lse: Literal[False] = ...,
-    inv_freq: Frequencies | None = ...,
+    options: TreeOptions | None = ...,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor: ...
 @overload
 def tree_attention_varlen(
@@ -45,17 +39,9 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
-    compression_rate: int = ...,
-    max_top_nodes: int | None = ...,
-    top_k: int = ...,
-    selection_stride: int = ...,
-    selection_span: int | None = ...,
-    open_next: bool = ...,
-    scale: float | None = ...,
-    rope_base: float | None = ...,
-    importance: Importance = ...,
     return_lse: Literal[True],
-    inv_freq: Frequencies | None = ...,
+    options: TreeOptions | None = ...,
+    **keywords: Unpack[TreeKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def tree_attention_varlen(
@@ -67,17 +53,9 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
-    compression_rate: int = ...,
-    max_top_nodes: int | None = ...,
-    top_k: int = ...,
-    selection_stride: int = ...,
-    selection_span: int | None = ...,
-    open_next: bool = ...,
-    scale: float | None = ...,
-    rope_base: float | None = ...,
-    importance: Importance = ...,
     return_lse: bool,
-    inv_freq: Frequencies | None = ...,
+    options: TreeOptions | None = ...,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @named
 def tree_attention_varlen(
@@ -89,17 +67,9 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
-    compression_rate: int = 16,
-    max_top_nodes: int | None = None,
-    top_k: int = 512,
-    selection_stride: int = 1,
-    selection_span: int | None = None,
-    open_next: bool = False,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: Importance = "lse_causal",
     return_lse: bool = False,
-    inv_freq: Frequencies | None = None,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`htree_ops.tree_attention` of documents that lie packed one behind the other, each with a tree of its own.
 
@@ -126,8 +96,9 @@ def tree_attention_varlen(
         max_q, max_k: no document has more queries or keys. Only the rows that are there cost time, but a bound that is
             far too large keeps CUDA from running without a look at the lengths.
         return_lse: also return the log-sum-exp of each row's scores.
-        The other keywords: as in :func:`htree_ops.tree_attention`. The number of keys less that of queries must be a
-            multiple of selection_stride in every document that has queries.
+        options, keywords: as in :func:`htree_ops.tree_attention`. The number of keys less that of queries must be a
+            multiple of selection_stride in every document that has queries. Lists are never kept for the backward,
+            whatever store_parents says.
 
     Returns:
         out [N, H, V] in the dtype of query, differentiable in query, key and value. With ``return_lse`` also lse
@@ -146,23 +117,9 @@ def tree_attention_varlen(
         RuntimeError: importance="lse" while a CUDA graph is recorded.
         NotImplementedError: the backward is differentiated again.
     """
-    out, lse = torch.ops.htree.attention_varlen(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        compression_rate,
-        top_nodes(max_top_nodes, top_k, compression_rate),
-        top_k,
-        scale,
-        rope_base,
-        importance,
-        selection_stride,
-        selection_span=selection_span,
-        open_next=open_next,
-        inv_freq=frequencies("tree_attention_varlen", inv_freq),
+    chosen = tree_options("tree_attention_varlen", options, keywords)
+    key, value = expand_heads(chosen, query, key, value)
+    out, lse = torch.ops.htree._attention_varlen(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, "auto", *chosen.packed()
     )
     return (out, lse) if return_lse else out

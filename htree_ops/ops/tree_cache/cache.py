@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
@@ -21,14 +22,13 @@ from htree_ops.ops.arguments import (
     check_option_dtype,
     check_tensors,
     option_device,
-    options_of,
 )
-from htree_ops.ops.tree_attention.attention import Frequencies, Importance, top_nodes
-from htree_ops.ops.tree_attention.options import TreeOptions, check_frequencies
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
 from htree_ops.ops.tree_cache.errors import TAIL_LOST, WRONG_LENGTH, in_words
 from htree_ops.ops.tree_cache.functions import (
     cache_layers,
+    cache_options,
     page_rows,
     tree_cache_append_,
     tree_cache_append_packed_,
@@ -44,7 +44,13 @@ from htree_ops.ops.tree_cache.prompts import (
     is_recorded,
     read_lengths,
 )
-from htree_ops.ops.tree_cache.state import check_leaders, check_state, free_stack, options_as_tensors
+from htree_ops.ops.tree_cache.state import (
+    OF_NO_CACHE,
+    check_leaders,
+    check_state,
+    free_stack,
+    options_as_tensors,
+)
 
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
 
@@ -86,9 +92,8 @@ class TreeKVCache:
     Args:
         batch: B, sequences. num_kv_heads: H_kv. head_dim: K, even. value_dim: V; None is K.
         capacity: most tokens of a sequence.
-        max_top_nodes: M; None is min(8192, top_k * compression_rate).
-        compression_rate, top_k, selection_stride, selection_span, open_next, scale, rope_base, importance, inv_freq: as
-            in :func:`htree_ops.tree_attention`; importance="lse" needs unfinished nodes and is refused.
+        options, keywords: as in :func:`htree_ops.tree_attention`; importance="lse", which needs unfinished nodes, and
+            scope="q_head" are refused.
         page_size: P, tokens of a page, a multiple of compression_rate; None is the smallest one of at least 256.
         num_pages: pages of the pool; None is enough for the capacity of all sequences.
         leaf_bits: 8 or 4 to keep tokens in so many bits a channel, with a scale for each row; nodes, and with them the
@@ -116,22 +121,14 @@ class TreeKVCache:
         capacity: int,
         *,
         value_dim: int | None = None,
-        compression_rate: int = 16,
-        max_top_nodes: int | None = None,
-        top_k: int = 512,
-        selection_stride: int = 1,
-        selection_span: int | None = None,
-        open_next: bool = False,
-        scale: float | None = None,
-        rope_base: float | None = 10000.0,
-        importance: Importance = "lse_causal",
-        inv_freq: Frequencies | None = None,
+        options: TreeOptions | None = None,
         page_size: int | None = None,
         num_pages: int | None = None,
         leaf_bits: int | None = None,
         prompt_bytes: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        **keywords: Unpack[TreeKeywords],
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
         for name, size in (
@@ -144,28 +141,14 @@ class TreeKVCache:
             check_int(OP, name, size, 1)
         if head_dim % 2:
             raise ValueError(f"{OP}: head_dim must be even, got {head_dim}")
-        check_int(OP, "compression_rate", compression_rate, 2)
-        check_int(OP, "top_k", top_k, 1)
-        max_top_nodes = top_nodes(max_top_nodes, top_k, compression_rate)
-        with options_of(OP):
-            self.options = TreeOptions(
-                compression_rate=compression_rate,
-                max_top_nodes=max_top_nodes,
-                top_k=top_k,
-                selection_stride=selection_stride,
-                scale=scale,
-                rope_base=rope_base,
-                importance=importance,
-                selection_span=selection_span,
-                open_next=open_next,
-                inv_freq=inv_freq,
-            )
+        self.options = cache_options(OP, options, keywords)
         check_frequencies(OP, self.options, head_dim)
-        if importance == "lse":
+        if self.options.importance == "lse":
             raise ValueError(
                 f'{OP}: importance must be "lse_causal" or "exp_joint", got "lse": it weighs nodes that are not '
                 "finished, which a cache does not hold"
             )
+        compression_rate = self.options.compression_rate
         if page_size is None:
             page_size = -(-LEAST_PAGE // compression_rate) * compression_rate
         check_int(OP, "page_size", page_size, compression_rate)
@@ -270,9 +253,7 @@ class TreeKVCache:
             "new_lengths": self._plan[1],
             "max_new": k.shape[1],
             "page_size": self.page_size,
-            "compression_rate": self.options.compression_rate,
-            "max_top_nodes": self.options.top_nodes,
-            "selection_span": self.options.selection_span,
+            "options": self.options,
         }
         try:
             if self._leaves is None:
@@ -368,16 +349,7 @@ class TreeKVCache:
             counts,
             self._rope_table,
             page_size=self.page_size,
-            compression_rate=options.compression_rate,
-            max_top_nodes=options.top_nodes,
-            top_k=options.top_k,
-            selection_stride=options.selection_stride,
-            selection_span=options.selection_span,
-            scale=options.scale,
-            rope_base=options.rope_base,
-            importance=options.importance,
-            inv_freq=options.inv_freq,
-            open_next=options.open_next,
+            options=options,
             **({} if self._leaves is None else self._leaves.paged()),
         )
         if strided:
@@ -610,11 +582,7 @@ class TreeKVCache:
             pool[place, :, row] = x[0]
 
     def __repr__(self) -> str:
-        options = {
-            name: value
-            for name, value in self.options.to_dict().items()
-            if name not in ("scope", "store_parents")
-        }
+        options = {name: value for name, value in self.options.to_dict().items() if name not in OF_NO_CACHE}
         names = "batch num_kv_heads head_dim value_dim capacity page_size num_pages leaf_bits"
         sizes = {name: getattr(self, name) for name in names.split()}
         listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from htree_ops.ops.arguments import named
-from htree_ops.ops.tree_attention.attention import Frequencies, frequencies
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = [
     "cache_layers",
+    "cache_options",
     "page_rows",
     "tree_cache_append_",
     "tree_cache_append_packed_",
@@ -24,6 +29,21 @@ def cache_layers(capacity: int, compression_rate: int = 16, max_top_nodes: int =
         nodes = -(-nodes // compression_rate)
         layers += 1
     return layers
+
+
+def cache_options(function: str, options: TreeOptions | None, keywords: Mapping[str, Any]) -> TreeOptions:
+    """The options that a function or a cache was given.
+
+    Raises:
+        TypeError, ValueError: as :func:`htree_ops.TreeOptions`; scope="q_head".
+    """
+    chosen = tree_options(function, options, keywords)
+    if chosen.scope != "kv_head":
+        raise ValueError(
+            f"{function}: scope must be kv_head, got {chosen.scope!r}: where each query head selects for itself, the "
+            "pages hold a copy of keys and values for each of them"
+        )
+    return chosen
 
 
 def page_rows(
@@ -60,9 +80,8 @@ def tree_cache_append_(
     max_new: int | None = None,
     *,
     page_size: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    selection_span: int | None = None,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> None:
     """Writes new tokens into their pages, and every node that they finish.
 
@@ -83,8 +102,8 @@ def tree_cache_append_(
         max_new: most new tokens of a sequence, if the caller knows; with at most page_size of them one launch is enough
             on CUDA.
         page_size: P, a multiple of compression_rate.
-        compression_rate, max_top_nodes, selection_span: as in :func:`htree_ops.tree_attention`; they decide the rows of
-            a page.
+        options, keywords: those of the attention, as in :func:`htree_ops.tree_attention`; compression_rate,
+            max_top_nodes and selection_span decide the rows of a page.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
@@ -93,20 +112,9 @@ def tree_cache_append_(
         IndexError: on the CPU, for a page that the pool does not have. On CUDA such a sequence does not change.
         NotImplementedError: grad mode is on and a tensor requires grad.
     """
-    torch.ops.htree.tree_cache_append_(
-        k_pool,
-        v_pool,
-        k,
-        v,
-        block_table,
-        lengths,
-        cu_new,
-        new_lengths,
-        max_new,
-        page_size=page_size,
-        compression_rate=compression_rate,
-        max_top_nodes=max_top_nodes,
-        selection_span=selection_span,
+    packed = cache_options("tree_cache_append_", options, keywords).packed()
+    torch.ops.htree._tree_cache_append_(
+        k_pool, v_pool, k, v, block_table, lengths, cu_new, new_lengths, max_new, page_size, *packed
     )
 
 
@@ -129,9 +137,8 @@ def tree_cache_append_packed_(
     max_new: int | None = None,
     *,
     page_size: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    selection_span: int | None = None,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> None:
     """:func:`tree_cache_append_` for pages whose tokens have 8 or 4 bits a channel.
 
@@ -152,7 +159,8 @@ def tree_cache_append_packed_(
     Raises:
         As :func:`tree_cache_append_`.
     """
-    torch.ops.htree.tree_cache_append_packed_(
+    packed = cache_options("tree_cache_append_packed_", options, keywords).packed()
+    torch.ops.htree._tree_cache_append_packed_(
         k_pool,
         v_pool,
         k_codes,
@@ -168,10 +176,8 @@ def tree_cache_append_packed_(
         cu_new,
         new_lengths,
         max_new,
-        page_size=page_size,
-        compression_rate=compression_rate,
-        max_top_nodes=max_top_nodes,
-        selection_span=selection_span,
+        page_size,
+        *packed,
     )
 
 
@@ -189,20 +195,12 @@ def tree_cache_attention(
     rope_table: Tensor | None = None,
     *,
     page_size: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    top_k: int = 512,
-    selection_stride: int = 1,
-    selection_span: int | None = None,
-    scale: float | None = None,
-    rope_base: float | None = 10000.0,
-    importance: str = "lse_causal",
-    inv_freq: Frequencies | None = None,
     k_codes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_codes: Tensor | None = None,
     v_scales: Tensor | None = None,
-    open_next: bool = False,
+    options: TreeOptions | None = None,
+    **keywords: Unpack[TreeKeywords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
 
@@ -226,7 +224,7 @@ def tree_cache_attention(
         page_size: P, a multiple of compression_rate.
         k_codes, k_scales, v_codes, v_scales: the tokens where they are packed, as in
             :func:`tree_cache_append_packed_`; all or none. A channel is its code times the scale, rounded to the dtype.
-        The other keywords: as in :func:`htree_ops.tree_attention`.
+        options, keywords: as in :func:`htree_ops.tree_attention`.
 
     Returns:
         out [N_q, H, V] in the dtype of q; lse [N_q, H], natural logarithm, float32 (float64 for float64). A row that
@@ -235,10 +233,12 @@ def tree_cache_attention(
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-        ValueError: an option out of range, importance="lse"; on the CPU also lengths beyond max_pages * page_size.
+        ValueError: an option out of range, importance="lse", scope="q_head"; on the CPU also lengths beyond max_pages *
+            page_size.
         IndexError: on the CPU, for a page that the pool does not have. On CUDA its rows are left out.
     """
-    return torch.ops.htree.tree_cache_attention(
+    packed = cache_options("tree_cache_attention", options, keywords).packed()
+    return torch.ops.htree._tree_cache_attention(
         q,
         k_pool,
         v_pool,
@@ -249,19 +249,10 @@ def tree_cache_attention(
         list_pos,
         q_lengths,
         rope_table,
-        page_size=page_size,
-        compression_rate=compression_rate,
-        max_top_nodes=max_top_nodes,
-        top_k=top_k,
-        selection_stride=selection_stride,
-        selection_span=selection_span,
-        scale=scale,
-        rope_base=rope_base,
-        importance=importance,
-        inv_freq=frequencies("tree_cache_attention", inv_freq),
-        k_codes=k_codes,
-        k_scales=k_scales,
-        v_codes=v_codes,
-        v_scales=v_scales,
-        open_next=open_next,
+        k_codes,
+        k_scales,
+        v_codes,
+        v_scales,
+        page_size,
+        *packed,
     )

@@ -163,20 +163,11 @@ class PromptCopies:
         if held is not None and held.tokens <= length <= held.capacity:
             return held, True
         held = None  # its buffer goes before a larger one is taken
-        options = cache.options
+        packed = cache.options.packed()
 
         def num_bytes(capacity: int) -> int:
-            return torch.ops.htree.tree_cache_prompt_bytes(
-                cache.k_pool,
-                cache.v_pool,
-                len(names),
-                heads,
-                capacity,
-                compression_rate=options.compression_rate,
-                max_top_nodes=options.top_nodes,
-                top_k=options.top_k,
-                selection_stride=options.selection_stride,
-                selection_span=options.selection_span,
+            return torch.ops.htree._tree_cache_prompt_bytes(
+                cache.k_pool, cache.v_pool, len(names), heads, capacity, *packed
             )
 
         # With room for half as many tokens again, all of the text is copied anew a few times only while it grows.
@@ -267,16 +258,12 @@ def _group_rows(
     cache: TreeKVCache, q: Tensor, length: int, sequences: list[int], return_lse: bool
 ) -> tuple[Tensor, ...]:
     """The last rows of sequences whose text has ``length`` tokens; the ring gets the lists of the last leaders."""
-    options, stride = cache.options, cache.options.selection_stride
+    packed, stride = cache.options.packed(), cache.options.selection_stride
     first, last = sequences[0], sequences[-1] + 1
     if len(sequences) == last - first:
         table = cache.block_table[first:last]
     else:
         table = torch.stack([cache.block_table[b] for b in sequences])
-    of_op = options.of_ops() | {"page_size": cache.page_size}
-    of_copies = {
-        name: value for name, value in of_op.items() if name not in ("scale", "importance", "open_next")
-    }
     n, heads = q.shape[1:3]
     copies, keeps = cache.prompt_copies.take(cache, sequences, heads, length, n)
     pages = (cache.k_pool, cache.v_pool, table)
@@ -287,12 +274,19 @@ def _group_rows(
         if copies.tokens > text:  # rows that come again: a shorter text may have another top
             copies.tokens = 0
         if copies.buffer.numel():
-            torch.ops.htree.tree_cache_pack_prompt_(
-                copies.buffer, *pages, heads, copies.tokens, text, copies.capacity, **of_copies
+            torch.ops.htree._tree_cache_pack_prompt_(
+                copies.buffer, *pages, heads, copies.tokens, text, copies.capacity, cache.page_size, *packed
             )
             copies.tokens = text
-        out, gmax, gsum, lists = torch.ops.htree.tree_cache_prompt(
-            q[:, begin:end], *pages, text, copies.buffer, copies.capacity, store_lists, **of_op
+        out, gmax, gsum, lists = torch.ops.htree._tree_cache_prompt(
+            q[:, begin:end],
+            *pages,
+            text,
+            copies.buffer,
+            copies.capacity,
+            store_lists,
+            cache.page_size,
+            *packed,
         )
         return (out, gmax + gsum.log(), lists) if return_lse else (out, lists)
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Placed", "check_leaders", "check_state", "free_stack", "options_as_tensors"]
 
-IMPORTANCES = ("lse_causal", "exp_joint")
+#: Options that make no difference to a cache.
+OF_NO_CACHE = ("scope", "store_parents")
+#: Entries of a state that say what it was made with; as long as their numbers need.
+OPTIONS = ("options", "factors")
 #: Entries of a state with a row for each of its pages.
 PAGED = ("pages", "keys", "values", *PackedLeaves.PAGED)
 
@@ -35,38 +38,24 @@ def free_stack(users: Tensor) -> Tensor:
 def options_as_tensors(
     options: TreeOptions, page_size: int, leaf_bits: int | None = None
 ) -> dict[str, Tensor]:
-    """The options that the bytes and the lists depend on.
-
-    0 and NaN stand for None, no number for no inv_freq and for no leaf_bits.
-    """
-    numbers = [
-        page_size,
-        options.compression_rate,
-        options.max_top_nodes,
-        options.top_k,
-        options.selection_stride,
-        options.selection_span or 0,
-        # Together one number: a state from before open_next has the same numbers.
-        IMPORTANCES.index(options.importance) + len(IMPORTANCES) * options.open_next,
-        *([] if leaf_bits is None else [leaf_bits]),
-    ]
-    factors = [torch.nan if x is None else x for x in (options.scale, options.rope_base)]
-    factors.extend(options.inv_freq or ())
+    """What the bytes and the lists depend on: page size, leaf bits (0 for None) and the packed options."""
+    ints, floats = options.packed()
     return {
-        "options": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
-        "factors": torch.tensor(factors, dtype=torch.float64, device="cpu"),
+        "options": torch.tensor([page_size, leaf_bits or 0, *ints], dtype=torch.int64, device="cpu"),
+        "factors": torch.tensor(floats, dtype=torch.float64, device="cpu"),
     }
 
 
-def _in_words(numbers: list[int]) -> str:
+def _in_words(state: Mapping[str, Tensor]) -> str:
     """The options of a state by their names, as the message of an error needs them."""
-    names = ("page_size", "compression_rate", "max_top_nodes", "top_k", "selection_stride", "selection_span")
-    sizes, (both, *leaf_bits) = numbers[: len(names)], numbers[len(names) :]
-    open_next, importance = divmod(both, len(IMPORTANCES))
-    words: dict[str, object] = dict(zip(names, sizes, strict=True))
-    words |= {"selection_span": words["selection_span"] or None, "importance": IMPORTANCES[importance]}
-    words |= {"open_next": bool(open_next)} | ({"leaf_bits": leaf_bits[0]} if leaf_bits else {})
-    return ", ".join(f"{name}={value!r}" for name, value in words.items())
+    numbers, factors = state["options"].tolist(), state["factors"].tolist()
+    try:
+        page_size, leaf_bits, *ints = numbers
+        options = TreeOptions.from_packed(ints, factors).to_dict()
+    except (IndexError, TypeError, ValueError):
+        return f"{numbers} and {factors}"  # no packed options
+    words = {"page_size": page_size, "leaf_bits": leaf_bits or None, **options}
+    return ", ".join(f"{name}={value!r}" for name, value in words.items() if name not in OF_NO_CACHE)
 
 
 class Placed(NamedTuple):
@@ -104,16 +93,14 @@ def _check_entries(
         wanted["block_table"][1], wanted["lists"][2] = state["block_table"].shape[1], layers
         wanted["keys"][2], wanted["values"][2] = rows
     for key, shape in wanted.items():
+        if key in OPTIONS:
+            continue
         skip = int(key in PAGED)
         theirs = state[key]
         if theirs.dim() != len(shape) or list(theirs.shape[skip:]) != shape[skip:]:
             raise ValueError(f"{name}: {key} must be like {tuple(shape)}, got {tuple(theirs.shape)}")
-    for key in ("options", "factors"):
-        if not torch.allclose(state[key], own[key], rtol=0.0, atol=0.0, equal_nan=True):
-            words = _in_words if key == "options" else str
-            raise ValueError(
-                f"{name}: {key} must be {words(own[key].tolist())}, got {words(state[key].tolist())}"
-            )
+    if not all(torch.equal(state[key].cpu(), own[key]) for key in OPTIONS):
+        raise ValueError(f"{name}: options must be {_in_words(own)}, got {_in_words(state)}")
 
 
 def check_state(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import selection, state
 from .rotary import rope_cache
@@ -96,23 +97,20 @@ def htree_forward_naive(
     importance: str = "lse_causal",
     scope: str = "kv_head",
     accumulate: str = "direct",
-    tie_bits: int = 0,
     selection_stride: int = 1,
     selection_span: int | None = None,
-    open_next: bool = False,
     parents: Sequence[Tensor] | None = None,
     with_importance: bool = False,
     compute_dtype: torch.dtype | None = None,
     tree: tuple[list[tuple[Tensor, Tensor]], Tensor | None] | None = None,
+    **choice: Unpack[selection.Choice],
 ) -> Forward:
     """Tree attention of q [B,T_q,H,K] over k [B,T,H_kv,K], v [B,T,H_kv,V]; q is the suffix of the sequence.
 
     importance: "lse_causal" | "lse" | "exp_joint" (§1.6). scope: "kv_head" shares one set among the G
     query heads of a K/V head, "q_head" selects per query head. accumulate: "direct" | "subtract" (§1.7).
     inv_freq: K/2 frequencies in place of rope_base^(-2i/K) (§1.4).
-    tie_bits: low bits of the importance that are ignored when ordering.
     selection_span: tokens of a span mean whose scores decide the selection (§1.15); None scores the nodes.
-    open_next: half of the selected are the most important ones, the next ones stand behind these (§1.6).
     parents: one list per layer, as `attention_forward` returns them; they replace the selection
     (teacher forcing), and the result is then differentiable by autograd in q, k and v.
     with_importance: put the importances into the trace under given lists too.
@@ -121,6 +119,7 @@ def htree_forward_naive(
     first unless q is float64, as in the library.
     tree: the layers and, with selection_span, the span means to use in place of those over k and v, whose shapes are
     theirs.
+    choice: of selection.Choice.
     """
     rate, top_k, stride = compression_rate, top_k_per_layer, selection_stride
     _check(q, k, v, rate, max_top_nodes, top_k, stride, selection_span)
@@ -181,7 +180,7 @@ def htree_forward_naive(
             selected = listed_candidates(found, rows_of_queries(parents[layer - 1], num_queries, stride))
         else:
             assert value is not None
-            positions = selection.select_important(value, leaders.num, top_k, tie_bits, open_next)
+            positions = selection.select_important(value, leaders.num, top_k, **choice)
             lists = selection.compute_next_parents(short, positions, rate)
             mask = selection.positions_mask(positions, scores.shape[-2])
             selected = rows_of_queries(mask, num_queries, stride)

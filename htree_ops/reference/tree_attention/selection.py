@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .tree import num_parents
 
 IMPORTANCES = ("lse_causal", "lse", "exp_joint")
 SMALLEST_NORMAL = 2.0**-126  # weights below it count as 0, whatever the dtype of the scores
+
+
+class Choice(TypedDict, total=False):
+    """How positions are chosen by their importances.
+
+    open_next: half of the selected are the most important ones, the next ones stand behind these (§1.6).
+    tie_bits: low bits of the importance that are ignored when ordering.
+    """
+
+    open_next: bool
+    tie_bits: int
 
 
 def importance_of(scores: Tensor, num_candidates: Tensor, importance: str = "lse_causal") -> Tensor:
@@ -95,9 +109,8 @@ def select_topk(
     Counts outside [0, C] are clamped to it.
     """
     num_candidates = num_candidates.clamp(0, scores.shape[-2])
-    return select_important(
-        importance_of(scores, num_candidates, importance), num_candidates, top_k, tie_bits, open_next
-    )
+    value = importance_of(scores, num_candidates, importance)
+    return select_important(value, num_candidates, top_k, open_next=open_next, tie_bits=tie_bits)
 
 
 def next_after_best(order: Tensor, num_candidates: Tensor, top_k: int) -> Tensor:
@@ -117,11 +130,11 @@ def next_after_best(order: Tensor, num_candidates: Tensor, top_k: int) -> Tensor
 
 
 def select_important(
-    importance: Tensor, num_candidates: Tensor, top_k: int, tie_bits: int = 0, open_next: bool = False
+    importance: Tensor, num_candidates: Tensor, top_k: int, **choice: Unpack[Choice]
 ) -> Tensor:
     """`select_topk` from importances [B,T,S,C]."""
-    order = order_by_key(drop_low_bits(importance, tie_bits), num_candidates)
-    if open_next:
+    order = order_by_key(drop_low_bits(importance, choice.get("tie_bits", 0)), num_candidates)
+    if choice.get("open_next", False):
         order = next_after_best(order, num_candidates, top_k)
     order = order[..., :top_k]
     order = torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from . import selection, state
 from .rotary import rotate
@@ -211,7 +212,7 @@ def select_accumulate(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
-    open_next: bool = False,
+    **choice: Unpack[selection.Choice],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Select at a layer above the bottom: the state of what is left out, and next_parents.
 
@@ -231,7 +232,7 @@ def select_accumulate(
         per_node = compression_rate**layer // selection_span
         some = found.rows(leaders)
         value = span_importance(q[:, leaders], span_k, some, per_node, cos, sin, scale, importance)
-    positions = selection.select_important(value, found.num[:, leaders], top_k, open_next=open_next)
+    positions = selection.select_important(value, found.num[:, leaders], top_k, **choice)
     nodes = selection.compute_next_parents(parents, positions, compression_rate)
     chosen = selection.positions_mask(positions, scores.shape[-2])
     chosen = rows_of_queries(chosen, q.shape[1], selection_stride)
@@ -254,7 +255,7 @@ def recompute_selection(
     selection_stride: int = 1,
     span_k: Tensor | None = None,
     selection_span: int | None = None,
-    open_next: bool = False,
+    **choice: Unpack[selection.Choice],
 ) -> Tensor:
     """Return next_parents of `select_accumulate` without touching values."""
     no_values = layer_k[..., :0]
@@ -274,5 +275,5 @@ def recompute_selection(
         selection_stride,
         span_k,
         selection_span,
-        open_next,
+        **choice,
     )[3]

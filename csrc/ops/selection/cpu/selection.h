@@ -282,8 +282,8 @@ inline void raise_neighbours(int64_t n, int64_t best, Workspace<Real>& workspace
 // Writes the min(top_k, n) selected positions in ascending order, the last of them n-1, and returns their
 // number. rank_candidates has filled the ranks. top_k >= 1 and n >= 1. positions [min(top_k, n)].
 template <typename Real>
-inline int64_t select_ranked(int64_t n, int64_t top_k, bool open_next, Workspace<Real>& workspace,
-                             int32_t* positions) {
+inline int64_t select_ranked(int64_t n, int64_t top_k, const tree_attention::SelectionOptions& options,
+                             Workspace<Real>& workspace, int32_t* positions) {
   if (n <= top_k) {
     for (int64_t p = 0; p < n; ++p) {
       positions[p] = static_cast<int32_t>(p);
@@ -291,7 +291,7 @@ inline int64_t select_ranked(int64_t n, int64_t top_k, bool open_next, Workspace
     return n;
   }
   int64_t taken = 0;
-  if (const int64_t best = tree_attention::best_with_neighbours(open_next, top_k, n); best > 1) {
+  if (const int64_t best = tree_attention::best_with_neighbours(options, top_k, n); best > 1) {
     raise_neighbours(n, best - 1, workspace);  // the rightmost is one of the best
   }
   if (top_k > 1) {
@@ -318,12 +318,12 @@ inline bool scores_are_read(int64_t n, int64_t top_k) {
 // rank_candidates and select_ranked, without any arithmetic where everything is selected.
 template <typename Real>
 inline int64_t select_row(const Real* scores, const Real* sums, int64_t stride, int64_t num_heads, int64_t n,
-                          int64_t top_k, Importance importance, bool open_next, Workspace<Real>& workspace,
-                          int32_t* positions) {
+                          int64_t top_k, const tree_attention::SelectionOptions& options,
+                          Workspace<Real>& workspace, int32_t* positions) {
   if (scores_are_read(n, top_k)) {
-    rank_candidates(scores, sums, stride, num_heads, n, importance, workspace);
+    rank_candidates(scores, sums, stride, num_heads, n, options.importance, workspace);
   }
-  return select_ranked(n, top_k, open_next, workspace, positions);
+  return select_ranked(n, top_k, options, workspace, positions);
 }
 
 }  // namespace htree::HTREE_ISA::selection

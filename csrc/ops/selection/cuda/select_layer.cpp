@@ -25,7 +25,7 @@ cudaError_t score_lists(const TreeCall& call, const PackedSpans& spans, const Ch
                         LeaderSelectParams& select, cudaStream_t stream) {
   ListScoreParams score;
   score.gather = gather;
-  score.importance = call.problem.args.importance;
+  score.selection = call.problem.args.selection;
   Workspace space(scratch);
   const ListScoreMemory memory = lay_out_list_scores(
       space, int64_t{gather.num_batches} * gather.num_lists * call.problem.num_heads, most_candidates);
@@ -56,7 +56,7 @@ cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const Gath
   SpanScoreParams params;
   params.gather = gather;
   params.tiles = span_tiles_of(call, chunk);
-  params.importance = call.problem.args.importance;
+  params.selection = call.problem.args.selection;
   Workspace space(scratch);
   const SpanScoreMemory memory = lay_out_span_scores(
       space, call.problem, int64_t{gather.num_batches} * gather.num_lists * call.problem.num_heads);
@@ -79,7 +79,7 @@ cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherPara
                       DenseReferenceParams& params, cudaStream_t stream) {
   params.gather = gather;
   params.tiles = tiles_of_batch(call, call.top, chunk.batch);
-  params.importance = call.problem.args.importance;
+  params.selection = call.problem.args.selection;
   params.references = scratch;
   params.reference_batch = int64_t{gather.num_lists} * call.problem.num_heads;
   return dispatch_shape(call.shape, [&](auto type, auto dim) {
@@ -144,8 +144,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     select.selected = mask ? mask + first * p.num_kv_heads * words : nullptr;
     select.selected_batch = chunk_lists * p.num_kv_heads * words;
     select.mask_words = words;
-    select.importance = p.args.importance;
-    select.open_next = p.args.open_next;
+    select.selection = p.args.selection;
     cudaError_t error =
         dense_spans ? score_top_spans(call, part, gather, scratch, select, stream)
         : dense     ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)

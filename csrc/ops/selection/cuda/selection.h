@@ -32,8 +32,7 @@ struct LeaderSelectParams {
       nullptr;  // [B, num_lists, H_kv, mask_words]: bit p = candidate p is selected; may be null
   int64_t selected_batch = 0;  // stride in words
   int64_t mask_words = 0;      // >= score_width / 32
-  Importance importance = Importance::kLseCausal;
-  bool open_next = false;
+  SelectionOptions selection;
 };
 cudaError_t launch_leader_select(const LeaderSelectParams& params, cudaStream_t stream);
 
@@ -44,7 +43,7 @@ cudaError_t launch_leader_select(const LeaderSelectParams& params, cudaStream_t 
 // Entries p >= n of a row are not written, nor are runs past its last slot.
 struct ListScoreParams {
   GatherParams gather;
-  Importance importance = Importance::kLseCausal;
+  SelectionOptions selection;
   float* scores = nullptr;  // [B, num_lists, H_kv, score_width, G]
   int64_t score_width = 0;  // >= the largest n of the chunk
   float2* sums = nullptr;   // [B, num_lists, H_kv, num_runs, G]
@@ -68,7 +67,7 @@ cudaError_t launch_span_list_scores(const ListScoreParams& params, cudaStream_t 
 struct DenseReferenceParams {
   GatherParams gather;  // its blocks and lists are not read
   DenseTiles tiles;     // from the chunk's first batch on
-  Importance importance = Importance::kLseCausal;
+  SelectionOptions selection;
   float* references = nullptr;
   int64_t reference_batch = 0;  // stride in elements
 };
@@ -89,7 +88,7 @@ cudaError_t launch_dense_importances(const DenseImportanceParams& params, cudaSt
 struct SpanScoreParams {
   GatherParams gather;  // its blocks and lists are not read
   SpanTiles tiles;      // from the chunk's first batch on
-  Importance importance = Importance::kLseCausal;
+  SelectionOptions selection;
   SpanScores scores;
 };
 template <typename T, int kDim>

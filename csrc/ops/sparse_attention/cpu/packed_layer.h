@@ -49,7 +49,7 @@ inline int64_t round_up(int64_t size, int64_t multiple) {
 }
 
 inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t value_dim, int64_t r,
-                              int64_t max_parents, Importance importance, bool open_next, int64_t lanes) {
+                              int64_t max_parents, const SelectionOptions& selection, int64_t lanes) {
   QueryShape shape;
   shape.group = q.size(2) / kv_heads;
   shape.half = q.size(3) / 2;
@@ -59,8 +59,7 @@ inline QueryShape query_shape(const at::Tensor& q, int64_t kv_heads, int64_t val
   shape.r = r;
   shape.r_pad = round_up(r, lanes);
   shape.max_parents = max_parents;
-  shape.importance = importance;
-  shape.open_next = open_next;
+  shape.selection = selection;
   return shape;
 }
 

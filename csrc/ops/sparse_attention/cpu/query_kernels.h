@@ -24,8 +24,7 @@ struct QueryShape {
   int64_t r = 16;
   int64_t r_pad = 16;
   int64_t max_parents = 1;  // the most parents that a list can have
-  Importance importance = Importance::kLseCausal;
-  bool open_next = false;
+  SelectionOptions selection;
 
   int64_t row() const { return 2 * half_pad; }
   // Elements from a head's scores to the next head's: all candidates, and room for whole

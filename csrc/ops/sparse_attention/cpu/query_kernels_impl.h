@@ -569,7 +569,7 @@ int64_t select(const QueryShape& shape, const Candidates& candidates, const Real
                int64_t top_k, void* workspace, int32_t* positions) {
   selection::Workspace<Real> scratch(workspace, shape.max_parents * shape.r);
   return selection::select_row(scores, sums, shape.score_stride(), shape.group, candidates.count, top_k,
-                               shape.importance, shape.open_next, scratch, positions);
+                               shape.selection, scratch, positions);
 }
 
 // scores[p] = exp(scores[p] - max), `count` rounded up to whole vectors. Returns the maximum, over what is

@@ -202,7 +202,7 @@ int64_t select_bytes(int64_t max_candidates, int64_t num_heads) {
 
 template <typename Work, typename R>
 int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int64_t num, int64_t top_k,
-                   Importance importance, bool open_next, void* buffer, int32_t* positions,
+                   const tree_attention::SelectionOptions& options, void* buffer, int32_t* positions,
                    selection::Rank<R>* ranks) {
   selection::Workspace<R> workspace(buffer, num);
   R* by_head = reinterpret_cast<R*>(static_cast<char*>(buffer) + selection::Workspace<R>::bytes(num));
@@ -221,8 +221,9 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
     ranks[0] = fold;
     return num < top_k ? num : top_k;
   }
-  selection::rank_candidates<R>(by_head, /*sums=*/nullptr, num, num_heads, num, importance, workspace);
-  const int64_t count = selection::select_ranked(num, top_k, open_next, workspace, positions);
+  selection::rank_candidates<R>(by_head, /*sums=*/nullptr, num, num_heads, num, options.importance,
+                                workspace);
+  const int64_t count = selection::select_ranked(num, top_k, options, workspace, positions);
   for (int64_t i = 0; i < count; ++i) {
     ranks[i] = workspace.ranks[positions[i]];
   }

@@ -55,8 +55,8 @@ struct StageRows {
   // Writes the min(top_k, num) selected positions in ascending order, with their ranks (selection.h), and
   // returns their number. num >= 1. `buffer` has select_bytes(num, num_heads) bytes, aligned to 8.
   using Select = int64_t(const Real* scores, int64_t score_stride, int64_t num_heads, int64_t num,
-                         int64_t top_k, Importance importance, bool open_next, void* buffer,
-                         int32_t* positions, Rank* ranks);
+                         int64_t top_k, const SelectionOptions& selection, void* buffer, int32_t* positions,
+                         Rank* ranks);
   Select* select;
   // The IO-only twin: the same passes over the scores. ranks[0] becomes what they fold to;
   // positions are not written.

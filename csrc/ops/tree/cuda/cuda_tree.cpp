@@ -195,9 +195,8 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   args.t0 = problem.token_of(first_query);
   args.selection_stride = problem.args.selection_stride;
   args.scale = problem.args.scale;
-  args.importance = problem.args.importance;
+  args.selection = problem.args.selection;
   args.selection_span = problem.args.selection_span;
-  args.open_next = problem.args.open_next;
   return args;
 }
 

@@ -48,8 +48,7 @@ struct Pyramid {
     const int64_t r = args.compression_rate;
     // A list never names more parents than the bottom layer has.
     const int64_t max_parents = std::min(args.top_k, ceil_div(num_tokens, r));
-    shape = query_shape(q, kv_heads, value_dim, r, max_parents, args.importance, args.open_next,
-                        query_kernels<Real>().lanes);
+    shape = query_shape(q, kv_heads, value_dim, r, max_parents, args.selection, query_kernels<Real>().lanes);
     if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base, args.inv_freq);
     int64_t layer = 0;
     for (const auto& [layer_k, layer_v] : build_layers(k, v, args)) {

@@ -33,7 +33,7 @@ struct LayerOptions {
   const SymInt& t0;
   int64_t selection_stride = 1;
   std::optional<int64_t> selection_span = std::nullopt;
-  bool open_next = false;
+  SelectionOptions selection = {};
 };
 
 // A list is shared by the G query heads of a K/V head, or belongs to one query head.
@@ -56,11 +56,10 @@ inline void check_above_bottom(const char* op, int64_t layer) {
 
 // What the ops that select take beyond check_layer. Their `span_k` and `selection_span` come both or neither.
 inline void check_selection(const char* op, const LayerTensors& in, const LayerOptions& options,
-                            int64_t top_k, std::string_view importance) {
+                            int64_t top_k) {
   check_above_bottom(op, options.layer);
   check_list_width(op, "top_k", top_k, options.compression_rate);
-  check_selection_span(op, options.selection_span, options.compression_rate,
-                       parse_importance(op, importance));
+  check_selection_span(op, options.selection_span, options.compression_rate, options.selection.importance);
   TORCH_CHECK_VALUE(in.span_k.defined() == options.selection_span.has_value(), op,
                     ": span_k and selection_span must be given together or not at all, got span_k ",
                     in.span_k.defined() ? "alone" : "None");
@@ -123,10 +122,10 @@ inline StateAndTopk prepare_compute_and_select(const LayerTensors& in, const Lay
 }
 
 inline StateAndParents prepare_select_accumulate(const LayerTensors& in, const LayerOptions& options,
-                                                 int64_t top_k, std::string_view importance) {
+                                                 int64_t top_k) {
   constexpr const char* kOp = "select_accumulate";
   check_layer(kOp, in, options);
-  check_selection(kOp, in, options, top_k, importance);
+  check_selection(kOp, in, options, top_k);
   auto [lmax, lsum, lout] = new_layer_state(in);
   return {lmax, lsum, lout, new_lists(in, top_k)};
 }
@@ -137,11 +136,11 @@ inline State prepare_bottom_accumulate(const LayerTensors& in, const LayerOption
   return new_layer_state(in);
 }
 
-inline Tensor prepare_recompute_selection(const LayerTensors& in, const LayerOptions& options, int64_t top_k,
-                                          std::string_view importance) {
+inline Tensor prepare_recompute_selection(const LayerTensors& in, const LayerOptions& options,
+                                          int64_t top_k) {
   constexpr const char* kOp = "recompute_selection";
   check_layer(kOp, in, options);
-  check_selection(kOp, in, options, top_k, importance);
+  check_selection(kOp, in, options, top_k);
   return new_lists(in, top_k);
 }
 
@@ -159,7 +158,7 @@ LayerArgs resolve(const char* op, const LayerTensors& in, const LayerOptions& op
   args.selection_stride = options.selection_stride;
   args.scale = resolve_scale(options.scale, in.q.size(3));
   args.selection_span = options.selection_span.value_or(0);
-  args.open_next = options.open_next;
+  args.selection = options.selection;
   return args;
 }
 
@@ -241,13 +240,17 @@ StateAndParents select_accumulate(const Tensor& q, const Tensor& layer_k, const 
                                   const std::optional<Tensor>& span_k, std::optional<int64_t> selection_span,
                                   bool open_next) {
   const LayerTensors in = {q, layer_k, layer_v, parents, cos, sin, span_k.value_or(Tensor())};
-  const LayerOptions options = {layer,          compression_rate, scale, t0, selection_stride,
-                                selection_span, open_next};
-  StateAndParents result = prepare_select_accumulate(in, options, top_k, importance);
+  const LayerOptions options = {layer,
+                                compression_rate,
+                                scale,
+                                t0,
+                                selection_stride,
+                                selection_span,
+                                {parse_importance("select_accumulate", importance), open_next}};
+  StateAndParents result = prepare_select_accumulate(in, options, top_k);
   if constexpr (kKernel != nullptr) {
     const auto& [lmax, lsum, lout, next_parents] = result;
-    LayerArgs args = resolve("select_accumulate", in, options, top_k);
-    args.importance = parse_importance("select_accumulate", importance);
+    const LayerArgs args = resolve("select_accumulate", in, options, top_k);
     if (lout.numel() > 0) {
       kKernel(unit_last(q), unit_last(layer_k), unit_last(layer_v), unit_last_or_none(in.span_k),
               unit_last(parents), unit_last(cos), unit_last(sin), args, lmax, lsum, lout, next_parents);
@@ -285,12 +288,16 @@ Tensor recompute_selection(const Tensor& q, const Tensor& layer_k, const Tensor&
                            std::optional<int64_t> selection_span, bool open_next) {
   const Tensor no_values;
   const LayerTensors in = {q, layer_k, no_values, parents, cos, sin, span_k.value_or(Tensor())};
-  const LayerOptions options = {layer,          compression_rate, scale, t0, selection_stride,
-                                selection_span, open_next};
-  Tensor next_parents = prepare_recompute_selection(in, options, top_k, importance);
+  const LayerOptions options = {layer,
+                                compression_rate,
+                                scale,
+                                t0,
+                                selection_stride,
+                                selection_span,
+                                {parse_importance("recompute_selection", importance), open_next}};
+  Tensor next_parents = prepare_recompute_selection(in, options, top_k);
   if constexpr (kKernel != nullptr) {
-    LayerArgs args = resolve("recompute_selection", in, options, top_k);
-    args.importance = parse_importance("recompute_selection", importance);
+    const LayerArgs args = resolve("recompute_selection", in, options, top_k);
     if (next_parents.numel() > 0) {
       kKernel(unit_last(q), unit_last(layer_k), unit_last_or_none(in.span_k), unit_last(parents),
               unit_last(cos), unit_last(sin), args, next_parents);

@@ -112,8 +112,7 @@ void compute_and_select_rows(const Tensor& q, const Tensor& layer_k, const Tenso
                       static_cast<Real>(args.scale), buffer.data(), scores.data());
       }
       if (num > 0 && top_k > 0) {
-        taken = kernels.select(scores.data(), 1, 1, num, top_k, Importance::kLseCausal, /*open_next=*/false,
-                               scratch.data(), indices, ranks.data());
+        taken = kernels.select(scores.data(), 1, 1, num, top_k, {}, scratch.data(), indices, ranks.data());
         order_by_key(indices, ranks.data(), taken, order);
       }
       for (int64_t j = 0; j < taken; ++j) {
@@ -185,8 +184,8 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
   const int64_t stride = args.selection_stride;
   const bool states = lmax.defined();
   const int64_t value_dim = states ? layer_v.size(3) : 1;
-  const QueryShape shape = query_shape(q, kv_heads, value_dim, r, std::max<int64_t>(1, width),
-                                       args.importance, args.open_next, query_kernels<Real>().lanes);
+  const QueryShape shape = query_shape(q, kv_heads, value_dim, r, std::max<int64_t>(1, width), args.selection,
+                                       query_kernels<Real>().lanes);
   const RotationTable table = copy_rotation<Real>(cos, sin, shape.max_parents * r, shape);
   const Rotation<Real> rotation = table.rotation<Real>();
   const auto layers =

@@ -100,8 +100,7 @@ class LayerChunk {
     params.capacity = box_.capacity();
     params.group = box_.group;
     params.top_k = call_.args.top_k;
-    params.importance = call_.args.importance;
-    params.open_next = call_.args.open_next;
+    params.selection = call_.args.selection;
     params.order = order;
     const Tensor scratch = device_scratch(select_scratch_bytes(params), positions_);
     params.scratch = scratch_pointer(scratch);

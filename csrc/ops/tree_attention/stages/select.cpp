@@ -48,10 +48,13 @@ Tensor top_parents(SymInt batch, SymInt queries, SymInt heads, int64_t top_k, in
 template <SelectTopk* kKernel>
 Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                    std::string_view importance, bool open_next) {
-  Tensor topk_positions = prepare_select_topk(scores, num_candidates, top_k, importance, open_next);
-  if (topk_positions.numel() > 0) {
-    kKernel(unit_last(scores), unit_last(num_candidates), top_k, parse_importance("select_topk", importance),
-            open_next, topk_positions);
+  constexpr const char* kOp = "select_topk";
+  const SelectionOptions selection = {parse_importance(kOp, importance), open_next};
+  Tensor topk_positions = prepare_positions(kOp, scores, num_candidates, top_k);
+  if constexpr (kKernel != nullptr) {
+    if (topk_positions.numel() > 0) {
+      kKernel(unit_last(scores), unit_last(num_candidates), top_k, selection, topk_positions);
+    }
   }
   return topk_positions;
 }
@@ -186,7 +189,7 @@ TORCH_LIBRARY_IMPL(htree, CUDA, library) {
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
-  library.impl("select_topk", TORCH_FN(prepare_select_topk));
+  library.impl("select_topk", TORCH_FN(select_topk<nullptr>));
   library.impl("mask_topk_scores_", TORCH_FN(prepare_mask_topk_scores));
   library.impl("compute_next_parents", TORCH_FN(compute_next_parents_meta));
   library.impl("io_select_topk", TORCH_FN(io_select_topk_meta));

@@ -29,13 +29,6 @@ inline Tensor prepare_positions(const char* op, const Tensor& scores, const Tens
   return new_tensor({scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), top_k}, at::kInt, scores);
 }
 
-inline Tensor prepare_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
-                                  std::string_view importance, bool /*open_next*/) {
-  constexpr const char* kOp = "select_topk";
-  parse_importance(kOp, importance);
-  return prepare_positions(kOp, scores, num_candidates, top_k);
-}
-
 // The argument `select` of the twin, docs/semantics/io_twins.md §2.3: true for "stratified", false for "lcg".
 inline bool parse_io_select(const char* op, std::string_view select) {
   TORCH_CHECK_VALUE(select == "lcg" || select == "stratified", op,

@@ -8,6 +8,7 @@
 #include "host/no_gradient.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
+#include "ops/tree_attention/packed_options.h"
 
 namespace htree::tree_attention {
 
@@ -88,8 +89,8 @@ Tensor lse_of(const VarlenState& state) {
 
 // for every document: out[its queries] = attention(query[its queries], key[its keys], value[its keys])
 template <const VarlenKernels* kKernels>
-VarlenState forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
-                    const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const TreeOptions& options,
+VarlenState forward(const TreeOptions& options, const Tensor& query, const Tensor& key, const Tensor& value,
+                    const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
                     std::string_view grouping) {
   return varlen_forward(kKernels, "attention_varlen_forward", {query, key, value},
                         {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
@@ -97,9 +98,9 @@ VarlenState forward(const Tensor& query, const Tensor& key, const Tensor& value,
 
 // (attention_varlen_forward(...)[0], gmax + log(gsum))
 template <const VarlenKernels* kKernels>
-std::tuple<Tensor, Tensor> attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
-                                            const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                            SymInt max_k, const TreeOptions& options,
+std::tuple<Tensor, Tensor> attention_varlen(const TreeOptions& options, const Tensor& query,
+                                            const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                                            const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
                                             std::string_view grouping) {
   const VarlenState state = varlen_forward(kKernels, "tree_attention_varlen", {query, key, value},
                                            {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
@@ -108,9 +109,9 @@ std::tuple<Tensor, Tensor> attention_varlen(const Tensor& query, const Tensor& k
 
 // for every document: the gradients of the call above
 template <const VarlenKernels* kKernels>
-Gradients backward(const Tensor& dout, const Tensor& query, const Tensor& key, const Tensor& value,
-                   const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                   const Tensor& out, const Tensor& gmax, const Tensor& gsum, const TreeOptions& options,
+Gradients backward(const TreeOptions& options, const Tensor& dout, const Tensor& query, const Tensor& key,
+                   const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                   SymInt max_k, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                    std::string_view grouping, std::array<bool, 3> output_mask) {
   return varlen_backward(kKernels, dout, {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k},
                          {out, gmax, gsum}, options, grouping, output_mask);
@@ -118,27 +119,25 @@ Gradients backward(const Tensor& dout, const Tensor& query, const Tensor& key, c
 
 template <const VarlenKernels* kKernels>
 void register_kernels(torch::Library& library) {
-  library.impl("attention_varlen_forward", TORCH_FN(kLoose<forward<kKernels>>));
-  library.impl("attention_varlen", TORCH_FN(kLoose<attention_varlen<kKernels>>));
-  library.impl("attention_varlen_backward", TORCH_FN(kLoose<backward<kKernels>>));
+  library.impl("_attention_varlen_forward", TORCH_FN(kPacked<forward<kKernels>>));
+  library.impl("_attention_varlen", TORCH_FN(kPacked<attention_varlen<kKernels>>));
+  library.impl("_attention_varlen_backward", TORCH_FN(kPacked<backward<kKernels>>));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  const std::string options = TreeOptions::kSchema;
-  const std::string later = TreeOptions::kLaterSchema;
   const std::string inputs =
       "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt "
       "max_k, ";
-  const std::string rest = options + ", str grouping=\"auto\", ";
-  const std::string attention_varlen =
-      "attention_varlen(" + inputs + rest + later + ") -> (Tensor out, Tensor lse)";
+  const std::string options = kPackedSchema;
+  const std::string arguments = "(" + inputs + "str grouping, " + options + ") -> ";
+  const std::string attention_varlen = "_attention_varlen" + arguments + "(Tensor out, Tensor lse)";
   const std::string forward =
-      "attention_varlen_forward(" + inputs + rest + later + ") -> (Tensor out, Tensor gmax, Tensor gsum)";
-  const std::string backward =
-      "attention_varlen_backward(Tensor dout, " + inputs + "Tensor out, Tensor gmax, Tensor gsum, " + rest +
-      "bool[3] output_mask=[True, True, True], " + later + ") -> (Tensor dq, Tensor dk, Tensor dv)";
+      "_attention_varlen_forward" + arguments + "(Tensor out, Tensor gmax, Tensor gsum)";
+  const std::string backward = "_attention_varlen_backward(Tensor dout, " + inputs +
+                               "Tensor out, Tensor gmax, Tensor gsum, str grouping, bool[3] output_mask, " +
+                               options + ") -> (Tensor dq, Tensor dk, Tensor dv)";
   define_ops(library, {attention_varlen.c_str(), forward.c_str(), backward.c_str()});
 }
 
@@ -172,34 +171,32 @@ struct VarlenArguments {
   std::string grouping;
 };
 
-using VarlenOp =
-    TreeOp<std::tuple<Tensor, Tensor>(const Tensor& query, const Tensor& key, const Tensor& value,
-                                      const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                      SymInt max_k, const TreeOptions& options, std::string_view grouping)>;
-using ForwardOp = TreeOp<VarlenState(const Tensor& query, const Tensor& key, const Tensor& value,
-                                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                     SymInt max_k, const TreeOptions& options, std::string_view grouping)>;
-using BackwardOp =
-    TreeOp<Gradients(const Tensor& dout, const Tensor& query, const Tensor& key, const Tensor& value,
-                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                     const Tensor& out, const Tensor& gmax, const Tensor& gsum, const TreeOptions& options,
-                     std::string_view grouping, std::array<bool, 3> output_mask)>;
+using VarlenOp = PackedOp<std::tuple<Tensor, Tensor>(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+    const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, std::string_view grouping)>;
+using ForwardOp =
+    PackedOp<VarlenState(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                         const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, std::string_view grouping)>;
+using BackwardOp = PackedOp<Gradients(
+    const Tensor& dout, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+    const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
+    const Tensor& gsum, std::string_view grouping, std::array<bool, 3> output_mask)>;
 
 const VarlenOp& varlen_op() {
-  static const VarlenOp op("htree::attention_varlen");
+  static const VarlenOp op("htree::_attention_varlen");
   return op;
 }
 
 const ForwardOp& varlen_forward_op() {
-  static const ForwardOp op("htree::attention_varlen_forward");
+  static const ForwardOp op("htree::_attention_varlen_forward");
   return op;
 }
 
 Gradients call_varlen_backward(const Tensor& dout, const PackedInputs& x, const VarlenState& state,
                                const VarlenArguments& a, std::array<bool, 3> output_mask) {
-  static const BackwardOp op("htree::attention_varlen_backward");
-  return op(dout, x.query, x.key, x.value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k, std::get<0>(state),
-            std::get<1>(state), std::get<2>(state), a.options, a.grouping, output_mask);
+  static const BackwardOp op("htree::_attention_varlen_backward");
+  return op(a.options, dout, x.query, x.key, x.value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k,
+            std::get<0>(state), std::get<1>(state), std::get<2>(state), a.grouping, output_mask);
 }
 
 struct VarlenNode : Function<VarlenNode> {
@@ -210,11 +207,11 @@ struct VarlenNode : Function<VarlenNode> {
                         const VarlenArguments& a, Tensor* lse) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const VarlenState state = varlen_forward_op()(query, key, value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k,
-                                                  a.options, a.grouping);
+    const VarlenState state = varlen_forward_op()(a.options, query, key, value, a.cu_seq_q, a.cu_seq_k,
+                                                  a.max_q, a.max_k, a.grouping);
     const auto& [out, gmax, gsum] = state;
     ctx->save_for_backward({query, key, value, a.cu_seq_q, a.cu_seq_k, out, gmax, gsum});
-    a.options.save(ctx->saved_data);
+    save_options(ctx->saved_data, a.options);
     ctx->saved_data["max_q"] = a.max_q;
     ctx->saved_data["max_k"] = a.max_k;
     ctx->saved_data["grouping"] = a.grouping;
@@ -232,7 +229,7 @@ struct VarlenNode : Function<VarlenNode> {
                                saved[4],
                                data["max_q"].toSymInt(),
                                data["max_k"].toSymInt(),
-                               TreeOptions::load(data),
+                               load_options(data),
                                data["grouping"].toStringRef()};
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
@@ -242,9 +239,9 @@ struct VarlenNode : Function<VarlenNode> {
   }
 };
 
-std::tuple<Tensor, Tensor> varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                           SymInt max_k, const TreeOptions& options,
+std::tuple<Tensor, Tensor> varlen_autograd(const TreeOptions& options, const Tensor& query, const Tensor& key,
+                                           const Tensor& value, const Tensor& cu_seq_q,
+                                           const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
                                            std::string_view grouping) {
   if (needs_grad({query, key, value})) {
     check_varlen("tree_attention_varlen", {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k}, options,
@@ -256,13 +253,13 @@ std::tuple<Tensor, Tensor> varlen_autograd(const Tensor& query, const Tensor& ke
     return {out, lse};
   }
   at::AutoDispatchBelowAutograd guard;
-  return varlen_op()(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, options, grouping);
+  return varlen_op()(options, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, grouping);
 }
 
-Gradients varlen_backward_autograd(const Tensor& dout, const Tensor& query, const Tensor& key,
-                                   const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
-                                   SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
-                                   const Tensor& gsum, const TreeOptions& options, std::string_view grouping,
+Gradients varlen_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& query,
+                                   const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
+                                   const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const Tensor& out,
+                                   const Tensor& gmax, const Tensor& gsum, std::string_view grouping,
                                    std::array<bool, 3> output_mask) {
   const VarlenArguments a = {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)};
   const VarlenState state = {out, gmax, gsum};
@@ -277,23 +274,23 @@ Result cast_and_call(const Op& op, const Tensor& query, const Tensor& key, const
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
   const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
-  return op(cast(query), cast(key), cast(value), a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k, a.options,
+  return op(a.options, cast(query), cast(key), cast(value), a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k,
             a.grouping);
 }
 
 template <at::DeviceType kDevice>
-std::tuple<Tensor, Tensor> varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                           SymInt max_k, const TreeOptions& options,
+std::tuple<Tensor, Tensor> varlen_autocast(const TreeOptions& options, const Tensor& query, const Tensor& key,
+                                           const Tensor& value, const Tensor& cu_seq_q,
+                                           const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
                                            std::string_view grouping) {
   return cast_and_call<kDevice, std::tuple<Tensor, Tensor>>(
       varlen_op(), query, key, value, {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
 }
 
 template <at::DeviceType kDevice>
-VarlenState varlen_forward_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                    SymInt max_k, const TreeOptions& options, std::string_view grouping) {
+VarlenState varlen_forward_autocast(const TreeOptions& options, const Tensor& query, const Tensor& key,
+                                    const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                    SymInt max_q, SymInt max_k, std::string_view grouping) {
   return cast_and_call<kDevice, VarlenState>(
       varlen_forward_op(), query, key, value,
       {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
@@ -302,19 +299,19 @@ VarlenState varlen_forward_autocast(const Tensor& query, const Tensor& key, cons
 }  // namespace
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"attention_varlen_forward"});
-  library.impl("attention_varlen", TORCH_FN(kLoose<varlen_autograd>));
-  library.impl("attention_varlen_backward", TORCH_FN(kLoose<varlen_backward_autograd>));
+  register_no_gradient(library, {"_attention_varlen_forward"});
+  library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autograd>));
+  library.impl("_attention_varlen_backward", TORCH_FN(kPacked<varlen_backward_autograd>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
-  library.impl("attention_varlen", TORCH_FN(kLoose<varlen_autocast<at::kCPU>>));
-  library.impl("attention_varlen_forward", TORCH_FN(kLoose<varlen_forward_autocast<at::kCPU>>));
+  library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autocast<at::kCPU>>));
+  library.impl("_attention_varlen_forward", TORCH_FN(kPacked<varlen_forward_autocast<at::kCPU>>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
-  library.impl("attention_varlen", TORCH_FN(kLoose<varlen_autocast<at::kCUDA>>));
-  library.impl("attention_varlen_forward", TORCH_FN(kLoose<varlen_forward_autocast<at::kCUDA>>));
+  library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autocast<at::kCUDA>>));
+  library.impl("_attention_varlen_forward", TORCH_FN(kPacked<varlen_forward_autocast<at::kCUDA>>));
 }
 
 }  // namespace htree::tree_attention

@@ -204,7 +204,7 @@ VarlenPlan plan_on_host(const char* op, const VarlenCall& call, const Documents&
 Grouping choose_grouping(const VarlenKernels& kernels, const char* op, const PackedInputs& inputs,
                          const VarlenCall& call, const TreeOptions& options, std::string_view grouping) {
   // With importance "lse" the unfinished node at the end of a document counts, and padding would be part of it.
-  const bool pads = parse_importance(op, options.importance) != Importance::kLse;
+  const bool pads = options.importance != Importance::kLse;
   TORCH_CHECK_VALUE(pads || grouping != "rank", op,
                     ": importance must not be 'lse' where grouping is 'rank'");
   if (grouping == "rank") return Grouping::kRank;

@@ -124,7 +124,7 @@ __device__ __forceinline__ uint32_t arriving_sum_bytes(const DecodeBlock<Tr>& bl
 template <class Tr>
 __device__ __forceinline__ void make_normalizers(const DecodeBlock<Tr>& block, uint32_t parity) {
   device::barrier_wait(&block.shared.sums_arrived, parity);
-  const bool joint = block.attend().options.importance == tree_attention::Importance::kExpJoint;
+  const bool joint = block.attend().options.selection.importance == tree_attention::Importance::kExpJoint;
   if (block.warp == 0) {
     const int head = block.lane % Tr::kHeads;
     LogSum sum = {kNoScore, 0.0f};
@@ -382,7 +382,7 @@ __device__ __forceinline__ void write_selection(const DecodeBlock<Tr>& block, co
   KeyRange range = block.lane < block.params.plan.cluster ? block.shared.ranges[block.lane] : no_keys();
   range.reduce_warp();
   const auto best = static_cast<int>(
-      tree_attention::best_with_neighbours(block.attend().options.open_next, top_k, slots.num));
+      tree_attention::best_with_neighbours(block.attend().options.selection, top_k, slots.num));
 #pragma unroll 1
   for (int count = best > 0 ? best : top_k;; count = top_k) {
     select_largest(block, slots, range, count, list, next);

@@ -20,7 +20,7 @@ constexpr const char* kPackOp = "tree_cache_pack_prompt_";
 constexpr const char* kPromptOp = "tree_cache_prompt";
 
 using OptionalTensor = std::optional<Tensor>;
-using OptionalNumbers = std::optional<at::ArrayRef<double>>;
+using tree_attention::kPacked;
 
 void check_heads(const char* op, const char* name, const SymInt& num_heads, const SymInt& kv_heads) {
   TORCH_CHECK_VALUE(holds(num_heads.sym_ge(1)) && same_size(num_heads % kv_heads, 0), op, ": ", name,
@@ -34,11 +34,7 @@ void check_capacity(const char* op, const char* name, int64_t capacity, int64_t 
 
 void check_text(const char* op, const PromptPages& pages, const TreeOptions& options, int64_t page_size,
                 const char* name, int64_t tokens) {
-  tree_attention::check_options(op, options);
-  TORCH_CHECK_VALUE(
-      options.importance != "lse", op,
-      ": importance must be \"lse_causal\" or \"exp_joint\", got \"lse\": it weighs nodes that are "
-      "not finished, which a cache does not hold");
+  check_cache_options(op, options);
   const Tensor no_lengths;
   check_pools(op, {pages.keys, pages.values, pages.block_table, no_lengths},
               page_options(page_size, options));
@@ -57,9 +53,8 @@ void check_copies(const char* op, const Tensor& copies, const Tensor& keys) {
 }
 
 // The last num_queries tokens of a text, with every option resolved.
-AttentionProblem problem_of(const char* op, const Tensor& keys, int64_t value_dim, int64_t num_sequences,
-                            int64_t num_heads, int64_t tokens, int64_t num_queries,
-                            const TreeOptions& options) {
+AttentionProblem problem_of(const Tensor& keys, int64_t value_dim, int64_t num_sequences, int64_t num_heads,
+                            int64_t tokens, int64_t num_queries, const TreeOptions& options) {
   AttentionProblem problem;
   problem.batch = num_sequences;
   problem.num_keys = tokens;
@@ -69,7 +64,7 @@ AttentionProblem problem_of(const char* op, const Tensor& keys, int64_t value_di
   problem.key_dim = keys.size(3);
   problem.value_dim = value_dim;
   problem.half_dtype = keys.scalar_type() == at::kHalf || keys.scalar_type() == at::kBFloat16;
-  problem.args = attention_args(op, options, problem.key_dim);
+  problem.args = tree_attention::resolve(options, problem.key_dim);
   problem.args.starts = {tokens - num_queries};
   return problem;
 }
@@ -90,16 +85,9 @@ void check_copy_bytes(const char* op, const Tensor& copies, const AttentionProbl
 
 // bytes of the copies of num_sequences texts of up to `capacity` tokens; 0 where tree_cache_prompt reads none
 template <PromptBytes* kKernel>
-int64_t prompt_bytes(const Tensor& k_pool, const Tensor& v_pool, int64_t num_sequences, int64_t num_heads,
-                     int64_t capacity, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                     int64_t selection_stride, std::optional<int64_t> selection_span) {
-  TreeOptions options;
-  options.compression_rate = compression_rate;
-  options.max_top_nodes = max_top_nodes;
-  options.top_k = top_k;
-  options.selection_stride = selection_stride;
-  options.selection_span = selection_span;
-  tree_attention::check_options(kBytesOp, options);
+int64_t prompt_bytes(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_pool,
+                     int64_t num_sequences, int64_t num_heads, int64_t capacity) {
+  check_cache_options(kBytesOp, options);
   check_rank(kBytesOp, "k_pool", k_pool, 4, "[num_pages, H_kv, key rows, K]");
   check_floating(kBytesOp, "k_pool", k_pool, /*double_on_cuda=*/false);
   check_rank(kBytesOp, "v_pool", v_pool, 4, "[num_pages, H_kv, value rows, V]");
@@ -109,7 +97,7 @@ int64_t prompt_bytes(const Tensor& k_pool, const Tensor& v_pool, int64_t num_seq
   check_heads(kBytesOp, "num_heads", num_heads, k_pool.sym_size(1));
   check_capacity(kBytesOp, "capacity", capacity, 1);
   if constexpr (kKernel != nullptr) {
-    return kKernel(k_pool, problem_of(kBytesOp, k_pool, v_pool.size(3), num_sequences, num_heads, capacity,
+    return kKernel(k_pool, problem_of(k_pool, v_pool.size(3), num_sequences, num_heads, capacity,
                                       /*num_queries=*/1, options));
   }
   return 0;
@@ -117,14 +105,9 @@ int64_t prompt_bytes(const Tensor& k_pool, const Tensor& v_pool, int64_t num_seq
 
 // copies: those of the first `begin` tokens -> those of the first `end` ones
 template <PackPrompt* kKernel, PromptBytes* kBytes>
-void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_pool, const Tensor& block_table,
-                 int64_t num_heads, int64_t begin, int64_t end, int64_t capacity, int64_t page_size,
-                 int64_t compression_rate, int64_t max_top_nodes, int64_t top_k, int64_t selection_stride,
-                 std::optional<int64_t> selection_span, std::optional<double> rope_base,
-                 OptionalNumbers inv_freq) {
-  const TreeOptions options(
-      {compression_rate, max_top_nodes, top_k, std::nullopt, rope_base, "lse_causal", selection_stride},
-      {selection_span, inv_freq, /*open_next=*/false});
+void pack_prompt(const TreeOptions& options, const Tensor& copies, const Tensor& k_pool, const Tensor& v_pool,
+                 const Tensor& block_table, int64_t num_heads, int64_t begin, int64_t end, int64_t capacity,
+                 int64_t page_size) {
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPackOp, given, options, page_size, "end", end);
   check_heads(kPackOp, "num_heads", num_heads, k_pool.sym_size(1));
@@ -137,7 +120,7 @@ void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_poo
   check_disjoint(kPackOp, "copies", copies, "block_table", block_table);
   if constexpr (kKernel != nullptr) {
     const AttentionProblem problem =
-        problem_of(kPackOp, k_pool, v_pool.size(3), block_table.size(0), num_heads, end, end, options);
+        problem_of(k_pool, v_pool.size(3), block_table.size(0), num_heads, end, end, options);
     check_copy_bytes<kBytes>(kPackOp, copies, problem, k_pool, capacity);
     if (copies.numel() > 0 && end > 0) {
       const Tensor table = block_table.contiguous();
@@ -152,15 +135,10 @@ void pack_prompt(const Tensor& copies, const Tensor& k_pool, const Tensor& v_poo
 // k, v = (pool[block_table].tokens[:length] for pool in (k_pool, v_pool))
 // attention_rows(q, k, v, [length - n], ..., store_parents=store_lists), its lists as [layers, B, ceil(n / s), H_kv, k]
 template <Prompt* kKernel, PromptBytes* kBytes>
-AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Tensor& block_table,
-                     int64_t length, const OptionalTensor& copies, int64_t capacity, bool store_lists,
-                     int64_t page_size, int64_t compression_rate, int64_t max_top_nodes, int64_t top_k,
-                     int64_t selection_stride, std::optional<int64_t> selection_span,
-                     std::optional<double> scale, std::optional<double> rope_base,
-                     std::string_view importance, OptionalNumbers inv_freq, bool open_next) {
-  const TreeOptions options(
-      {compression_rate, max_top_nodes, top_k, scale, rope_base, importance, selection_stride},
-      {selection_span, inv_freq, open_next});
+AttentionRows prompt(const TreeOptions& options, const Tensor& q, const Tensor& k_pool, const Tensor& v_pool,
+                     const Tensor& block_table, int64_t length, const OptionalTensor& copies,
+                     int64_t capacity, bool store_lists, int64_t page_size) {
+  const int64_t selection_stride = options.selection_stride;
   const PromptPages given = {k_pool, v_pool, block_table};
   check_text(kPromptOp, given, options, page_size, "length", length);
   check_rank(kPromptOp, "q", q, 4, "[B, n, H, K]");
@@ -183,7 +161,7 @@ AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool
   const int64_t layers = store_lists ? tree_attention::depth_of(length, options) : 0;
   const std::array<SymInt, 3> rows = {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
   const std::array<SymInt, 5> lists = {layers, rows[0], tree_attention::list_rows(rows[1], selection_stride),
-                                       kv_heads, top_k};
+                                       kv_heads, options.top_k};
   const AttentionRows outputs = {
       tree_attention::new_tensor({rows[0], rows[1], rows[2], v_pool.sym_size(3)}, q.scalar_type(), q),
       tree_attention::new_tensor(rows, tree_attention::state_dtype(q), q),
@@ -191,7 +169,7 @@ AttentionRows prompt(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool
       tree_attention::new_tensor(lists, at::kInt, q)};
   if constexpr (kKernel != nullptr) {
     const AttentionProblem problem =
-        problem_of(kPromptOp, k_pool, v_pool.size(3), q.size(0), q.size(2), length, q.size(1), options);
+        problem_of(k_pool, v_pool.size(3), q.size(0), q.size(2), length, q.size(1), options);
     if (copies.has_value()) {
       check_copy_bytes<kBytes>(kPromptOp, *copies, problem, k_pool, capacity);
     }
@@ -258,34 +236,29 @@ namespace {
 
 template <PromptBytes* kBytes, PackPrompt* kPack, Prompt* kPrompt>
 void register_prompt(torch::Library& library) {
-  library.impl("tree_cache_prompt_bytes", TORCH_FN(prompt_bytes<kBytes>));
-  library.impl("tree_cache_pack_prompt_", TORCH_FN((pack_prompt<kPack, kBytes>)));
-  library.impl("tree_cache_prompt", TORCH_FN((prompt<kPrompt, kBytes>)));
+  library.impl("_tree_cache_prompt_bytes", TORCH_FN(kPacked<prompt_bytes<kBytes>>));
+  library.impl("_tree_cache_pack_prompt_", TORCH_FN((kPacked<pack_prompt<kPack, kBytes>>)));
+  library.impl("_tree_cache_prompt", TORCH_FN((kPacked<prompt<kPrompt, kBytes>>)));
 }
 
-constexpr char kPackName[] = "htree::tree_cache_pack_prompt_";
-using MutatingPack = Mutating<kPackName, &pack_prompt<nullptr, nullptr>, 1>;
+constexpr char kPackName[] = "htree::_tree_cache_pack_prompt_";
+using MutatingPack = Mutating<kPackName, kPacked<pack_prompt<nullptr, nullptr>>, 1>;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
-  const std::string tree =
-      "int compression_rate=16, int max_top_nodes=8192, int top_k=512, int selection_stride=1, "
-      "int? selection_span=None";
+  const std::string options = tree_attention::kPackedSchema;
   const std::string pools = "Tensor k_pool, Tensor v_pool, ";
-  const std::string bytes = "tree_cache_prompt_bytes(" + pools +
-                            "int num_sequences, int num_heads, int capacity, *, " + tree + ") -> int";
-  const std::string pack = "tree_cache_pack_prompt_(Tensor(a!) copies, " + pools +
-                           "Tensor block_table, int num_heads, int begin, int end, int capacity, *, "
+  const std::string bytes = "_tree_cache_prompt_bytes(" + pools +
+                            "int num_sequences, int num_heads, int capacity, " + options + ") -> int";
+  const std::string pack = "_tree_cache_pack_prompt_(Tensor(a!) copies, " + pools +
+                           "Tensor block_table, int num_heads, int begin, int end, int capacity, "
                            "int page_size, " +
-                           tree + ", float? rope_base=10000., float[]? inv_freq=None) -> ()";
-  const std::string prompt =
-      "tree_cache_prompt(Tensor q, " + pools +
-      "Tensor block_table, int length, Tensor? copies=None, int capacity=0, bool store_lists=False, *, "
-      "int page_size, " +
-      tree +
-      ", float? scale=None, float? rope_base=10000., str importance=\"lse_causal\", "
-      "float[]? inv_freq=None, bool open_next=False) -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
+                           options + ") -> ()";
+  const std::string prompt = "_tree_cache_prompt(Tensor q, " + pools +
+                             "Tensor block_table, int length, Tensor? copies, int capacity, "
+                             "bool store_lists, int page_size, " +
+                             options + ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
   define_ops(library, {bytes.c_str(), pack.c_str(), prompt.c_str()});
 }
 
@@ -304,12 +277,12 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
-  register_no_gradient(library, {"tree_cache_prompt_bytes", "tree_cache_prompt"});
-  library.impl("tree_cache_pack_prompt_", TORCH_FN(MutatingPack::autograd));
+  register_no_gradient(library, {"_tree_cache_prompt_bytes", "_tree_cache_prompt"});
+  library.impl("_tree_cache_pack_prompt_", TORCH_FN(MutatingPack::autograd));
 }
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
-  library.impl("tree_cache_pack_prompt_", TORCH_FN(MutatingPack::in_place));
+  library.impl("_tree_cache_pack_prompt_", TORCH_FN(MutatingPack::in_place));
 }
 
 }  // namespace htree::tree_cache

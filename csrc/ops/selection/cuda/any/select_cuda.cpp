@@ -8,8 +8,8 @@ namespace htree::tree_attention {
 namespace {
 
 template <typename Work>
-void launch_select(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, Importance importance,
-                   bool open_next, const IoPositions& io, const Tensor& topk_positions) {
+void launch_select(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
+                   const SelectionOptions& selection, const IoPositions& io, const Tensor& topk_positions) {
   const LaunchScope scope(scores);
   if (topk_positions.numel() == 0) {
     return;
@@ -26,8 +26,7 @@ void launch_select(const Tensor& scores, const Tensor& num_candidates, int64_t t
   params.capacity = scores.size(3);
   params.group = scores.size(4);
   params.top_k = top_k;
-  params.importance = importance;
-  params.open_next = open_next;
+  params.selection = selection;
   params.io = io;
   const Tensor scratch = device_scratch(select_scratch_bytes(params), scores);
   params.scratch = scratch_pointer(scratch);
@@ -59,14 +58,13 @@ void launch_next_parents(const Tensor& parents, const Tensor& topk_positions, in
 }  // namespace
 
 void select_topk_cuda(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
-                      Importance importance, bool open_next, const Tensor& topk_positions) {
-  launch_select<FullWork>(scores, num_candidates, top_k, importance, open_next, {}, topk_positions);
+                      const SelectionOptions& selection, const Tensor& topk_positions) {
+  launch_select<FullWork>(scores, num_candidates, top_k, selection, {}, topk_positions);
 }
 
 void io_select_topk_cuda(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                          const IoPositions& io, const Tensor& topk_positions) {
-  launch_select<IoOnly>(scores, num_candidates, top_k, Importance::kLseCausal, /*open_next=*/false, io,
-                        topk_positions);
+  launch_select<IoOnly>(scores, num_candidates, top_k, {}, io, topk_positions);
 }
 
 void mask_topk_scores_cuda(const Tensor& scores, const Tensor& topk_positions) {

@@ -228,14 +228,14 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
   const int64_t num =
       max(int64_t{0}, min(static_cast<int64_t>(params.num_candidates[score_row]), params.capacity));
   const int64_t rightmost = num - 1;
-  const int64_t counted = params.importance == Importance::kLse ? num : max(int64_t{0}, rightmost);
+  const int64_t counted = params.selection.importance == Importance::kLse ? num : max(int64_t{0}, rightmost);
   const int64_t count = min(num, params.top_k);
   const bool by_key = params.order == SelectionOrder::kByKey;
   int32_t* out = params.positions + row_idx * params.top_k;
   uint32_t fold = 0;
 
   if (count < num || by_key) {
-    if (params.importance == Importance::kExpJoint) {
+    if (params.selection.importance == Importance::kExpJoint) {
       make_joint_maximum<Work>(scores, counted, params.group, buffers.normalizer, shared, fold);
     } else {
       make_lse<Work, kHeads>(scores, counted, params.group, buffers.normalizer, shared, fold);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void select_row(const SelectParams& params, const Sel
     make_keys<Work, kHeads>(scores, num, rightmost, params.group, buffers.normalizer, buffers.keys, fold);
     __syncthreads();
     if constexpr (!Work::kIoOnly) {
-      if (const int64_t best = best_with_neighbours(params.open_next, params.top_k, num); best > 0) {
+      if (const int64_t best = best_with_neighbours(params.selection, params.top_k, num); best > 0) {
         raise_neighbours(buffers.keys, num, best, shared);
       }
     }

@@ -25,8 +25,7 @@ struct SelectParams {
   int64_t capacity = 0;
   int64_t group = 1;
   int64_t top_k = 0;
-  Importance importance = Importance::kLseCausal;
-  bool open_next = false;
+  SelectionOptions selection;
   SelectionOrder order = SelectionOrder::kByKey;
   void* scratch = nullptr;  // select_scratch_bytes() of device memory; null where that is 0
   IoPositions io;           // read by the twin alone

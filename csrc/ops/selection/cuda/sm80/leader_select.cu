@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
       const SpanScores& spans = params.spans;
       const int run_log2 = spans.tiling.nodes_log2 + spans.tiling.run_log2;
       combine_sums(spans.runs + row_idx * spans.num_runs * p.group, (rank + (1 << run_log2) - 1) >> run_log2,
-                   p.group, params.importance == Importance::kExpJoint, log_sums);
+                   p.group, params.selection.importance == Importance::kExpJoint, log_sums);
       weigh_groups(spans, row_idx, rank, p.group, log_sums, group_weights);
       load_span_scores<kKeys, kSource == RowSource::kSpansOfEight ? 8 : 0>(
           keys, spans.sums + row_idx * p.group * spans.width, spans.width, spans.tiling.nodes_log2, rank,
@@ -484,13 +484,13 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
       __shared__ float references[kMaxGroup];
       combine_sums(params.sums + row_idx * params.num_runs * p.group,
                    (task.num_slots + kRunSlots - 1) / kRunSlots, p.group,
-                   params.importance == Importance::kExpJoint, references);
+                   params.selection.importance == Importance::kExpJoint, references);
       load_scores<kKeys, kSource == RowSource::kScoresOfEight ? 8 : 0>(
           keys, params.scores + row_idx * params.score_width * p.group, rank, p.group, references);
     }
     // The query's own node is the first of the best.
     const auto best =
-        static_cast<int>(best_with_neighbours(params.open_next, p.list_width, task.num_candidates)) - 1;
+        static_cast<int>(best_with_neighbours(params.selection, p.list_width, task.num_candidates)) - 1;
     choose_with_neighbours(keys, best, wanted, shared);
   }
   __syncthreads();

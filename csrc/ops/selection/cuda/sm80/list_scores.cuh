@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kScoreWarps * 32, kTiles == 1 ? 4 : 3)
   const TileAddress<kKeyDim> at;
   const int64_t row_idx = (task.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + task.kv_head;
   float* row = params.scores + row_idx * params.score_width * p.group;
-  const int counted = task.num_candidates - (params.importance == Importance::kLse ? 0 : 1);
+  const int counted = task.num_candidates - (params.selection.importance == Importance::kLse ? 0 : 1);
   HeadSums<kTiles> sums;
   for (int slot = begin; slot < end; ++slot) {
     float s[kTiles][4];

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kRows * 2, 1) dense_references_kernel(DenseRef
   if (task.selects_all(p)) {
     return;
   }
-  const int extra = params.importance == Importance::kLse ? 1 : 0;  // the query's own node
+  const int extra = params.selection.importance == Importance::kLse ? 1 : 0;  // the query's own node
   const int most = task.most_rank + extra, least = task.least_rank + extra;
   const int num_tiles = (most + kDenseTileNodes - 1) / kDenseTileNodes;
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kRows * 2, 1) dense_references_kernel(DenseRef
                         task.rank(p, list_of(first_row + 8)) + extra};
   const uint64_t queries =
       device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 * kPanelRowBytes);
-  const bool joint = params.importance == Importance::kExpJoint;
+  const bool joint = params.selection.importance == Importance::kExpJoint;
   RowSums sums;
   RowMaxima maxima;
   float s[64];
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
     const int64_t at = int64_t{list_of(column)} * p.num_kv_heads + task.kv_head;
     lowered[i] = params.references[task.batch * params.reference_batch + at * kGroup + column / 8 % kGroup];
   }
-  if (params.importance == Importance::kExpJoint) {
+  if (params.selection.importance == Importance::kExpJoint) {
     join_references<kGroup>(lowered);
   }
   // The leaders of this thread are first_list + 8 * run (+ 1), but at most the last one.

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1) span_scores_kernel(SpanScore
                                  {head_of(first_row), head_of(first_row + 8)}, p.group);
   const uint64_t queries =
       device::k_major_descriptor<device::Swizzle::k128>(shared.queries + group_idx * 64 * kPanelRowBytes);
-  const bool joint = params.importance == Importance::kExpJoint;
+  const bool joint = params.selection.importance == Importance::kExpJoint;
   SpanSums<kRowsLog2> sums;
   RowMaxima maxima;
   float s[64];
