@@ -15,8 +15,6 @@ from transformers.integrations.executorch import register_dynamic_cache_export_s
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import _nan_where_packed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("backend", "positions", "padded", "lengths"),

@@ -23,8 +23,6 @@ from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.leaders import LeaderLayer
 from htree_ops.integrations.transformers import TreeCache, attention, register
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STRIDED = SPARSE | {"selection_stride": 4}
 GREEDY = {"do_sample": False, "eos_token_id": 60, "max_new_tokens": 16}
 

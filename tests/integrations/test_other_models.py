@@ -16,8 +16,6 @@ from htree_ops.integrations import patch_model_, unpatch_model_
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import TreeCache, attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FULL = {"layer_types": ["full_attention"] * 2}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

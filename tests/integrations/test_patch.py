@@ -19,8 +19,6 @@ from htree_ops import FP8Linear, quantize_model_
 from htree_ops.integrations import patch_model_, unpatch_model_
 from htree_ops.integrations.patch import FusedQwen3Attention, _trained_norm, rotate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def classes(model: nn.Module) -> list[type]:
     return [type(part) for part in model.modules()]

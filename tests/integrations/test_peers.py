@@ -21,8 +21,6 @@ from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import TreeCache
 from tests.support.compare import assert_no_worse_than_eager, compare
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 #: The default of transformers multiplies no float64.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
 #: Families, and what their configs need beside the sizes.

@@ -33,8 +33,6 @@ from htree_ops.integrations.transformers import (
     register,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def assert_equal_models(ours: Any, theirs: Any, ids: Tensor, **call: Any) -> None:
     out, gradients = logits_and_gradients(ours, ids, **call)

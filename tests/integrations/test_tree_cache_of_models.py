@@ -20,8 +20,6 @@ from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.transformers import TreeCache, attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STRIDED = SPARSE | {"selection_stride": 4}
 COMPACT = {"positions": "compact"}
 #: No token ends a text early.

@@ -36,7 +36,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 FREQUENCIES = (1.0, -0.3, 0.01, 0.0)
 

@@ -16,7 +16,6 @@ from tests.support.compare import assert_close_spec
 from tests.support.tree_attention_cases import LAYOUTS, SHAPES, TreeAttentionCase
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 FILLED = [
     shape.with_dtype(dtype)

@@ -42,7 +42,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = st.sampled_from(CPU_DTYPES)
 
 

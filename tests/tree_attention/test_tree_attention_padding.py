@@ -44,7 +44,6 @@ def gradients_of(layer: torch.nn.Module, x: Tensor, real: Tensor, **more: Any) -
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     data=st.data(),

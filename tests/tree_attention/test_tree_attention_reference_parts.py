@@ -14,8 +14,6 @@ from htree_ops.reference.tree_attention.state import accumulate
 from tests.support.cases import case_id
 from tests.support.tree_attention_cases import GRADIENT_SHAPES, SHAPES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_the_package_of_references_has_the_documented_names():
     for name in ref.__all__:

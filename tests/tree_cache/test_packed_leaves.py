@@ -386,7 +386,6 @@ def packed_shape(seed: int) -> Shape:
     return replace(shape, **wide, frequencies=frequencies)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_text() -> None:
     """Appends, truncations, beams and forks: what a cache holds follows from the text, and so do its rows."""
     seeds = schedules(10_000)[::10]

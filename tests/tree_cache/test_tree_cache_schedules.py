@@ -11,8 +11,6 @@ from tree_cache_schedules import Run, Shape, bitwise, schedules
 SCHEDULES = schedules(10_000)
 PARTS = 10
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_schedule_gives_the_bits_of_the_whole_text(part: int) -> None:
