@@ -139,9 +139,9 @@ def follow_rules(size: int, name: str, mask: tuple[bool, ...] | None = None) -> 
     op = getattr(torch.ops.htree, name).default
     args = example(name)
     if mask is not None:
-        defaults = [a.default_value for a in op._schema.arguments[len(args) :] if a.name != "output_mask"]
-        before = [a.name for a in op._schema.arguments].index("output_mask") - len(args)
-        args = (*args, *defaults[:before], list(mask))
+        place = [a.name for a in op._schema.arguments].index("output_mask")
+        defaults = [a.default_value for a in op._schema.arguments[len(args) : place]]
+        args = (*args[:place], *defaults, list(mask), *args[place + 1 :])
     expected = op(*args)
     expected = expected if isinstance(expected, (list, tuple)) else (expected,)
     specs = [spread(x, mesh, Replicate())._spec if isinstance(x, Tensor) else x for x in args]

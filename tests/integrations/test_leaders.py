@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
+from htree_ops import TreeOptions
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.leaders import LeaderLayer
@@ -124,7 +125,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.Data
     while done < columns:
         n = data.draw(st.integers(1, columns - done))
         part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, layer.config.htree | {"rope_base": None})[:, part]
+        wanted = attend_padded(q, k, v, real, TreeOptions(**layer.config.htree, rope_base=None))[:, part]
         handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
         mask = None if bool(real.all()) else real[:, : done + n]
         got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel
 
 import htree_ops
+from htree_ops import TreeOptions
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.transformers import TreeCache, attention
@@ -163,7 +164,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_text(data: st.DataObje
     while done < columns:
         n = data.draw(st.integers(1, columns - done))
         part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, layer.config.htree | {"rope_base": None})[:, part]
+        wanted = attend_padded(q, k, v, real, TreeOptions(**layer.config.htree, rope_base=None))[:, part]
         handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
         mask = None if bool(real.all()) else real[:, : done + n]
         got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
@@ -215,7 +216,7 @@ def test_two_threads_with_a_cache_each() -> None:
 def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device: str) -> None:
     model, ids = make_model(options=SPARSE, device=device).train(), make_text(device=device)
     cache = TreeCache(model.config, 64)
-    with pytest.raises(RuntimeError, match="derivative for htree::tree_cache_attention is not implemented"):
+    with pytest.raises(RuntimeError, match="derivative for htree::_tree_cache_attention is not implemented"):
         model(ids, labels=ids, **{CACHE: cache}).loss.backward()
     cache.reset()
     model.zero_grad()

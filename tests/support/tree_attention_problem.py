@@ -99,7 +99,9 @@ def packed(*documented: Any, **others: Any) -> tuple[list[int], list[float]]:
     given = dict(zip(names, documented, strict=False)) | others
     if "top_k_per_layer" in given:
         given["top_k"] = given.pop("top_k_per_layer")
-    ints, floats = pack(SimpleNamespace(**(vars(DEFAULTS) | given)))  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(**(vars(DEFAULTS) | given))
+    options.top_nodes = TreeOptions.top_nodes.fget(options)  # type: ignore[attr-defined]
+    ints, floats = pack(options)
     return list(ints), list(floats)
 
 
