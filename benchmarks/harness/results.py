@@ -36,7 +36,7 @@ class Row(Environment):
     load; None where it was not taken. ``gb_per_s``, ``tflops`` and ``percent_of_ceiling`` come from the
     graph-replay time where there is one, else from the median. ``speedup`` compares graph with graph where
     both exist, else the medians. ``floor_us`` is the least time that memory traffic takes (``floor_kind``:
-    "copy" for compulsory bytes over copy bandwidth, "twin" for a measured IO-only twin), ``percent_of_floor``
+    "copy" for compulsory bytes over copy bandwidth, "io_only" for a measured IO-only variant), ``percent_of_floor``
     is 100 * floor / time and ``verdict`` says what bounds the op; None in rows older than these columns.
     """
 

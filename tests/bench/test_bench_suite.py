@@ -190,7 +190,7 @@ def test_every_family_can_be_loaded():
             "argument --json: /dev/null/x cannot be written: a folder above it is a file",
         ),
         (["--csv", "/dev"], "argument --csv: /dev cannot be written: Is a directory"),
-        (["--room", "absent"], "unrecognized arguments"),
+        (["--family", "absent"], "unrecognized arguments"),
         (["--device", "tpu"], "invalid choice"),
         (["--nonsense"], "unrecognized arguments"),
     ],

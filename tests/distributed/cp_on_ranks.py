@@ -189,7 +189,7 @@ OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2
 
 
 def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
-    """HTreeAttention on a slice of the text, with gradients that the ranks add, and its twin on the whole text."""
+    """HTreeAttention on a slice of the text, with gradients that the ranks add, and one layer on the whole sequence."""
     group = group_of(size)
     torch.manual_seed(1)
     one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **OPTIONS)
@@ -318,11 +318,11 @@ def copied(size: int) -> bool:
     group = group_of(size)
     layer = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, **OPTIONS)
     holder = torch.nn.ModuleList([layer, layer])  # one layer in two places
-    first, second = twins = copy.deepcopy(holder)
+    first, second = copies = copy.deepcopy(holder)
     x = shard_sequence(normal((1, 64, 24), torch.float32, "cpu", 0), group)
     rows = torch.equal(first(x), layer(x))
     own = first.q_proj.weight is not layer.q_proj.weight
-    return rows and own and first is second and twins is not holder and first.cp_group is group
+    return rows and own and first is second and copies is not holder and first.cp_group is group
 
 
 def leaves(stays: int) -> None:

@@ -288,7 +288,7 @@ def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_its_twin(balance: str, ranks: Pool) -> None:
+def test_the_module_equals_one_rank(balance: str, ranks: Pool) -> None:
     for found in ranks.run(cp_on_ranks.layer, 4, balance):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found

@@ -172,7 +172,7 @@ def test_gradients_that_are_not_wanted(wanted: tuple[bool, ...], ranks: Pool) ->
 
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_its_twin(balance: str, scope: str, ranks: Pool) -> None:
+def test_the_module_equals_one_rank(balance: str, scope: str, ranks: Pool) -> None:
     for found in ranks.run(documents_on_ranks.layer, 4, balance, scope):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found

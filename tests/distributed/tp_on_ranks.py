@@ -283,7 +283,7 @@ def train(
     call_one: Callable[..., Tensor] | None = None,
     call_many: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Three steps of gradient descent of a model and of its parallel twin, each called as it is or as is said."""
+    """Three steps of gradient descent of a model and of its parallel copy, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
     runs = (
         (one, call_one or one, inputs, losses[0]),

@@ -498,7 +498,7 @@ def op_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of a small call of every op of the room, and options as :func:`op_options` takes them."""
+    """Arguments of a small call of every op of the family, and options as :func:`op_options` takes them."""
     case = replace(CASES[2], lengths=(21, 9), queries=(5, 9))
     inputs = case.make_inputs(device)
     k_pool, v_pool, table, lengths = inputs[1:5]

@@ -76,10 +76,10 @@ class Indexer(nn.Module):
         self.width, self.span = width, span
         heads, kv_heads, head_dim = size.heads, size.kv_heads, size.width // size.heads
         generator = torch.Generator().manual_seed(seed)
-        turned = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator)).Q[
+        rotated = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator)).Q[
             ..., :width
         ]
-        lengthened = turned * (head_dim / width) ** 0.5  # products keep their size on average
+        lengthened = rotated * (head_dim / width) ** 0.5  # products keep their size on average
         self.key = nn.Parameter(lengthened.clone())
         of_group = lengthened[:, None] * head_dim**-0.5
         self.query = nn.Parameter(of_group.repeat(1, heads // kv_heads, 1, 1))

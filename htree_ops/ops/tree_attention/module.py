@@ -79,7 +79,7 @@ class HTreeAttention(nn.Module):
         num_kv_heads: H_kv, key and value heads, a divisor of H; None is H.
         head_dim: K = V, even; None is embed_dim / num_heads.
         bias: whether the projections have one.
-        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its twin for
+        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its variant for
             packed documents; None is this process alone.
         cp_balance: how they share them, "head_tail", "striped", "contiguous" or "work".
         device, dtype: of the parameters.
@@ -147,10 +147,10 @@ class HTreeAttention(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HTreeAttention:
         """A copy that shares the tokens with the same ranks: Python cannot copy a process group."""
-        twin = type(self).__new__(type(self))
-        memo |= {id(self): twin, id(self.cp_group): self.cp_group}
-        twin.__setstate__(deepcopy(self.__dict__, memo))
-        return twin
+        copied = type(self).__new__(type(self))
+        memo |= {id(self): copied, id(self.cp_group): self.cp_group}
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        return copied
 
     @classmethod
     def recommended(

@@ -337,7 +337,9 @@ def _lists_above(cache: TreeKVCache, behind: int, tokens: int) -> Tensor:
     ring, stride = cache.ring[0], cache.options.selection_stride
     size, heads, width = ring.shape[1], ring.shape[3], ring.shape[4]
     nodes = cache.constant("nodes", width, lambda: torch.arange(width, dtype=torch.int32, device=ring.device))
-    own = [leader * stride // tokens for leader in range(behind - size, behind)]  # the leaders' own nodes
+    own = [
+        leader * stride // tokens for leader in range(behind - size, behind)
+    ]  # the leaders' diagonal blocks
     # Most often all leaders have one.
     lists = {node: nodes.where(nodes <= node, -1) for node in dict.fromkeys(own)}
     rows = next(iter(lists.values()))[None] if len(lists) == 1 else torch.stack([lists[node] for node in own])
