@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named, named_as
+from htree_ops.ops.arguments import validate_arguments, validate_arguments_as
 
 __all__ = [
     "htree_forward_io_only",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-@named_as(top_k="top_k_per_layer")
+@validate_arguments_as(top_k="top_k_per_layer")
 def htree_forward_io_only(
     q: Tensor,
     k: Tensor,
@@ -55,7 +55,7 @@ def htree_forward_io_only(
     )
 
 
-@named
+@validate_arguments
 def io_compute_scores(
     q: Tensor,
     layer_k: Tensor,
@@ -81,7 +81,7 @@ def io_compute_scores(
     )
 
 
-@named
+@validate_arguments
 def io_select_topk(
     scores: Tensor,
     num_candidates: Tensor,
@@ -104,7 +104,7 @@ def io_select_topk(
     return torch.ops.htree.io_select_topk(scores, num_candidates, top_k, layer, select, t0, fold_mask)
 
 
-@named
+@validate_arguments
 def io_accumulate_non_topk(
     layer_v: Tensor,
     parents: Tensor,
@@ -120,11 +120,11 @@ def io_accumulate_non_topk(
     )
 
 
-@named
+@validate_arguments
 def io_compute_next_parents(
     parents: Tensor, topk_positions: Tensor, compression_rate: int = 16, map_positions: bool = False
 ) -> Tensor:
-    """IO-only variant of ``compute_next_parents``: copies topk_positions, or with ``map_positions`` the op itself (§2.3).
+    """IO-only variant of ``compute_next_parents``: copies topk_positions; with ``map_positions`` the op itself (§2.3).
 
     Args:
         parents: int32 [B, T_q, H_kv, k]; topk_positions: int32 [B, T_q, H_kv, top_k].

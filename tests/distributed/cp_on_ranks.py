@@ -263,7 +263,7 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
     rank = dist.get_rank(group)
     q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32, device)
     options: dict[str, Any] = dict(OPTIONS)
-    call = {"balance": "head_tail"}
+    call = {"balance": "zigzag"}
     if what == "other length" and rank == 2:
         q, k, v = (x[:, :24] for x in (q, k, v))
     elif what == "other batch" and rank == 1:

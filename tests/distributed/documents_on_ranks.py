@@ -150,7 +150,7 @@ def fault(what: str) -> None:
     q, k, v, _ = inputs((32, 2, 1, 4, 4), torch.float32)
     offsets: Any = [0, 10, 128]
     options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
-    balance = "head_tail"
+    balance = "zigzag"
     if what == "other documents" and rank == 1:
         offsets = [0, 11, 128]
     elif what == "descending" and rank == 2:

@@ -22,8 +22,8 @@ from htree_ops.ops.arguments import (
     check_kind,
     check_option_dtype,
     check_tensor,
-    named_as,
     option_device,
+    validate_arguments_as,
 )
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import (
@@ -53,7 +53,7 @@ def _joined(out: Tensor) -> Tensor:
     return rows.redistribute(placements=rows.placements) if hasattr(rows, "device_mesh") else rows
 
 
-@named_as(
+@validate_arguments_as(
     "HTreeAttention", cu_seq_q="cu_seqlens", cu_seq_k="cu_seqlens", max_q="max_seqlen", max_k="max_seqlen"
 )
 def _attend_packed(
@@ -81,7 +81,7 @@ class HTreeAttention(nn.Module):
         bias: whether the projections have one.
         cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its variant for
             packed documents; None is this process alone.
-        cp_balance: how they share them, "head_tail", "striped", "contiguous" or "work".
+        cp_balance: how they share them, "zigzag", "striped", "contiguous" or "work".
         device, dtype: of the parameters.
         options, keywords: as in :func:`tree_attention`.
 
@@ -105,7 +105,7 @@ class HTreeAttention(nn.Module):
         *,
         options: TreeOptions | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
-        cp_balance: Balance = "head_tail",
+        cp_balance: Balance = "zigzag",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **keywords: Unpack[TreeKeywords],
@@ -414,7 +414,7 @@ class HTreeAttention(nn.Module):
             cache: x holds the new tokens of its sequences.
             cu_seqlens: int32 [documents + 1], ascending from 0: document i is the rows cu_seqlens[i] ...
                 cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them.
-                With ``cp_group`` they are of the whole text and best on the CPU, for each layer reads them, as in
+                With ``cp_group`` they are of the whole sequence and best on the CPU, for each layer reads them, as in
                 :func:`htree_ops.distributed.tree_attention_varlen_cp`.
             max_seqlen: no document is longer; None is N.
 
