@@ -28,6 +28,7 @@ def qkv(device: str = "cpu") -> list[Tensor]:
 TABLE = torch.ones(9, 2)
 JVP: dict[str, Callable[[Tensor], Any]] = {
     "attention": lambda x: op.attention(x, x, x, 3, 5, 2),
+    "tree_attention": lambda x: op.tree_attention(x, x, x, 3, 5, 2),
     "tree_build": lambda x: op.tree_build(x, x, 3),
     "rope": lambda x: op.rope(x, TABLE.to(x.device), TABLE.to(x.device), torch.arange(9, device=x.device)),
     "causal_softmax": lambda x: op.causal_softmax(x[0, :, 0, :].t()),
@@ -319,7 +320,7 @@ def test_words_are_strings(call: Callable[[Tensor], Any], message: str) -> None:
         ),
         (
             lambda q: htree_ops.tree_attention(q, q, q, foo=1),
-            "tree_attention() got an unexpected keyword argument 'foo'",
+            "tree_attention: keywords must be among compression_rate, max_top_nodes, ",
         ),
         (
             lambda q: htree_ops.gated_mlp(q, q, q, "silu", "up", "z"),

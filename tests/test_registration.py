@@ -50,7 +50,7 @@ SCHEMAS = {
         '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up", '
         "int[]? config=None) -> Tensor"
     ),
-    "gated_mlp_forward": (
+    "_gated_mlp_forward": (
         '(Tensor x, Tensor gate_weight, Tensor up_weight, str activation="silu", str act_on="up") '
         "-> (Tensor out, Tensor gate, Tensor up)"
     ),
@@ -59,7 +59,7 @@ SCHEMAS = {
         'str act_on="up", bool[3] output_mask=[True, True, True]) '
         "-> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"
     ),
-    "gated_mlp_saved_backward": (
+    "_gated_mlp_saved_backward": (
         "(Tensor dy, Tensor gate, Tensor up, Tensor x, Tensor gate_weight, Tensor up_weight, "
         'str activation="silu", str act_on="up", bool[3] output_mask=[True, True, True]) '
         "-> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"
@@ -89,7 +89,7 @@ SCHEMAS = {
     "fp8_fake_quant": (
         '(Tensor x, Tensor? scale=None, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
     ),
-    "fp8_fake_quant_backward": (
+    "_fp8_fake_quant_backward": (
         '(Tensor dy, Tensor x, Tensor scale, str granularity="tensor", int dim=-1, int block=128) -> Tensor'
     ),
     "tree_build": "(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
@@ -156,7 +156,10 @@ SCHEMAS = {
         f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
-    "attention": f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) -> Tensor",
+    **dict.fromkeys(
+        ("attention", "tree_attention"),
+        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) -> Tensor",
+    ),
     "attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         f"{DOCUMENTED}, bool[3] output_mask=[True, True, True], {NEW_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
@@ -245,8 +248,8 @@ SCHEMAS = {
 }
 #: Ops without a tensor that could tell the device.
 WITHOUT_DEVICE = {"rope_cache", "top_parents", "_check_tree_options"}
-#: Ops that call the op of their name with an underscore, where autograd and autocast see them.
-BY_NAME = {"attention", "attention_forward", "attention_backward"}
+#: Ops that call one with packed options, where autograd and autocast see them.
+BY_NAME = {"attention", "tree_attention", "attention_forward", "attention_backward"}
 AUTOCAST = {
     "_attention",
     "_attention_forward",
@@ -254,7 +257,7 @@ AUTOCAST = {
     "_attention_varlen",
     "_attention_varlen_forward",
     "gated_mlp",
-    "gated_mlp_forward",
+    "_gated_mlp_forward",
 }
 DEVICE_KEYS = ("CPU", "Meta", *(("CUDA",) if build_info().get("cuda") else ()))
 

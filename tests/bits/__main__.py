@@ -111,11 +111,11 @@ def gated_mlp(device: str) -> Iterator[Call]:
     def every(case: Any) -> Any:
         inputs = case.make_inputs(device)
         dy = case.make_dy(device, seed=9)
-        kept = op.gated_mlp_forward(*inputs)
+        kept = op._gated_mlp_forward(*inputs)
         return [
             op.gated_mlp(*inputs),
             kept,
-            op.gated_mlp_saved_backward(dy, *kept[1:], *inputs),
+            op._gated_mlp_saved_backward(dy, *kept[1:], *inputs),
             op.gated_mlp_backward(dy, *inputs),
         ]
 
@@ -140,7 +140,7 @@ def fp8(device: str) -> Iterator[Call]:
             op.fp8_compute_scale(x, *grouping),
             op.fp8_dequantize(codes, scales, x.dtype, grouping[-1]),
             op.fp8_fake_quant(x, scale, *grouping),
-            op.fp8_fake_quant_backward(torch.ones_like(x), x, scales, *grouping),
+            op._fp8_fake_quant_backward(torch.ones_like(x), x, scales, *grouping),
         ]
 
     for case in (*fp8_cases.CASES, *fp8_cases.LAYOUT_CASES):

@@ -20,7 +20,12 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "_attention_backward",
         "_attention_forward",
     ),
-    "calls the op of its name with an underscore": ("attention", "attention_backward", "attention_forward"),
+    "calls an op with packed options": (
+        "attention",
+        "attention_backward",
+        "attention_forward",
+        "tree_attention",
+    ),
     "writes into an argument and returns nothing, which the interface for rules cannot say": (
         "causal_softmax.out",
         "causal_softmax_",

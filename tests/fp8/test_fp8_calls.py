@@ -376,7 +376,7 @@ def test_number_of_kernels(cols: int) -> None:
     assert count(lambda: ops.fp8_quantize(x, whole[1], "tensor")) <= 3  # the third copies the scale
     for q, scale, _ in (rows, whole, columns):
         assert count(lambda q=q, scale=scale: ops.fp8_dequantize(q, scale, torch.bfloat16)) == 1
-    assert count(lambda: ops.fp8_fake_quant_backward(dy, x, rows[1], "channel")) == 1
+    assert count(lambda: ops._fp8_fake_quant_backward(dy, x, rows[1], "channel")) == 1
 
 
 # ---- numbers as scales, meta tensors, compilation
@@ -421,7 +421,7 @@ def test_opcheck(case: FP8Case, device: str) -> None:
     q, used, _ = ops.fp8_quantize(x, scale, *grouping)
     torch.library.opcheck(ops.fp8_dequantize.default, (q, used, torch.bfloat16, case.block), test_utils=utils)
     dy = torch.ones_like(x)
-    torch.library.opcheck(ops.fp8_fake_quant_backward.default, (dy, x, used, *grouping))
+    torch.library.opcheck(ops._fp8_fake_quant_backward.default, (dy, x, used, *grouping))
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)

@@ -36,7 +36,7 @@ compute_scale = torch.ops.htree.fp8_compute_scale
 quantize = torch.ops.htree.fp8_quantize
 dequantize = torch.ops.htree.fp8_dequantize
 fake_quant = torch.ops.htree.fp8_fake_quant
-fake_backward = torch.ops.htree.fp8_fake_quant_backward
+fake_backward = torch.ops.htree._fp8_fake_quant_backward
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

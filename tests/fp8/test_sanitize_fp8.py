@@ -41,7 +41,7 @@ def test_quantize(dtype: torch.dtype, cols: int) -> None:
             y = torch.ops.htree.fp8_dequantize(q, s, dtype, grouping[2])
             assert torch.equal(y.cpu(), values)
             assert torch.equal(torch.ops.htree.fp8_fake_quant(view, None, *grouping).cpu(), values)
-            dx = torch.ops.htree.fp8_fake_quant_backward(ones.cuda(), view, s, *grouping)
+            dx = torch.ops.htree._fp8_fake_quant_backward(ones.cuda(), view, s, *grouping)
             assert torch.equal(dx.cpu(), gradient)
 
 

@@ -17,8 +17,8 @@ from tests.support.instruction_sets import ISAS, run_with
 from tests.support.layouts import with_strides
 
 op = torch.ops.htree.gated_mlp
-op_forward = torch.ops.htree.gated_mlp_forward
-op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
+op_forward = torch.ops.htree._gated_mlp_forward
+op_saved_backward = torch.ops.htree._gated_mlp_saved_backward
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Tiles of 1 to 4 rows, 64 rows at a time; above 128 rows fp32 uses the BLAS library.

@@ -26,9 +26,9 @@ from tests.support.compilers import BACKENDS
 from tests.support.gated_mlp_cases import CASES, GatedMLPCase
 
 op = torch.ops.htree.gated_mlp
-op_forward = torch.ops.htree.gated_mlp_forward
+op_forward = torch.ops.htree._gated_mlp_forward
 op_backward = torch.ops.htree.gated_mlp_backward
-op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
+op_saved_backward = torch.ops.htree._gated_mlp_saved_backward
 
 Call = Callable[..., Any]
 O = torch.ones

@@ -23,9 +23,9 @@ from tests.support.gated_mlp_cases import (
 pytestmark = pytest.mark.gpu
 
 op = torch.ops.htree.gated_mlp
-op_forward = torch.ops.htree.gated_mlp_forward
+op_forward = torch.ops.htree._gated_mlp_forward
 op_backward = torch.ops.htree.gated_mlp_backward
-op_saved_backward = torch.ops.htree.gated_mlp_saved_backward
+op_saved_backward = torch.ops.htree._gated_mlp_saved_backward
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:

@@ -36,10 +36,10 @@ def test_gated_mlp(rows: int, activation: str, dtype: torch.dtype) -> None:
         )
         inputs = case.make_inputs("cuda")
         assert_forward(torch.ops.htree.gated_mlp(*inputs), inputs)
-        out, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
+        out, gate, up = torch.ops.htree._gated_mlp_forward(*inputs)
         assert_forward(out, inputs)
         dy = case.make_dy("cuda", seed=9)
-        assert_gradients(torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs), dy, inputs)
+        assert_gradients(torch.ops.htree._gated_mlp_saved_backward(dy, gate, up, *inputs), dy, inputs)
         assert_gradients(torch.ops.htree.gated_mlp_backward(dy, *inputs), dy, inputs, saved=False)
 
 
@@ -58,15 +58,15 @@ def test_tiles(case: GatedMLPCase) -> None:
     # the reference is slow under a tool; test_gated_mlp_kernels.py compares all rows
     first = (inputs[0][:16], *inputs[1:])
     assert_forward(torch.ops.htree.gated_mlp(*inputs, config)[:16], first)
-    assert_forward(torch.ops.htree.gated_mlp_forward(*inputs)[0][:16], first)
+    assert_forward(torch.ops.htree._gated_mlp_forward(*inputs)[0][:16], first)
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
 def test_gradient_kernels(case: GatedMLPCase) -> None:
     inputs = case.make_inputs("cuda")
-    _, gate, up = torch.ops.htree.gated_mlp_forward(*inputs)
+    _, gate, up = torch.ops.htree._gated_mlp_forward(*inputs)
     dy = case.make_dy("cuda", seed=9)
-    gradients = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs)
+    gradients = torch.ops.htree._gated_mlp_saved_backward(dy, gate, up, *inputs)
     assert all(bool(g.isfinite().all()) for g in gradients)  # test_gated_mlp_kernels.py compares them
-    one = torch.ops.htree.gated_mlp_saved_backward(dy, gate, up, *inputs, [False, False, True])[2]
+    one = torch.ops.htree._gated_mlp_saved_backward(dy, gate, up, *inputs, [False, False, True])[2]
     torch.testing.assert_close(one, gradients[2], rtol=0.02, atol=0.01)  # another kernel may compute it

@@ -135,14 +135,14 @@ def test_every_op_with_products_has_a_formula() -> None:
     """The others are named, so that a new op is put on one side or the other."""
     without = {
         "causal_softmax", "causal_softmax.out", "causal_softmax_", "causal_softmax_backward", "compute_next_parents",
-        "final_normalize", "fp8_compute_scale", "fp8_dequantize", "fp8_fake_quant", "fp8_fake_quant_backward",
+        "final_normalize", "fp8_compute_scale", "fp8_dequantize", "fp8_fake_quant", "_fp8_fake_quant_backward",
         "fp8_quantize", "grouped_hadamard", "hadamard_transform", "hadamard_transform_", "head_rmsnorm_rope",
         "head_rmsnorm_rope_backward", "kv_compress", "kv_decompress", "kv_prune", "mask_topk_scores_",
         "merge_to_global_", "_refuse_backward", "rmsnorm_rope", "rmsnorm_rope_backward", "rope", "rope_cache",
         "select_topk", "span_means", "top_parents", "_tree_cache_append_", "_tree_cache_append_packed_",
         "tree_cache_copy_", "tree_cache_pages_", "_tree_cache_pack_prompt_", "_tree_cache_prompt_bytes", "tree_build",
         "tree_build_backward",
-        "attention", "attention_forward", "attention_backward",  # what these call is counted
+        "attention", "tree_attention", "attention_forward", "attention_backward",  # what these call is counted
         "_check_tree_options",
     }  # fmt: skip
     names = {name for name in op_names() if not name.startswith("io_")}

@@ -73,7 +73,7 @@ def fp8_calls(x: Tensor) -> list[Call]:
         Call("fp8_quantize", (x, None, "block", 1, 2)),
         Call("fp8_dequantize", (q, scale, torch.float32, 4)),
         Call("fp8_fake_quant", (x, scale, "channel", 2, 128)),
-        Call("fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
+        Call("_fp8_fake_quant_backward", (x, x, scale, "channel", -1, 128)),
     ]
 
 
@@ -84,9 +84,9 @@ def matrix_calls(device: str) -> list[Call]:
     rows, columns = torch.full((4, 1), 0.5, device=device), torch.full((1, 4), 2.0, device=device)
     return [
         Call("gated_mlp", (x, gate, up, "silu", "up")),
-        Call("gated_mlp_forward", (x, gate, up, "gelu", "gate")),
+        Call("_gated_mlp_forward", (x, gate, up, "gelu", "gate")),
         Call("gated_mlp_backward", (dy, x, gate, up, "silu", "gate")),
-        Call("gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
+        Call("_gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
         Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
         Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
     ]

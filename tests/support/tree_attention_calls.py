@@ -107,7 +107,10 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("io_compute_next_parents", (lists, positions, rate)),
         Call("io_attention_forward", (q, k, v, *io_shared)),
         Call("attention_forward", (q, k, v, *shared), later),
-        Call("attention", (q, k, v, *shared), later, differentiable=(0, 1, 2)),
+        *(
+            Call(name, (q, k, v, *shared), later, differentiable=(0, 1, 2))
+            for name in ("attention", "tree_attention")
+        ),
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
         Call("_attention_forward", (q, k, v, True, *packed)),
         Call("_attention", (q, k, v, True, *packed), differentiable=(0, 1, 2)),

@@ -290,7 +290,11 @@ LAYER_OPS = (
     "recompute_selection",
 )
 TABLE = [
-    *((op, what, *row) for op in ("attention", "attention_forward") for what, row in WHOLE.items()),
+    *(
+        (op, what, *row)
+        for op in ("attention", "tree_attention", "attention_forward")
+        for what, row in WHOLE.items()
+    ),
     *(("_attention_rows", what, *row) for what, row in ROWS.items()),
     *(("_attention_rows_backward", what, *row) for what, row in ROWS_BACKWARD.items()),
     *(("attention_backward", what, *row) for what, row in {**WHOLE, **BACKWARD}.items()),

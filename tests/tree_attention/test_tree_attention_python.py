@@ -102,7 +102,7 @@ def test_gradients_flow_through_the_function(scope, store_parents, return_lse, d
 def test_the_module_is_its_projections_around_the_function(device):
     torch.manual_seed(0)
     options = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
-    module = htree_ops.HTreeAttention(24, 6, 2, bias=True, **options).to(device)
+    module = htree_ops.HTreeAttention.from_documents(24, 6, 2, bias=True, **options).to(device)
     x = torch.randn(2, 50, 24, device=device)
     got = module(x)
     q = module.q_proj(x).view(2, 50, 6, 4)
@@ -119,7 +119,7 @@ def test_the_module_is_its_projections_around_the_function(device):
     }
     assert "num_kv_heads=2" in repr(module)
     assert "top_k=2" in repr(module)
-    clone = htree_ops.HTreeAttention(24, 6, 2, bias=True, **options).to(device)
+    clone = htree_ops.HTreeAttention.from_documents(24, 6, 2, bias=True, **options).to(device)
     clone.load_state_dict(module.state_dict())
     assert torch.equal(clone(x), got)
 

@@ -220,7 +220,7 @@ def test_wrong_ones_are_named(wrong: dict[str, object], error: type[Exception], 
 
 def test_a_layer_keeps_them() -> None:
     torch.manual_seed(1)
-    layer = HTreeAttention(32, 4, 2, **OTHERS)
+    layer = HTreeAttention.from_documents(32, 4, 2, **OTHERS)
     assert layer.options == TreeOptions(**OTHERS)
     layer.options = replace(layer.options, top_k=4, selection_stride=2)
     for wrong, came in (((1.0, 0.5), "2"), ((), "0")):

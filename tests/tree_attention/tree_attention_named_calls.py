@@ -165,6 +165,7 @@ CALLS = {
     "final_normalize": {"gout": GLOBAL["gout"], "gsum": GLOBAL["gsum"], "dtype": None},
     "attention_forward": {**QKV, **OPTIONS, "store_parents": True},
     "attention": {**QKV, **OPTIONS, "store_parents": True},
+    "tree_attention": {**QKV, **OPTIONS, "store_parents": True},
     "_attention_rows": {**QKV, "starts": [8], "store_parents": True, **OPTIONS},
     "attention_backward": {
         "dout": normal(2, 12, 4, 5),

@@ -31,7 +31,7 @@ Tensor call_mlp(const Arguments& a, Config config) {
 
 Products call_forward(const Arguments& a) {
   static const auto op = op_handle<Products(const Tensor&, const Tensor&, const Tensor&, Text, Text)>(
-      "htree::gated_mlp_forward");
+      "htree::_gated_mlp_forward");
   return op.call(a.x, a.gate_weight, a.up_weight, a.activation, a.act_on);
 }
 
@@ -46,7 +46,7 @@ Gradients call_saved_backward(const Arguments& a, const Tensor& dy, const Tensor
                               Mask mask) {
   static const auto op =
       op_handle<Gradients(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                          const Tensor&, Text, Text, Mask)>("htree::gated_mlp_saved_backward");
+                          const Tensor&, Text, Text, Mask)>("htree::_gated_mlp_saved_backward");
   return op.call(dy, gate, up, a.x, a.gate_weight, a.up_weight, a.activation, a.act_on, mask);
 }
 
@@ -241,9 +241,9 @@ Gradients saved_backward_op(const Tensor& dy, const Tensor& gate, const Tensor& 
 template <Forward kForward, Backward kBackward>
 void register_device(torch::Library& library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp<kForward>>)));
-  library.impl("gated_mlp_forward", TORCH_FN((forward_op<forward<kForward>>)));
+  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward<kForward>>)));
   library.impl("gated_mlp_backward", TORCH_FN((backward_op<backward<kBackward>>)));
-  library.impl("gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward<kBackward>>)));
+  library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward<kBackward>>)));
 }
 
 }  // namespace
@@ -253,12 +253,12 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       library,
       {"gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, str activation=\"silu\", "
        "str act_on=\"up\", int[]? config=None) -> Tensor",
-       "gated_mlp_forward(Tensor x, Tensor gate_weight, Tensor up_weight, str activation=\"silu\", "
+       "_gated_mlp_forward(Tensor x, Tensor gate_weight, Tensor up_weight, str activation=\"silu\", "
        "str act_on=\"up\") -> (Tensor out, Tensor gate, Tensor up)",
        "gated_mlp_backward(Tensor dy, Tensor x, Tensor gate_weight, Tensor up_weight, "
        "str activation=\"silu\", str act_on=\"up\", bool[3] output_mask=[True, True, True]) -> "
        "(Tensor dx, Tensor dgate_weight, Tensor dup_weight)",
-       "gated_mlp_saved_backward(Tensor dy, Tensor gate, Tensor up, Tensor x, Tensor gate_weight, "
+       "_gated_mlp_saved_backward(Tensor dy, Tensor gate, Tensor up, Tensor x, Tensor gate_weight, "
        "Tensor up_weight, str activation=\"silu\", str act_on=\"up\", "
        "bool[3] output_mask=[True, True, True]) -> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"});
 }
@@ -275,26 +275,26 @@ TORCH_LIBRARY_IMPL(htree, CUDA, library) {
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<prepare>)));
-  library.impl("gated_mlp_forward", TORCH_FN((forward_op<prepare_forward>)));
+  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<prepare_forward>)));
   library.impl("gated_mlp_backward", TORCH_FN((backward_op<prepare_backward>)));
-  library.impl("gated_mlp_saved_backward", TORCH_FN((saved_backward_op<prepare_saved_backward>)));
+  library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<prepare_saved_backward>)));
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autograd>)));
   library.impl("gated_mlp_backward", TORCH_FN((backward_op<backward_autograd>)));
-  library.impl("gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward_autograd>)));
-  register_no_gradient(library, {"gated_mlp_forward"});
+  library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward_autograd>)));
+  register_no_gradient(library, {"_gated_mlp_forward"});
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCPU>>)));
-  library.impl("gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCPU>>)));
+  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCPU>>)));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCUDA>>)));
-  library.impl("gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCUDA>>)));
+  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCUDA>>)));
 }
 
 }  // namespace htree::gated_mlp

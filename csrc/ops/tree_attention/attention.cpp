@@ -239,20 +239,22 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {forward.c_str(), attention.c_str(), rows.c_str(), backward.c_str(),
                        rows_backward.c_str(), rows_backward_sums.c_str()});
 
-  // The ops of the design documents.
+  // The ops of the design documents, and `attention` by the name of the function too.
   const std::string options = documented_schema(), later = later_schema();
   const std::string forward_options = options + ", bool store_parents=True, " + later;
   const std::string backward_options = options + ", bool[3] output_mask=[True, True, True], " + later;
   const std::string by_name[] = {
       "attention_forward" + qkv + forward_options + state,
       "attention" + qkv + forward_options + ") -> Tensor",
+      "tree_attention" + qkv + forward_options + ") -> Tensor",
       "attention_backward" + results + "Tensor[] parents, " + backward_options + gradients};
   for (const std::string& schema : by_name) {
     define_ops(library, {schema.c_str()});
   }
-  register_by_name(library, "attention_forward", "attention_forward");
-  register_by_name(library, "attention", "tree_attention");
-  register_by_name(library, "attention_backward", "attention_backward");
+  register_by_name(library, "attention_forward", "htree::_attention_forward", "attention_forward");
+  register_by_name(library, "attention", "htree::_attention", "tree_attention");
+  register_by_name(library, "tree_attention", "htree::_attention", "tree_attention");
+  register_by_name(library, "attention_backward", "htree::_attention_backward", "attention_backward");
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {

@@ -148,8 +148,7 @@ void read(const char* op, const c10::IValue& value, Importance& option) {
 // The kernel of an op by name.
 class CallPacked : public c10::OperatorKernel {
  public:
-  CallPacked(const char* name, const char* function)
-      : packed_op_(std::string("htree::_") + name), function_(function) {}
+  CallPacked(const char* packed, const char* function) : packed_op_(packed), function_(function) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
                   torch::jit::Stack* stack) const {
@@ -170,13 +169,13 @@ class CallPacked : public c10::OperatorKernel {
     torch::jit::drop(*stack, arguments.size());
     PackedOptions numbers = pack_options(options);
     torch::jit::push(packed, std::move(numbers.ints), std::move(numbers.floats));
-    c10::Dispatcher::singleton().findSchemaOrThrow(packed_op_.c_str(), "").callBoxed(&packed);
+    c10::Dispatcher::singleton().findSchemaOrThrow(packed_op_, "").callBoxed(&packed);
     stack->insert(stack->end(), std::make_move_iterator(packed.begin()),
                   std::make_move_iterator(packed.end()));
   }
 
  private:
-  std::string packed_op_;
+  const char* packed_op_;
   const char* function_;
 };
 
@@ -204,10 +203,10 @@ std::string later_schema() {
   return schema_of(kDocumentedOptions, std::numeric_limits<int>::max());
 }
 
-void register_by_name(torch::Library& library, const char* name, const char* function) {
+void register_by_name(torch::Library& library, const char* name, const char* packed, const char* function) {
   library.impl(name, torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
                                      torch::CppFunction::makeFromBoxedFunctor(
-                                         std::make_unique<CallPacked>(name, function))));
+                                         std::make_unique<CallPacked>(packed, function))));
 }
 
 namespace {

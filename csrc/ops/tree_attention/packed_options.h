@@ -78,8 +78,9 @@ class PackedOp<Result(Arguments...)> {
 std::string documented_schema();
 std::string later_schema();
 
-// Registers the op `name`, which htree::_`name` computes: the arguments that are options are packed, the others stay in
-// their order. Autograd, autocast, Meta and compilers see the packed op alone. `function` is what its messages begin with.
-void register_by_name(torch::Library& library, const char* name, const char* function);
+// Registers the op `name`, which the op `packed` ("htree::_attention") computes: the arguments that are options are packed,
+// the others stay in their order. Autograd, autocast, Meta and compilers see the packed op alone. `function` is what its
+// messages begin with.
+void register_by_name(torch::Library& library, const char* name, const char* packed, const char* function);
 
 }  // namespace htree::tree_attention

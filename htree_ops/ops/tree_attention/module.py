@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,17 @@ from htree_ops.ops.arguments import (
 )
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import (
-    RECOMMENDED,
+    NAMES,
     Goal,
+    Positions,
     TreeKeywords,
     TreeOptions,
     check_frequencies,
+    recommended_options,
     tree_options,
 )
 from htree_ops.ops.tree_attention.padding import Padding, beside
+from htree_ops.ops.tree_attention.stages import rope
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 if TYPE_CHECKING:
@@ -69,8 +72,11 @@ def _attend_packed(
 class HTreeAttention(nn.Module):
     """Causal self-attention layer with :func:`tree_attention` between its projections.
 
-    ``o_proj(tree_attention(q_proj(x), k_proj(x), v_proj(x)))``, rotary positions included. Parameters are
-    those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
+    ``o_proj(tree_attention(rotated(q_proj(x)), rotated(k_proj(x)), v_proj(x)))``. Without options it is the layer that
+    the measurements recommend for quality (:meth:`recommended`); :meth:`from_documents` makes that of the design
+    documents.
+
+    Parameters are those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
     head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim].
 
     Args:
@@ -83,11 +89,18 @@ class HTreeAttention(nn.Module):
             packed documents; None is this process alone.
         cp_balance: how they share them, "zigzag", "striped", "contiguous" or "work".
         device, dtype: of the parameters.
-        options, keywords: as in :func:`tree_attention`.
+        positions: where q and k are rotated. "own": each at its token's place in its sequence or document, before the
+            tree is built, as dense models do, so that weights of these serve at any length that they were trained for.
+            "compact": inside of the attention, at a node's place among the candidates of a query (§1.4), none of which
+            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same.
+        options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
+            ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
+            ``importance`` is "lse_causal" and ``compression_rate`` even.
 
     Attributes:
         options: the :class:`htree_ops.TreeOptions`. ``layer.options = dataclasses.replace(layer.options, top_k=256)``
             changes one.
+        positions: as given.
 
     Raises:
         TypeError: a size is not an int, or another option has a wrong type.
@@ -108,6 +121,7 @@ class HTreeAttention(nn.Module):
         cp_balance: Balance = "zigzag",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        positions: Positions = "own",
         **keywords: Unpack[TreeKeywords],
     ) -> None:
         super().__init__()
@@ -131,7 +145,15 @@ class HTreeAttention(nn.Module):
             head_dim = embed_dim // num_heads
         if head_dim < 2 or head_dim % 2 != 0:
             raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
-        self.options = tree_options("HTreeAttention", options, keywords)
+        if options is None:
+            self.options = recommended_options("HTreeAttention", "quality", keywords)
+        else:
+            self.options = tree_options("HTreeAttention", options, keywords)
+        if positions not in get_args(Positions):
+            raise ValueError(
+                f"HTreeAttention: positions must be one of {', '.join(get_args(Positions))}, got {positions!r}"
+            )
+        self.positions = positions
         check_frequencies("HTreeAttention", self.options, head_dim)
         check_balance("HTreeAttention", cp_balance, "cp_balance")
         self.cp_group = cp_group
@@ -162,31 +184,47 @@ class HTreeAttention(nn.Module):
         bias: bool = False,
         *,
         goal: Goal = "quality",
-        **options: Any,
+        **keywords: Any,
     ) -> HTreeAttention:
-        """A layer with the selection that the measurements recommend, in place of the documents' default.
+        """A layer with the selection that the measurements recommend for a goal.
 
-        ``goal="quality"`` is ``selection_span=2, selection_stride=1``, ``goal="speed"`` is ``selection_span=2,
-        selection_stride=4``. A small model that was trained with the former and the default positions finds, with 256
-        of 4096 tokens per query, 97.4 % of the copies from far back (two seeds; dense attention 94 to 98 %, the
-        documents' default 33 %; docs/quality.md (b)). Of the copies that a dense model finds, the same weights keep
-        with the tree, keys rotated at their own positions (``rope_base=None``), in two models 99.8 and 72 % with the
-        former, 90 and 67 % with the latter, 71 and 42 % with the default, and 99.9 % with ``selection_span=1``
+        ``goal="quality"`` is ``selection_span=2, selection_stride=1``, which a layer without options has too;
+        ``goal="speed"`` is ``selection_span=2, selection_stride=4``. A small model that was trained with the former and
+        compact positions finds, with 256 of 4096 tokens per query, 97.4 % of the copies from far back (two seeds; dense
+        attention 94 to 98 %, that of the documents 33 %; docs/quality.md (b)). Of the copies that a dense model finds,
+        the same weights keep with the tree and own positions, in two models, 99.8 and 72 % with the former, 90 and 67 %
+        with the latter, 71 and 42 % with the documents' options, and 99.9 % with ``selection_span=1``
         (docs/quality.md (a)).
 
         Args:
             goal: what to favour.
-            options: further keywords of :class:`HTreeAttention`; they come before what ``goal`` chooses.
+            keywords: further keywords of :class:`HTreeAttention`; options among them come before what ``goal`` chooses.
             The others: as in :class:`HTreeAttention`.
 
         Raises:
             TypeError, UnsupportedDtypeError, ValueError: as :class:`HTreeAttention`; another goal is a ValueError.
         """
-        if goal not in RECOMMENDED:
-            raise ValueError(
-                f"HTreeAttention.recommended: goal must be one of {', '.join(RECOMMENDED)}, got {goal!r}"
-            )
-        return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **(RECOMMENDED[goal] | options))
+        given = {name: value for name, value in keywords.items() if name in NAMES}
+        options = recommended_options("HTreeAttention.recommended", goal, given)
+        rest = {name: value for name, value in keywords.items() if name not in given}
+        return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, options=options, **rest)
+
+    @classmethod
+    def from_documents(
+        cls,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        **keywords: Any,
+    ) -> HTreeAttention:
+        """The layer of the design documents: compact positions, and candidates scored by the mean of their keys.
+
+        It is ``HTreeAttention(..., options=TreeOptions(), positions="compact")``, with ``keywords`` in place of these.
+        """
+        keywords = {"options": TreeOptions(), "positions": "compact"} | keywords
+        return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **keywords)
 
     def make_cache(
         self,
@@ -214,7 +252,7 @@ class HTreeAttention(nn.Module):
         Raises:
             ValueError: a size out of range or importance="lse"; no dtype.
         """
-        options = self.options
+        options = self._of_attention()
         weight: Any = getattr(self.k_proj, "weight", None)  # a layer in its place may have none
         if device is None:
             tensors = chain(self.k_proj.parameters(), self.k_proj.buffers())
@@ -249,12 +287,16 @@ class HTreeAttention(nn.Module):
         """Adds the tokens to the cache and returns their rows [B, T, H, K]."""
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
-        if cache.options.packed() != self.options.packed():
-            name, ours, theirs = self.options.difference(cache.options)
+        options = self._of_attention()
+        if cache.options.packed() != options.packed():
+            name, ours, theirs = options.difference(cache.options)
             raise ValueError(
                 f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
             )
-        cache.append(*expand_heads(self.options, q, k, v))
+        if self._rotates:
+            places = cache.lengths[:, None] + torch.arange(q.shape[1], device=cache.device)
+            q, k = self._rotated(q, k, places)
+        cache.append(*expand_heads(options, q, k, v))
         out = cache.attend(q)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out
@@ -288,14 +330,50 @@ class HTreeAttention(nn.Module):
             )
         return q, k, v
 
+    def _of_attention(self) -> TreeOptions:
+        """The options of the attention: what the layer has rotated is not rotated there."""
+        if self.positions == "compact":
+            return self.options
+        return tree_options("HTreeAttention", self.options, {"rope_base": None, "inv_freq": None})
+
+    @property
+    def _rotates(self) -> bool:
+        return self.positions == "own" and self.options.rope_base is not None
+
+    def _rotated(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [B, T, heads, K] at the tokens' ``places``, ints [T] or [B, T] that every rank has whole."""
+        # A table of just these rows: that of a whole cache would be made again in each step that a graph records.
+        device, half = places.device, self.head_dim // 2
+        if self.options.inv_freq is not None:
+            frequencies = torch.tensor(self.options.inv_freq, dtype=torch.float64, device=device)
+        else:
+            steps = torch.arange(half, dtype=torch.float64, device=device) / -half
+            frequencies = self.options.rope_base**steps
+        angles = places.flatten()[:, None] * frequencies
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        rows = torch.arange(places.numel(), device=device).view(places.shape)
+        tables = [beside(x, q) for x in (angles.cos().to(dtype), angles.sin().to(dtype), rows)]
+        return rope(q, *tables), rope(k, *tables)
+
     def _attend(self, x: Tensor) -> Tensor:
         """The layer on [B, T, E]."""
         attend: Callable[..., Any] = tree_attention
+        q, k, v = self._project(x)
         if self.cp_group is not None:
             from htree_ops.distributed import tree_attention_cp  # only where it is asked for
 
             attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
-        return self.o_proj(_joined(attend(*self._project(x), options=self.options)))
+        if self._rotates:
+            q, k = self._rotated(q, k, self._places(x))
+        return self.o_proj(_joined(attend(q, k, v, options=self._of_attention())))
+
+    def _places(self, x: Tensor) -> Tensor:
+        """Where the tokens [B, T, E] of this rank stand in their sequences, [T]."""
+        if self.cp_group is None:
+            return torch.arange(x.shape[1], device=x.device)
+        from htree_ops.distributed.documents import positions_of
+
+        return positions_of(x.shape[1], self.cp_group, self.cp_balance, x.device)
 
     def _attend_documents(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         """The layer on packed documents [N, E]."""
@@ -311,12 +389,28 @@ class HTreeAttention(nn.Module):
         if self.cp_group is not None:
             return self._attend_shared_documents(x, cu_seqlens)
         check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
-        behind = (torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1])[:, None]
-        q, k, v = self._project(x.masked_fill(behind, 0))
+        rows = torch.arange(x.shape[0], device=x.device)
+        behind = (rows >= cu_seqlens[-1])[:, None]
+        q, k, v = self._project_documents(x.masked_fill(behind, 0), rows, cu_seqlens)
         longest = x.shape[0] if max_seqlen is None else max_seqlen
-        out = _attend_packed(q, k, v, beside(cu_seqlens, q), longest, self.options)
+        out = _attend_packed(q, k, v, beside(cu_seqlens, q), longest, self._of_attention())
         y = self.o_proj(_joined(out))
         return y.masked_fill(beside(behind, y), 0)
+
+    def _project_documents(
+        self, x: Tensor, rows: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the rows [n] of packed documents, rotated at their places in these."""
+        q, k, v = self._project(x)
+        if not self._rotates:
+            return q, k, v
+        offsets = cu_seqlens.to(x.device)
+        document = torch.bucketize(rows, offsets[1:], right=True)
+        places = (rows - offsets[document]).clamp(
+            min=0
+        )  # offsets that descend are refused where they are read
+        q, k = self._rotated(q[None], k[None], places)
+        return q[0], k[0], v
 
     def _attend_shared_documents(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """The layer on this rank's tokens [N/n, E] of packed documents; the offsets may lie on the CPU."""
@@ -325,11 +419,11 @@ class HTreeAttention(nn.Module):
         places = positions_of(x.shape[0], self.cp_group, self.cp_balance, x.device)
         behind = (places >= cu_seqlens[-1])[:, None]
         out = tree_attention_varlen_cp(
-            *self._project(x.masked_fill(behind, 0)),
+            *self._project_documents(x.masked_fill(behind, 0), places, cu_seqlens),
             cu_seqlens,
             self.cp_group,
             balance=self.cp_balance,
-            options=self.options,
+            options=self._of_attention(),
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(_joined(out)).masked_fill(behind, 0)
@@ -465,4 +559,5 @@ class HTreeAttention(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and the options that shape the tree."""
         sizes = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim")}
-        return ", ".join(f"{name}={value!r}" for name, value in (sizes | self.options.to_dict()).items())
+        shown = sizes | {"positions": self.positions} | self.options.to_dict()
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -23,12 +23,14 @@ __all__ = [
     "Frequencies",
     "Goal",
     "Importance",
+    "Positions",
     "Scope",
     "TreeKeywords",
     "TreeOptions",
     "check_frequencies",
     "frequencies",
     "pack",
+    "recommended_options",
     "tree_options",
 ]
 
@@ -41,6 +43,7 @@ Frequencies: TypeAlias = Sequence[float] | Tensor
 MOST_TOP_NODES = 8192
 
 Goal = Literal["quality", "speed"]
+Positions = Literal["own", "compact"]
 #: What decides how well a selection finds single tokens and what it costs; the other options keep their defaults.
 RECOMMENDED: dict[Goal, dict[str, int]] = {
     "quality": {"selection_span": 2, "selection_stride": 1},
@@ -284,6 +287,23 @@ def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...
     raise TypeError(
         f"{function}: inv_freq must be floats or a floating tensor [K/2] on the CPU, got {type(inv_freq).__name__}"
     )
+
+
+def recommended_options(function: str, goal: Goal, keywords: Mapping[str, Any]) -> TreeOptions:
+    """The recommended options with ``keywords`` in place of some.
+
+    Spans of 2 divide an even compression_rate alone and score for "lse_causal" alone: beside others there are none.
+
+    Raises:
+        TypeError, ValueError: as :func:`tree_options`; another goal.
+    """
+    if goal not in RECOMMENDED:
+        raise ValueError(f"{function}: goal must be one of {', '.join(RECOMMENDED)}, got {goal!r}")
+    asked = tree_options(function, None, keywords)
+    chosen = RECOMMENDED[goal]
+    if asked.importance != "lse_causal" or asked.compression_rate % chosen["selection_span"]:
+        chosen = {name: value for name, value in chosen.items() if name != "selection_span"}
+    return tree_options(function, None, chosen | keywords)
 
 
 def check_frequencies(function: str, options: TreeOptions, head_dim: int) -> None:

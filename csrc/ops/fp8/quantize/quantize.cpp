@@ -34,7 +34,7 @@ Tensor call_fake(const Tensor& x, const OptionalTensor& scale, const Grouping& g
 Tensor call_fake_backward(const Tensor& dy, const Tensor& x, const Tensor& scale, const Grouping& g) {
   static const auto op =
       op_handle<Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, int64_t, int64_t)>(
-          "htree::fp8_fake_quant_backward");
+          "htree::_fp8_fake_quant_backward");
   return op.call(dy, x, scale, g.granularity, g.dim, g.block);
 }
 
@@ -194,7 +194,7 @@ void register_device(torch::Library& library) {
   library.impl("fp8_quantize", TORCH_FN((quantize<kQuantize>)));
   library.impl("fp8_dequantize", TORCH_FN((dequantize<kDequantize>)));
   library.impl("fp8_fake_quant", TORCH_FN((fake_quant<kQuantize>)));
-  library.impl("fp8_fake_quant_backward", TORCH_FN((fake_quant_backward<kFakeBackward>)));
+  library.impl("_fp8_fake_quant_backward", TORCH_FN((fake_quant_backward<kFakeBackward>)));
 }
 
 }  // namespace
@@ -209,7 +209,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
           "fp8_dequantize(Tensor q, Tensor scale, ScalarType dtype=half, int block=128) -> Tensor",
           "fp8_fake_quant(Tensor x, Tensor? scale=None, str granularity=\"tensor\", int dim=-1, "
           "int block=128) -> Tensor",
-          "fp8_fake_quant_backward(Tensor dy, Tensor x, Tensor scale, str granularity=\"tensor\", "
+          "_fp8_fake_quant_backward(Tensor dy, Tensor x, Tensor scale, str granularity=\"tensor\", "
           "int dim=-1, int block=128) -> Tensor",
       });
 }
@@ -229,13 +229,13 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("fp8_quantize", TORCH_FN(quantize_meta));
   library.impl("fp8_dequantize", TORCH_FN(prepare_dequantize));
   library.impl("fp8_fake_quant", TORCH_FN(fake_quant_meta));
-  library.impl("fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_meta));
+  library.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_meta));
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   register_no_gradient(library, {"fp8_compute_scale", "fp8_quantize", "fp8_dequantize"});
   library.impl("fp8_fake_quant", TORCH_FN(fake_quant_autograd));
-  library.impl("fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_autograd));
+  library.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_autograd));
 }
 
 }  // namespace htree::fp8
