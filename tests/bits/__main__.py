@@ -286,7 +286,7 @@ def tree_cache(device: str) -> Iterator[Call]:
         sizes = (batch, case.kv_heads, case.key_dim, length)
         options = case.options() | {"value_dim": case.value_dim, "dtype": case.dtype, "device": device}
         cache = TreeKVCache(*sizes, **options)
-        q, k, v = (x.unflatten(0, (batch, length)) for x in case.texts(device))
+        q, k, v = (x.unflatten(0, (batch, length)) for x in case.sequences(device))
         found = []
         for begin, end in ((0, length - last), (length - last, length - 1), (length - 1, length)):
             cache.append(k[:, begin:end], v[:, begin:end])

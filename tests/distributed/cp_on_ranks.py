@@ -27,7 +27,7 @@ Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
 
 
 def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """q, k, v and an upstream gradient of the whole text."""
+    """q, k, v and an upstream gradient of the whole sequence."""
     B, T, H, H_kv, K, V = sizes
     shapes = ((B, T, H, K), (B, T, H_kv, K), (B, T, H_kv, V), (B, T, H, V))
     return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
@@ -86,7 +86,7 @@ def sums_of_ranks(
 ) -> dict[str, bool]:
     """Whether dk and dv are the unrounded gradients of every rank's rows, added in the order of ranks, rounded once.
 
-    A group of one computes the text as one piece.
+    A group of one computes the sequence as one piece.
     """
     q, k, v, dout = inputs(sizes, dtype, device)
     tree = packed(**{name: options[name] for name in ("compression_rate", "max_top_nodes", "top_k")})
@@ -189,7 +189,7 @@ OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2
 
 
 def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
-    """HTreeAttention on a slice of the text, with gradients that the ranks add, and one layer on the whole sequence."""
+    """HTreeAttention on a slice of a sequence, with gradients that the ranks add, and one layer on all of it."""
     group = group_of(size)
     torch.manual_seed(1)
     one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **OPTIONS)

@@ -123,7 +123,7 @@ def test_two_and_fewer_change_nothing(top_k, device):
 
 
 def test_a_reader_finds_the_next_node(device):
-    """Sixteen queries share what the first one looked for. The text that they come to stands behind it."""
+    """Sixteen queries share what the first one looked for. The tokens that they come to stand behind it."""
     r, T, K = 16, 1024, 32
     q, k, v = (torch.zeros(1, T, 1, K, device=device) for _ in range(3))
     k[0, 320:336, 0, 0] = 6.0  # what the leader of the last sixteen looks for: node 20

@@ -147,7 +147,7 @@ def test_a_value_that_no_gradient_reads(
 def test_keys_of_zeros_alone(
     family: str, zeros: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a text begins that was padded with zeros: the first rows see no other keys."""
+    """As a sequence begins that was padded with zeros: the first rows see no other keys."""
     case, alone = FAMILIES[family]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
     q, k, v = case.make_qkv("cuda")

@@ -66,10 +66,10 @@ struct TileWork {
   bool split;  // whether the other block of the cluster does the rest of K
 
   // The half of K that block `rank` takes of a tile that is split over a cluster.
-  __device__ __forceinline__ void take_half(const SplitTiles& split, int rank) {
-    const int half = split.num_blocks / 2;
+  __device__ __forceinline__ void take_half(const SplitTiles& tiles, int rank) {
+    const int half = tiles.num_blocks / 2;
     first = rank == 0 ? 0 : half;
-    count = rank == 0 ? half : split.num_blocks - half;
+    count = rank == 0 ? half : tiles.num_blocks - half;
     split = true;
   }
 };
