@@ -1,7 +1,7 @@
-"""Tree attention with the text on several GPUs against the same text on one.
+"""Tree attention with the sequence on several GPUs against the same sequence on one.
 
 Run: ``torchrun --nproc-per-node 2 -m benchmarks.context_parallel --csv PATH`` on GPUs with 100 GB: about two minutes.
-Every rank measures both: the whole text on its own GPU, and its part of the text together with the others. A time is
+Every rank measures both: the whole sequence on its own GPU, and its part of it together with the others. A time is
 the median of the rounds, each of which counts the slowest rank. Figures are reported; with ``--bars`` the status is 1
 where a length misses its efficiency under every balance.
 """

@@ -121,7 +121,7 @@ def _objection(name: str, value: object) -> str | None:
         return None
     kind = typing.get_args(kind)[0] if optional else kind
     if kind is str or kind is bool:
-        return None if isinstance(value, kind) else "a text" if kind is str else "true or false"
+        return None if isinstance(value, kind) else "a string" if kind is str else "true or false"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return "a number"
     return "above 0" if name in _POSITIVE and value <= 0 else None

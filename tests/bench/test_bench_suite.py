@@ -298,7 +298,7 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
             json.dumps([dataclasses.asdict(row()) | {"graph_us": math.nan}]),
             "graph_us must be a number",
         ),
-        ("name", json.dumps([dataclasses.asdict(row()) | {"gpu": 3}]), "gpu must be a text"),
+        ("name", json.dumps([dataclasses.asdict(row()) | {"gpu": 3}]), "gpu must be a string"),
         ("binary", "\udcff", "not JSON"),
     ):
         path = tmp_path / f"bad_{name}.json"

@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
 def test_a_sequence_among_many_has_the_bits_of_the_sequence_alone(
     group: int, length: int, width: int
 ) -> None:
-    """A block takes ten tasks or more. A sequence alone is the first of its block, its queries rotated by other warps."""
+    """A block takes ten tasks or more. A sequence alone is first in its block, its queries rotated by other warps."""
     runs = -(-length // (128 // 2 ** (group - 1).bit_length()))
     sequences = -(-10 * torch.cuda.get_device_properties("cuda").multi_processor_count // (2 * runs))
     case = model("sequences", B=sequences, T=length, H=2 * group, K=width, V=width, M=512, top_k=32)

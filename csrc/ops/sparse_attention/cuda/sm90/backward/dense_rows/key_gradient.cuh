@@ -96,16 +96,16 @@ __device__ __forceinline__ void copy_key_operands(KeyGradientShared<kDim>& share
   const auto bytes = static_cast<uint32_t>(kMasked ? mark_bytes(params.gather.group) : 0);  // of a tile
   for (int i = 0; i < task.count(); ++i) {
     const int stage = i % kKeyRowStages;
-    const uint32_t row_tile = kMasked ? __ldg(task.row_tiles + i) : 0;
+    const uint32_t entry = kMasked ? __ldg(task.row_tiles + i) : 0;
     if (i >= kKeyRowStages) {
       device::barrier_wait(&shared.empty[stage], (i / kKeyRowStages - 1) & 1);
     }
-    const int number = static_cast<int>(row_tile >> 16);  // of the tile of rows
+    const int number = static_cast<int>(entry >> 16);  // of the tile of rows
     if constexpr (kMasked) {
       const int64_t run = (stored + number) / 2;  // every run has two tiles of rows
       device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes + bytes);
       device::bulk_load(shared.marks[stage],
-                        params.marks.marks + (run * params.marks.width + (row_tile & 0xffff)) * bytes, bytes,
+                        params.marks.marks + (run * params.marks.width + (entry & 0xffff)) * bytes, bytes,
                         &shared.full[stage]);
     } else {
       device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes);

@@ -1,10 +1,10 @@
-"""Tree attention of texts that are no longer than max_top_nodes, beside cuDNN: every row is dense causal attention.
+"""Tree attention of sequences that are no longer than max_top_nodes, beside cuDNN: every row is dense causal attention.
 
-Run: ``python -m benchmarks.short_texts --csv PATH`` on a GPU: about a minute; ``--quick`` for a look at the forward.
-H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. cuDNN gets rotated queries and keys; the
-time of ``htree_ops`` has its rotation in it. The backward is that of autograd after a forward that is not timed.
-Every candidate has copies of all sets of inputs, so that none finds in the L2 what another has just read. Figures are
-reported, never asserted.
+Run: ``python -m benchmarks.short_sequences --csv PATH`` on a GPU: about a minute; ``--quick`` for a look at the
+forward. H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. cuDNN gets rotated queries and
+keys; the time of ``htree_ops`` has its rotation in it. The backward is that of autograd after a forward that is not
+timed. Every candidate has copies of all sets of inputs, so that none finds in the L2 what another has just read.
+Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="tree attention of short texts beside cuDNN")
+    parser = argparse.ArgumentParser(description="tree attention of short sequences beside cuDNN")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="six settings of the forward, stride 1 alone")
     arguments = parse_for_gpu(parser, argv)
