@@ -1,4 +1,4 @@
-// Access to the shared memory of other blocks of a cluster (sm_90).
+// Distributed shared memory (DSMEM): access to the shared memory of other blocks of a cluster (sm_90).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The decode kernel: a cluster of blocks takes a row through all layers in one launch (sm_90a). Where a layer
-// has to choose, the blocks exchange sums and importances through their shared memory.
+// has to choose, the blocks exchange sums and importances through distributed shared memory (DSMEM).
 #pragma once
 
 #include "device/sm90/pdl.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   }
 }
 
-// What a block reads of all shares to merge them, in the room of its rings. A load of a warp from shared memory of others
-// costs as many messages as it meets blocks, so a warp reads neighbouring numbers of few shares.
+// What a block reads of all shares to merge them, in the room of its rings. A load of a warp from shared memory of
+// others costs as many messages as it meets blocks, so a warp reads neighbouring numbers of few shares.
 template <class Tr>
 struct GatheredStates {
   static constexpr int kColumns = 128;  // at a time
