@@ -193,7 +193,7 @@ struct TileLaunch {
   StageLayout layout;
   ChunkPlan plan;
   int chunk_table_bytes;
-  int num_warps;  // of a block. Taken from here, the addresses of the loop over tiles stay in uniform registers
+  int num_warps;  // of a block. Taken from here, the addresses of the mainloop stay in uniform registers
   int num_stages;
   int heads_per_kv;
   bool pdl;

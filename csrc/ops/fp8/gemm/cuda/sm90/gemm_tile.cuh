@@ -25,7 +25,7 @@
 #include "ops/fp8/gemm/cuda/gemm_scale.cuh"
 #include "ops/fp8/gemm/cuda/sm90/gemm_multiply.cuh"
 #include "ops/fp8/gemm/cuda/sm90/gemm_store.cuh"
-#include "ops/fp8/gemm/cuda/sm90/gemm_tile_finish.cuh"
+#include "ops/fp8/gemm/cuda/sm90/gemm_tile_epilogue.cuh"
 
 namespace htree::fp8 {
 

@@ -7,7 +7,7 @@
 // row's result depends on nothing but its own position.
 //
 // The shape is that of FlashAttention-3's persistent kernel: a thread block per multiprocessor takes one task after the
-// other. Two warpgroups keep 64 rows each, and one brings tiles and queries.
+// other. Two consumer warpgroups keep 64 rows each, and a producer brings tiles and queries.
 //
 // With kMasked the rows are those of forward/masked_rows/: the tiles of a task are those that its marks list, each brings
 // the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above.
@@ -76,7 +76,7 @@ template <int kDim>
 constexpr int kRowsSharedBytes = sizeof(RowsShared<kDim>) + 1024;
 static_assert(kRowsSharedBytes<128> <= device::kHopperSharedBytes);
 
-// ---- the warpgroup that brings: one thread copies tiles, and three warps rotate the queries of the next task while
+// ---- the producer warpgroup: one thread copies tiles, and three warps rotate the queries of the next task while
 // the products of this one run
 
 // A place in the sequence of all tiles of a block.
