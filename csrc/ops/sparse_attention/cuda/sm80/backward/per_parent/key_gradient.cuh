@@ -1,7 +1,7 @@
 // dK and dV of a layer, docs/semantics/tree_attention.md §1.10, for any number of query heads per kv head:
 // one thread block per (batch, kv head, parent) walks the parent's inverted list.
 //
-// That has the lists that hold the parent; with each come stride * G rows (query, head). Each of the four warps
+// It names the lists that hold the parent; with each come stride * G rows (query, head). Each of the four warps
 // takes a quarter of the rows and streams them through shared memory, 16 at a time: S^T = K' q^T and dP^T = V
 // dO^T with the parent's children as rows, then dV += P^T dO and dK' += dS^T q from the same registers. The
 // sums of the warps are added in their order at the end, so the result depends on the lists alone.
