@@ -283,7 +283,7 @@ def train(
     call_one: Callable[..., Tensor] | None = None,
     call_many: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Three steps of gradient descent of a model and of its parallel twin, each called as it is or as is said."""
+    """Three steps of gradient descent of a model and of its parallel copy, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
     runs = (
         (one, call_one or one, inputs, losses[0]),
@@ -431,7 +431,7 @@ def refused_style(which: str) -> None:
 
 
 def placed_beside_shared_tokens() -> None:
-    """A DTensor of heads is not what a rank holds of a text."""
+    """A DTensor of heads is not what a rank holds of a sequence."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
     many = htree_ops.HTreeAttention(24, 8, 4, 4, cp_group=mesh["context"], **TREE)
     plan = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}

@@ -1,4 +1,4 @@
-"""The IO-only twins against their formulas: integers exactly, scores to rounding (docs/semantics §2.2, §2.3)."""
+"""The IO-only variants against their formulas: integers exactly, scores to rounding (docs/semantics §2.2, §2.3)."""
 
 from __future__ import annotations
 

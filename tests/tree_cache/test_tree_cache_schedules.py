@@ -1,4 +1,4 @@
-"""Whatever the schedule, the cache holds the bytes of a fresh build and gives the rows of the whole text.
+"""Whatever the schedule, the cache holds the bytes of a fresh build and gives the rows of the whole sequence.
 
 ``HTREE_SCHEDULES`` says how many schedules a device runs, 10 000 on the CPU by default.
 """
@@ -13,7 +13,7 @@ PARTS = 10
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_any_schedule_gives_the_bits_of_the_whole_text(part: int) -> None:
+def test_any_schedule_gives_the_bits_of_the_whole_sequence(part: int) -> None:
     for seed in SCHEDULES[part::PARTS]:
         run = Run(Shape.draw(seed), "cpu", bitwise)
         try:
