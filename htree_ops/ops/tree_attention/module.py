@@ -342,6 +342,8 @@ class HTreeAttention(nn.Module):
 
     def _rotated(self, q: Tensor, k: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """q and k [B, T, heads, K] at the tokens' ``places``, ints [T] or [B, T] that every rank has whole."""
+        if places.numel() == 0:
+            return q, k
         # A table of just these rows: that of a whole cache would be made again in each step that a graph records.
         device, half = places.device, self.head_dim // 2
         if self.options.inv_freq is not None:
