@@ -223,8 +223,8 @@ class HTreeAttention(nn.Module):
 
         It is ``HTreeAttention(..., options=TreeOptions(), positions="compact")``, with ``keywords`` in place of these.
         """
-        keywords = {"options": TreeOptions(), "positions": "compact"} | keywords
-        return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **keywords)
+        given: dict[str, Any] = {"options": TreeOptions(), "positions": "compact", **keywords}
+        return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **given)
 
     def make_cache(
         self,
@@ -349,13 +349,14 @@ class HTreeAttention(nn.Module):
         if self.options.inv_freq is not None:
             frequencies = torch.tensor(self.options.inv_freq, dtype=torch.float64, device=device)
         else:
-            steps = torch.arange(half, dtype=torch.float64, device=device) / -half
-            frequencies = self.options.rope_base**steps
+            base = self.options.rope_base
+            assert base is not None  # _rotates
+            frequencies = base ** (torch.arange(half, dtype=torch.float64, device=device) / -half)
         angles = places.flatten()[:, None] * frequencies
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         rows = torch.arange(places.numel(), device=device).view(places.shape)
-        tables = [beside(x, q) for x in (angles.cos().to(dtype), angles.sin().to(dtype), rows)]
-        return rope(q, *tables), rope(k, *tables)
+        cos, sin, rows = (beside(x, q) for x in (angles.cos().to(dtype), angles.sin().to(dtype), rows))
+        return rope(q, cos, sin, rows), rope(k, cos, sin, rows)
 
     def _attend(self, x: Tensor) -> Tensor:
         """The layer on [B, T, E]."""

@@ -303,7 +303,7 @@ def recommended_options(function: str, goal: Goal, keywords: Mapping[str, Any]) 
     chosen = RECOMMENDED[goal]
     if asked.importance != "lse_causal" or asked.compression_rate % chosen["selection_span"]:
         chosen = {name: value for name, value in chosen.items() if name != "selection_span"}
-    return tree_options(function, None, chosen | keywords)
+    return tree_options(function, None, {**chosen, **keywords})
 
 
 def check_frequencies(function: str, options: TreeOptions, head_dim: int) -> None:
