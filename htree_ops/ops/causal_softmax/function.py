@@ -42,6 +42,11 @@ def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None)
         RuntimeError: ``out`` overlaps x in part, or elements of ``out`` share memory.
         TypeError: x or ``out`` is not a dense tensor, or block_size is not an int.
         NotImplementedError: ``out`` is given and x or ``out`` requires grad.
+
+    Example:
+        >>> causal_softmax(torch.zeros(2, 2))
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     if torch.compiler.is_compiling() and block_size not in BLOCK_SIZES:
         # Dynamo takes the op's NotImplementedError for a missing Meta kernel, and drops its message.

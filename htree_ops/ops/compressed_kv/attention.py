@@ -104,6 +104,15 @@ class MustafarAttention(nn.Module):
         TypeError: an option of another type.
         ValueError: num_heads is not a multiple of num_kv_heads, a sparsity outside [0, 1], other bits, a group
             without the transform, or pruned transformed keys.
+
+    Example:
+        >>> layer = MustafarAttention(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+        >>> cache = layer.make_cache(batch=1, capacity=1024)
+        >>> for tokens in (100, 1):  # a prompt, then a token
+        ...     q, k, v = (torch.randn(1, heads, tokens, 64) for heads in (8, 2, 2))
+        ...     out = layer(q, k, v, cache=cache)
+        >>> out.shape, cache.lengths
+        (torch.Size([1, 8, 1, 64]), [101])
     """
 
     tables: Tensor

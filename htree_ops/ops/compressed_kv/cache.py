@@ -118,6 +118,13 @@ class CompressedKVCache:
         ShapeMismatchError: another head_dim.
         UnsupportedDtypeError: another dtype, or float32 with 16 bits. DeviceError: a device that torch does not know.
         TypeError, ValueError: a number or a device of the wrong kind, a number out of range.
+
+    Example:
+        >>> cache = CompressedKVCache(1, 2, 64, capacity=1024, keep=32, dtype=torch.float32)
+        >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
+        >>> cache.prefill(k, v)
+        >>> cache.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1])[0].shape, cache.lengths
+        (torch.Size([1, 8, 1, 64]), [101])
     """
 
     def __init__(

@@ -28,6 +28,11 @@ class CompressedKV(NamedTuple):
         bitmap: int64 [B, H_kv, S, D/64]; bit d mod 64 of word d // 64 says that channel d is kept.
         values: uint8 [B, H_kv, S, row_bytes]; the kept values in the order of channels.
         scales: float16 [B, H_kv, S]; [B, H_kv, 0] where bits is 16.
+
+    Example:
+        >>> rows = kv_compress(torch.randn(1, 2, 100, 64), keep=32)
+        >>> rows.values.dtype, tuple(rows.scales.shape)
+        (torch.uint8, (1, 2, 100))
     """
 
     bitmap: Tensor

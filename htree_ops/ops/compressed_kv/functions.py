@@ -63,6 +63,12 @@ def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = Non
 
     Raises:
         As :func:`kv_prune`; ValueError also for other bits, UnsupportedDtypeError for float32 with 16 bits.
+
+    Example:
+        >>> x = torch.randn(1, 2, 100, 64)
+        >>> bitmap, values, scales = kv_compress(x, keep=32, bits=8)
+        >>> kv_decompress(bitmap, values, scales, D=64, keep=32, bits=8).count_nonzero(-1).max().item() <= 32
+        True
     """
     return CompressedKV(*torch.ops.htree.kv_compress(x, keep, bits, weight))
 
@@ -94,6 +100,11 @@ def kv_decompress(
         ShapeMismatchError: a rank or size that does not fit keep, bits and D.
         UnsupportedDtypeError: tensors or ``dtype`` of another dtype.
         ValueError: keep outside 1 ... D, or other bits. TypeError: keep, bits or D is not an int.
+
+    Example:
+        >>> rows = kv_compress(torch.ones(1, 2, 100, 64), keep=64)
+        >>> kv_decompress(*rows, D=64, keep=64, bits=8, dtype=torch.float32).shape
+        torch.Size([1, 2, 100, 64])
     """
     return torch.ops.htree.kv_decompress(bitmap, values, scales, D, keep, bits, dtype)
 
@@ -163,6 +174,13 @@ def kv_decode_attention(
         DeviceError: tensors on different devices.
         ValueError: keep, bits, group, split or scale out of range; lengths above the capacity, where they lie on the
             CPU (a kernel on CUDA clamps them).
+
+    Example:
+        >>> rows = kv_compress(torch.randn(1, 2, 100, 64), keep=32)
+        >>> window = torch.randn(1, 2, 8, 64)  # the latest tokens, as they are
+        >>> q = torch.randn(1, 8, 1, 64)
+        >>> kv_decode_attention(q, *rows, *rows, window, window, k_keep=32, v_keep=32)[0].shape
+        torch.Size([1, 8, 1, 64])
     """
     if k_win.dim() == k_bitmap.dim() == 4:  # the op refuses other ranks
         pages = 1 if block_table is None else block_table.shape[-1] if block_table.dim() else 0

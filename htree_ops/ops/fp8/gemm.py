@@ -133,6 +133,11 @@ def fp8_gemm(
         NotImplementedError: a configuration on another GPU than sm_90.
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
+
+    Example:
+        >>> a, b = torch.randn(32, 64), torch.randn(64, 16)
+        >>> fp8_gemm(a, b).shape  # floats are quantised first
+        torch.Size([32, 16])
     """
     if a.dtype != FP8 or b.dtype != FP8 or a_scale is None or b_scale is None:
         _check_operands(a, b, a_scale, b_scale)

@@ -79,6 +79,11 @@ class FP8Linear(nn.Module):
 
     Raises:
         TypeError: a size is not an int. ValueError: it is negative. UnsupportedDtypeError: another dtype.
+
+    Example:
+        >>> layer = FP8Linear.from_linear(torch.nn.Linear(64, 32))
+        >>> layer(torch.randn(3, 64)).shape
+        torch.Size([3, 32])
     """
 
     weight: Tensor
@@ -307,6 +312,11 @@ def quantize_model_(
         UnsupportedDtypeError: a layer's weight is not float32, float16 or bfloat16.
         ValueError: ``activation_scales`` names a layer that is not swapped, has two scales for one layer, or one
             that is not positive and finite.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 16))
+        >>> type(quantize_model_(model, filter=lambda name, layer: name == "0")[0]).__name__
+        'FP8Linear'
     """
     if isinstance(module, nn.Linear):
         raise TypeError(
@@ -364,6 +374,12 @@ def calibrate_activation_scales(
 
     Raises:
         TypeError: module is not an ``nn.Module``, filter is not callable, or a layer's input is not a tensor.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+        >>> scales = calibrate_activation_scales(model, [torch.ones(3, 64)])
+        >>> scales["0"].item()
+        448.0
     """
     op = "calibrate_activation_scales"
     largest: dict[str, Tensor] = {}

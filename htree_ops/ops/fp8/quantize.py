@@ -43,6 +43,10 @@ class FP8Format:
         min_subnormal: smallest magnitude, and the distance between numbers below ``min_normal``.
         nan_codes: the codes of NaN.
         has_infinity: False.
+
+    Example:
+        >>> FP8Format().max_value
+        448.0
     """
 
     exponent_bits: int = 4
@@ -75,6 +79,10 @@ def fp8_compute_scale(
     Raises:
         UnsupportedDtypeError: another dtype.
         ValueError: another granularity, or block below 1. IndexError: no such dim.
+
+    Example:
+        >>> fp8_compute_scale(torch.tensor([1.0, -4.0]))  # 448 / 4
+        tensor(112.)
     """
     return torch.ops.htree.fp8_compute_scale(x, granularity, dim, block)
 
@@ -125,6 +133,11 @@ def fp8_quantize(
         ShapeMismatchError: scale has not the shape that the granularity implies.
         DeviceError: scale lies on another device.
         ValueError: another granularity, block below 1, or a scale that is not positive and finite.
+
+    Example:
+        >>> q, scale, overflows = fp8_quantize(torch.tensor([1.0, -4.0]))
+        >>> q.dtype, scale.item(), overflows.item()
+        (torch.float8_e4m3fn, 112.0, 0)
     """
     given = _scale_tensor("fp8_quantize", x, scale, granularity, dim, block)
     return torch.ops.htree.fp8_quantize(x, given, granularity, dim, block)
@@ -149,6 +162,11 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None, b
         DeviceError: scale lies on another device.
         ValueError: block below 1, or a scale on the CPU that is not positive and finite.
         TypeError: dtype is not a torch.dtype.
+
+    Example:
+        >>> q, scale, _ = fp8_quantize(torch.tensor([1.0, -4.0]))
+        >>> fp8_dequantize(q, scale)
+        tensor([ 1., -4.])
     """
     return torch.ops.htree.fp8_dequantize(q, scale, torch.float32 if dtype is None else dtype, block)
 
@@ -169,6 +187,10 @@ def fp8_fake_quant(
 
     Raises:
         NotImplementedError: scale requires a gradient.
+
+    Example:
+        >>> fp8_fake_quant(torch.tensor([1.0, -4.0, 0.3]))  # E4M3 has 3 bits of mantissa
+        tensor([ 1.0000, -4.0000,  0.2857])
     """
     given = _scale_tensor("fp8_fake_quant", x, scale, granularity, dim, block)
     return torch.ops.htree.fp8_fake_quant(x, given, granularity, dim, block)
@@ -218,6 +240,11 @@ def handle_fp8_overflow(
     Raises:
         NumericalOverflowError: values overflow at the last scale, or an infinity is found at the first one.
         ValueError: max_attempts below 1, another ``on_fail``, and what :func:`fp8_quantize` raises.
+
+    Example:
+        >>> q, scale = handle_fp8_overflow(torch.tensor([1.0, -4.0]), 448.0)  # a quarter of it holds -4
+        >>> scale.item()
+        112.0
     """
     if max_attempts < 1:
         raise ValueError(f"handle_fp8_overflow: max_attempts must be at least 1, got {max_attempts}")

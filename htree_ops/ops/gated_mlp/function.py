@@ -78,6 +78,11 @@ def gated_mlp(
         NotImplementedError: a configuration where the kernels it chooses among do not run (fp32, not sm_90).
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
+
+    Example:
+        >>> x, gate, up = torch.randn(3, 64), torch.randn(96, 64), torch.randn(96, 64)
+        >>> gated_mlp(x, gate, up, act_on="gate").shape  # as Llama has it
+        torch.Size([3, 96])
     """
     config = tuning_config(
         "gated_mlp",

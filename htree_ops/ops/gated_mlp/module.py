@@ -68,6 +68,10 @@ class FusedGatedMLP(nn.Module):
 
     Raises:
         TypeError: a size is not an int. ValueError: a size below 1, an unknown activation or side.
+
+    Example:
+        >>> FusedGatedMLP(64, 96, act_on="gate")(torch.randn(1, 3, 64)).shape
+        torch.Size([1, 3, 96])
     """
 
     def __init__(

@@ -90,6 +90,12 @@ def rmsnorm_rope(
         NotImplementedError: cos or sin requires grad, or a configuration that cannot hold such rows.
 
     Without a configuration ``HTREE_TUNE`` decides: see :mod:`htree_ops.tuning.select`.
+
+    Example:
+        >>> angles = torch.randn(10, 32)  # [tokens, head_dim / 2]
+        >>> x, weight = torch.randn(1, 10, 4 * 64), torch.ones(4 * 64)
+        >>> rmsnorm_rope(x, weight, angles.cos(), angles.sin(), num_heads=4).shape
+        torch.Size([1, 10, 256])
     """
     config = tuning_config(
         "rmsnorm_rope", COMPILED_CONFIGS, BLOCK_SIZE=BLOCK_SIZE, num_warps=num_warps, num_stages=num_stages
@@ -127,6 +133,11 @@ def head_rmsnorm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: 
     Raises:
         DeviceError, UnsupportedDtypeError, ShapeMismatchError, ValueError: as for :func:`rmsnorm_rope`.
         NotImplementedError: cos or sin requires grad.
+
+    Example:
+        >>> angles = torch.randn(10, 32)
+        >>> head_rmsnorm_rope(torch.randn(1, 10, 4, 64), torch.ones(64), angles.cos(), angles.sin()).shape
+        torch.Size([1, 10, 4, 64])
     """
     if not torch.compiler.is_compiling():
         _warn_of_transposed(x, cos)

@@ -24,6 +24,11 @@ class FusedRMSNormRoPE(nn.Module):
         ValueError: a size is below 1, head_dim is odd or does not divide hidden_dim, or eps is negative or not
             finite.
         TypeError: a size is not an int, eps is not a number, or the op does not compute dtype (UnsupportedDtypeError).
+
+    Example:
+        >>> angles = torch.randn(10, 64)
+        >>> FusedRMSNormRoPE(4 * 64, 64)(torch.randn(1, 10, 4 * 64), angles.cos(), angles.sin()).shape
+        torch.Size([1, 10, 256])
     """
 
     def __init__(

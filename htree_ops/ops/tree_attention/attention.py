@@ -160,6 +160,11 @@ def tree_attention(
         DeviceError: tensors on different devices.
         ValueError: an option outside its range.
         NotImplementedError: the backward is differentiated again.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 1000, heads, 64) for heads in (8, 2, 2))
+        >>> tree_attention(q, k, v, top_k=8, max_top_nodes=128, selection_span=2).shape
+        torch.Size([1, 1000, 8, 64])
     """
     chosen = tree_options("tree_attention", options, keywords)
     if torch.compiler.is_compiling():

@@ -106,6 +106,11 @@ class HTreeAttention(nn.Module):
         TypeError: a size is not an int, or another option has a wrong type.
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
         ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
+
+    Example:
+        >>> layer = HTreeAttention(64, num_heads=4, num_kv_heads=2, top_k=8, max_top_nodes=128)
+        >>> layer(torch.randn(1, 1000, 64)).shape
+        torch.Size([1, 1000, 64])
     """
 
     def __init__(

@@ -80,6 +80,11 @@ class TreeOptions:
     Raises:
         TypeError: an option of a wrong type.
         ValueError: an option is out of its range; the message names it.
+
+    Example:
+        >>> options = TreeOptions(top_k=128, selection_span=2)
+        >>> options.top_nodes, TreeOptions.from_dict(options.to_dict()) == options
+        (2048, True)
     """
 
     compression_rate: int = 16

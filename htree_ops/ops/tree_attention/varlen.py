@@ -116,6 +116,12 @@ def tree_attention_varlen(
         ValueError: an option outside its range; on the CPU a document that breaks the rules.
         RuntimeError: importance="lse" while a CUDA graph is recorded.
         NotImplementedError: the backward is differentiated again.
+
+    Example:
+        >>> q, k, v = (torch.randn(1000, heads, 64) for heads in (8, 2, 2))  # documents of 300 and 700 tokens
+        >>> ends = torch.tensor([0, 300, 1000], dtype=torch.int32)
+        >>> tree_attention_varlen(q, k, v, ends, ends, 700, 700, top_k=8, max_top_nodes=128).shape
+        torch.Size([1000, 8, 64])
     """
     chosen = tree_options("tree_attention_varlen", options, keywords)
     key, value = expand_heads(chosen, query, key, value)

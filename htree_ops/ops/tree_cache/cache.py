@@ -111,6 +111,13 @@ class TreeKVCache:
     Raises:
         UnsupportedDtypeError: another dtype. DeviceError: a device that torch does not know.
         TypeError, ValueError: an option of the wrong kind or out of range.
+
+    Example:
+        >>> cache = TreeKVCache(2, 2, 64, capacity=4096, top_k=8, max_top_nodes=128, dtype=torch.float32)
+        >>> q, k, v = (torch.randn(2, 1000, heads, 64) for heads in (8, 2, 2))
+        >>> cache.append(k, v)
+        >>> cache.attend(q[:, -1:]).shape, cache.lengths.tolist()
+        (torch.Size([2, 1, 8, 64]), [1000, 1000])
     """
 
     def __init__(
