@@ -114,6 +114,65 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
     ]
 
 
+# ---- attention over lists
+
+
+def _list_ways(
+    x: Any, key: Any, value: Any, blocks: Any, dim: int
+) -> list[tuple[Placement, Placement, Placement]]:
+    """Placements of (query, key and value; blocks; sinks); the heads are dimension ``dim``, 2 in batches.
+
+    One list for all K/V heads lies on every rank, and sinks lie as the heads do.
+    """
+    ways: list[tuple[Placement, Placement, Placement]] = [(_WHOLE, _WHOLE, _WHOLE)]
+    if dim == 2:
+        ways.append((Shard(0), Shard(0), _WHOLE))
+    if _heads_divide(x, key, value, dim):
+        ways.append((Shard(dim), Shard(dim) if _size(blocks, dim) > 1 else _WHOLE, Shard(0)))
+    return ways
+
+
+def _sparse_attention(dim: int) -> Callable[..., list[Rule]]:
+    """Of (query, key, value, blocks, both offsets of documents, sinks or None, ...)."""
+    offsets = 0 if dim == 2 else 2
+
+    def rules(*args: Any) -> list[Rule]:
+        sinks = _option(args, 4 + offsets, None)
+        return [
+            _rule(
+                [way] * 2,
+                [*[way] * 3, lists, *[_WHOLE] * offsets, *([of_sinks] if sinks is not None else [])],
+                len(args),
+            )
+            for way, lists, of_sinks in _list_ways(*args[:4], dim)
+        ]
+
+    return rules
+
+
+def _sparse_attention_backward(dim: int) -> Callable[..., list[Rule]]:
+    """Of (query, key, value, blocks, both offsets, out, lse, sinks, dout, dlse, ..., output_mask by name)."""
+    offsets = 0 if dim == 2 else 2
+
+    def rules(*args: Any, **options: Any) -> list[Rule]:
+        given = [x is not None for x in args[6 + offsets : 9 + offsets]]
+        found = []
+        for way, lists, of_sinks in _list_ways(*args[:4], dim):
+            optional = [
+                place if here else None for place, here in zip((of_sinks, way, way), given, strict=True)
+            ]
+            of_gradient = of_sinks if way != Shard(0) or dim != 2 else Partial()
+            wanted = _wanted([way] * 3 + [of_gradient], options.get("output_mask", (True,) * 4))
+            if not given[0]:
+                wanted[3] = None
+            found.append(
+                _rule(wanted, [*[way] * 3, lists, *[_WHOLE] * offsets, way, way, *optional], len(args))
+            )
+        return found
+
+    return rules
+
+
 # ---- norms and rotary positions
 
 
@@ -300,6 +359,10 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
     "_attention_varlen_backward": (_attention_varlen_backward, 6),
+    "sparse_attention": (_sparse_attention(2), 5),
+    "_sparse_attention_backward": (_sparse_attention_backward(2), 9),
+    "sparse_attention_varlen": (_sparse_attention(1), 7),
+    "_sparse_attention_varlen_backward": (_sparse_attention_backward(1), 11),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),
