@@ -122,7 +122,6 @@ def _attention_rows(
 
 
 def _attention_rows_backward(
-    dout: Shape,
     q: Shape,
     k: Shape,
     v: Shape,
@@ -130,6 +129,8 @@ def _attention_rows_backward(
     gmax: Shape,
     gsum: Shape,
     lists: Shape,
+    dout: Shape | None,
+    dlse: Shape | None,
     starts: Sequence[int],
     output_mask: Sequence[bool],
     *packed: Any,
@@ -174,7 +175,6 @@ def _attention_varlen(
 
 
 def _attention_varlen_backward(
-    dout: Shape,
     query: Shape,
     key: Shape,
     value: Shape,
@@ -185,6 +185,8 @@ def _attention_varlen_backward(
     out: Shape,
     gmax: Shape,
     gsum: Shape,
+    dout: Shape | None,
+    dlse: Shape | None,
     grouping: str,
     output_mask: Sequence[bool],
     *packed: Any,
@@ -366,13 +368,14 @@ def _tree_cache_attention(
 def _tree_cache_prompt(
     q: Shape, k_pool: Shape, v_pool: Shape, block_table: Shape, length: int, *arguments: Any, **_: Any
 ) -> int:
-    """The last rows of texts of ``length`` tokens."""
+    """The last rows of sequences of ``length`` tokens."""
     k, v = ((q[0], length, pool[1], pool[3]) for pool in (k_pool, v_pool))
     return _work(q, k, v, TreeOptions.from_packed(*arguments[-2:]))
 
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "_attention": _attention,
+    "_attention_lse": _attention,
     "_attention_forward": _attention,
     "_attention_backward": _attention_backward,
     "_attention_rows": _attention_rows,

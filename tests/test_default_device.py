@@ -212,6 +212,9 @@ MODULES: dict[str, Prepare] = {
     ),
     "HTreeAttention.forward": on_module(attention, lambda m, x: m(x), (2, 20, 32)),
     "HTreeAttention.forward masked": on_module(attention, masked, (2, 20, 32)),
+    "HTreeAttention.from_documents": lambda device: (
+        lambda: made(lambda place: HTreeAttention.from_documents(32, 4, top_k=4, device=place), device)
+    ),
     "HTreeAttention.recommended": lambda device: (
         lambda: made(lambda place: HTreeAttention.recommended(32, 4, top_k=4, device=place), device)
     ),

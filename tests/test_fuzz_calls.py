@@ -161,8 +161,8 @@ def storage_bytes(x: Tensor) -> Tensor:
 
 def to_meta(x: Any, argument: torch.Argument | None = None) -> Any:
     if isinstance(x, list):
-        # Among ints torch takes a tensor of one element for its number, which a tensor on meta does not have.
-        numbers = argument is not None and "int" in str(argument.type)
+        # Among numbers torch takes a tensor of one element for its own, which a tensor on meta does not have.
+        numbers = argument is not None and "Tensor" not in str(argument.type)
         return [y.item() if numbers and isinstance(y, Tensor) else to_meta(y) for y in x]
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -15,7 +15,7 @@ DOCUMENTED = (
     "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
     'float? rope_base=10000., str importance="lse_causal", int selection_stride=1'
 )
-LATER = "int? selection_span=None, float[]? inv_freq=None, bool open_next=False"
+NEW_OPTIONS = "int? selection_span=None, float[]? inv_freq=None, bool open_next=False"
 PACKED = "int[] option_ints, float[] option_floats"
 DOCUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k"
@@ -158,16 +158,16 @@ SCHEMAS = {
     ),
     "final_normalize": "(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
     "attention_forward": (
-        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {LATER}) "
+        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     **dict.fromkeys(
         ("attention", "tree_attention"),
-        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {LATER}) -> Tensor",
+        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) -> Tensor",
     ),
     "attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
-        f"{DOCUMENTED}, bool[3] output_mask=[True, True, True], {LATER}) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f"{DOCUMENTED}, bool[3] output_mask=[True, True, True], {NEW_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "_check_tree_options": f"(str function, {PACKED}) -> ()",
     "_attention_forward": (
@@ -175,6 +175,9 @@ SCHEMAS = {
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "_attention": f"(Tensor q, Tensor k, Tensor v, bool store_parents, {PACKED}) -> Tensor",
+    "_attention_lse": (
+        f"(Tensor q, Tensor k, Tensor v, bool store_parents, {PACKED}) -> (Tensor out, Tensor lse)"
+    ),
     "_attention_rows": (
         f"(Tensor q, Tensor k, Tensor v, SymInt[] starts, bool store_parents, {PACKED}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
@@ -185,8 +188,8 @@ SCHEMAS = {
     ),
     **dict.fromkeys(
         ("_attention_rows_backward", "_attention_rows_backward_sums"),
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
-        f"SymInt[] starts, bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)",
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, Tensor? dout, "
+        f"Tensor? dlse, SymInt[] starts, bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
@@ -212,8 +215,8 @@ SCHEMAS = {
         f"({DOCUMENTS}, str grouping, {PACKED}) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "_attention_varlen_backward": (
-        f"(Tensor dout, {DOCUMENTS}, Tensor out, Tensor gmax, Tensor gsum, str grouping, bool[3] output_mask, "
-        f"{PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f"({DOCUMENTS}, Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, str grouping, "
+        f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "sparse_attention": (
         f"(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor? sinks=None, {SPARSE}) "
@@ -273,6 +276,7 @@ BY_NAME = {"attention", "tree_attention", "attention_forward", "attention_backwa
 AUTOCAST = {
     "_attention",
     "_attention_forward",
+    "_attention_lse",
     "_attention_rows",
     "_attention_varlen",
     "_attention_varlen_forward",

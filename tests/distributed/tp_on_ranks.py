@@ -50,7 +50,8 @@ def example(name: str) -> tuple[Any, ...]:
     tree, mask = packed(**TREE), [True] * 3
     rows = (q[:, :16], k, v, [12, 4], True, *tree)
     results = ops._attention_rows(*rows)
-    rows_and_results = (x(4, 16, 8, 6, seed=14), *rows[:3], *results, rows[3], mask, *tree)
+    gradients = (x(4, 16, 8, 6, seed=14), x(4, 16, 8, seed=15))
+    rows_and_results = (*rows[:3], *results, *gradients, rows[3], mask, *tree)
     ends = torch.tensor([0, 13, 40], dtype=torch.int32)
     documents = (q[0], k[0], v[0], ends, ends, 27, 27)
     of_documents = (*documents, "auto", *tree)
@@ -62,15 +63,17 @@ def example(name: str) -> tuple[Any, ...]:
     scales = (x(8, 1, seed=12).abs() + 1, x(1, 12, seed=13).abs() + 1)
     table: dict[str, Callable[[], tuple[Any, ...]]] = {
         "_attention": lambda: (q, k, v, True, *tree),
+        "_attention_lse": lambda: (q, k, v, True, *tree),
         "_attention_rows": lambda: rows,
         "_attention_rows_backward": lambda: rows_and_results,
         "_attention_rows_backward_sums": lambda: rows_and_results,
         "_attention_varlen": lambda: of_documents,
         "_attention_varlen_forward": lambda: of_documents,
         "_attention_varlen_backward": lambda: (
-            x(40, 8, 6, seed=18),
             *documents,
             *ops._attention_varlen_forward(*of_documents),
+            x(40, 8, 6, seed=18),
+            None,
             "auto",
             mask,
             *tree,
@@ -139,9 +142,9 @@ def follow_rules(size: int, name: str, mask: tuple[bool, ...] | None = None) -> 
     op = getattr(torch.ops.htree, name).default
     args = example(name)
     if mask is not None:
-        defaults = [a.default_value for a in op._schema.arguments[len(args) :] if a.name != "output_mask"]
-        before = [a.name for a in op._schema.arguments].index("output_mask") - len(args)
-        args = (*args, *defaults[:before], list(mask))
+        place = [a.name for a in op._schema.arguments].index("output_mask")
+        defaults = [a.default_value for a in op._schema.arguments[len(args) : place]]
+        args = (*args[:place], *defaults, list(mask), *args[place + 1 :])
     expected = op(*args)
     expected = expected if isinstance(expected, (list, tuple)) else (expected,)
     specs = [spread(x, mesh, Replicate())._spec if isinstance(x, Tensor) else x for x in args]
@@ -191,11 +194,15 @@ def log_sums(size: int, tokens: int) -> dict[str, Any]:
     q = q[:, 24 - tokens :]
     sharded = [distribute_tensor(x, mesh_of(size), [Shard(2)]).requires_grad_() for x in (q, k, v)]
     found = htree_ops.tree_attention(*sharded, return_lse=True, **TREE)
-    expected = htree_ops.tree_attention(q, k, v, return_lse=True, **TREE)
+    plain = [x.detach().requires_grad_() for x in (q, k, v)]
+    expected = htree_ops.tree_attention(*plain, return_lse=True, **TREE)
+    (found[1] * 2).sum().backward()  # of the lse alone
+    (expected[1] * 2).sum().backward()
+    found = (*found, *(x.grad for x in sharded))
+    expected = (*expected, *(x.grad for x in plain))
     return {
         "equal": [torch.equal(a.full_tensor(), b) for a, b in zip(found, expected, strict=True)],
         "placed": [x.placements for x in found],
-        "differentiable": [x.requires_grad for x in found],
     }
 
 
@@ -243,6 +250,7 @@ def ops_of_models() -> set[str]:
     linear = nn.Linear(16, 16)
     calls: list[Callable[[Tensor], Tensor]] = [
         layer,
+        lambda x: htree_ops.tree_attention(*[x.unflatten(-1, (4, 4))] * 3, return_lse=True, **TREE)[0],
         functools.partial(layer, key_padding_mask=padding),
         lambda x: layer(x.flatten(0, 1), cu_seqlens=ends),
         shared,
@@ -283,7 +291,7 @@ def train(
     call_one: Callable[..., Tensor] | None = None,
     call_many: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Three steps of gradient descent of a model and of its parallel twin, each called as it is or as is said."""
+    """Three steps of gradient descent of a model and of its parallel copy, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
     runs = (
         (one, call_one or one, inputs, losses[0]),
@@ -431,7 +439,7 @@ def refused_style(which: str) -> None:
 
 
 def placed_beside_shared_tokens() -> None:
-    """A DTensor of heads is not what a rank holds of a text."""
+    """A DTensor of heads is not what a rank holds of a sequence."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
     many = htree_ops.HTreeAttention(24, 8, 4, 4, cp_group=mesh["context"], **TREE)
     plan = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}

@@ -12,7 +12,7 @@ namespace htree::tree_attention {
 
 // The inverse of parent lists: which queries of a chunk have a parent in their list. Entries [begin[p],
 // begin[p + 1]) belong to parent p, in ascending order of the query.
-struct InverseList {
+struct InvertedList {
   struct Entry {
     int32_t query;
     int32_t slot;
@@ -145,16 +145,16 @@ class GradientChunk {
                Real* dvalues) {
     const int64_t r = shape_.r;
     const int64_t num_parents = ceil_div(layer.num_nodes, r);
-    inverse_.build(candidates_, count, num_parents);
+    inverted_.build(candidates_, count, num_parents);
     parallel_tasks(ceil_div(num_parents, kTaskParents), [&] {
       return [&, rotated = std::vector<Real>(kParentUses * shape_.group * shape_.row()),
               uses = std::vector<ParentUse<Real>>(kParentUses)](int64_t task) mutable {
         for (int64_t p = task * kTaskParents; p < std::min((task + 1) * kTaskParents, num_parents); ++p) {
           const int64_t num_children = std::min(r, layer.num_nodes - p * r);
-          for (int64_t e = inverse_.begin[p]; e < inverse_.begin[p + 1]; e += kParentUses) {
-            const int64_t uses_here = std::min(kParentUses, inverse_.begin[p + 1] - e);
+          for (int64_t e = inverted_.begin[p]; e < inverted_.begin[p + 1]; e += kParentUses) {
+            const int64_t uses_here = std::min(kParentUses, inverted_.begin[p + 1] - e);
             for (int64_t u = 0; u < uses_here; ++u) {
-              uses[u] = use_of(inverse_.entries[e + u]);
+              uses[u] = use_of(inverted_.entries[e + u]);
             }
             query_kernels<Real>().node_gradients(shape_, rotation, uses.data(), uses_here, num_children,
                                                  rotated.data(),
@@ -185,7 +185,7 @@ class GradientChunk {
   static constexpr int64_t kTaskQueries = 8;
   static constexpr int64_t kTaskParents = 16;
 
-  ParentUse<Real> use_of(const InverseList::Entry& entry) const {
+  ParentUse<Real> use_of(const InvertedList::Entry& entry) const {
     const int64_t at = entry.query * shape_.group * shape_.score_stride() + entry.slot * shape_.r;
     return {weights_.data() + at,
             dscores_.data() + at,
@@ -203,7 +203,7 @@ class GradientChunk {
   std::vector<Real> queries_, query_gradients_, douts_, deltas_, weights_, dscores_;
   std::vector<uint8_t> finite_;
   std::vector<Candidates> candidates_;
-  InverseList inverse_;
+  InvertedList inverted_;
 };
 
 }  // namespace htree::tree_attention

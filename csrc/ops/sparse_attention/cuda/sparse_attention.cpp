@@ -10,7 +10,7 @@
 #include "ops/selection/cuda/any/compute_scores.h"
 #include "ops/sparse_attention/cuda/any/accumulate.h"
 #include "ops/sparse_attention/cuda/any/general_gradient.h"
-#include "ops/sparse_attention/cuda/any/inverse_lists.h"
+#include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/sparse_attention/cuda/any/visible_lists.h"
 #include "ops/sparse_attention/cuda/gradient_tensors.h"
 #include "ops/sparse_attention/plan/sparse.h"
@@ -175,7 +175,7 @@ SliceInverse invert(const SparseProblem& p, const SparseSlice& slice, const Tens
   const SliceInverse found = {
       scratch_of(heads * rows, at::kInt, lists), scratch_of(heads * rows * width, at::kInt, lists),
       scratch_of(heads * (p.num_blocks() + 1), at::kInt, lists),
-      scratch_of(heads * ceil_div(rows, kInverseRows) * p.num_blocks(), at::kInt, lists)};
+      scratch_of(heads * ceil_div(rows, kInvertedListRows) * p.num_blocks(), at::kInt, lists)};
   ListMaskParams count;
   count.lists = lists.const_data_ptr<int32_t>();
   count.list_batch = lists.stride(0);
@@ -188,7 +188,7 @@ SliceInverse invert(const SparseProblem& p, const SparseSlice& slice, const Tens
   count.stride = p.stride;
   C10_CUDA_CHECK(launch_list_masks(count, stream));
   const auto words = [](const Tensor& x) { return static_cast<uint32_t*>(x.mutable_data_ptr()); };
-  InverseParams inverse;
+  InvertedListParams inverse;
   inverse.lists = count.lists;
   inverse.list_batch = count.list_batch;
   inverse.num_parents = p.num_blocks();
@@ -199,7 +199,7 @@ SliceInverse invert(const SparseProblem& p, const SparseSlice& slice, const Tens
   inverse.entries = words(found.entries);
   inverse.offsets = words(found.offsets);
   inverse.run_counts = words(found.run_counts);
-  C10_CUDA_CHECK(launch_inverse_lists(inverse, stream));
+  C10_CUDA_CHECK(launch_inverted_lists(inverse, stream));
   return found;
 }
 
@@ -266,9 +266,8 @@ void sparse_backward_cuda(const SparseCall& call, const SparseResults& results, 
     params.queries = view_of(slice.rows(call.x.query));
     params.gradients = view_of(slice.rows(upstream));
     params.outputs = view_of(slice.rows(out));
-    params.max = slice.rows(lse).const_data_ptr<float>();
-    params.sum = slice.rows(ones).const_data_ptr<float>();
-    params.state_batch = lse.stride(0);
+    params.states = {slice.rows(lse).const_data_ptr<float>(), slice.rows(ones).const_data_ptr<float>(),
+                     dlse.defined() ? slice.rows(dlse).const_data_ptr<float>() : nullptr, lse.stride(0)};
     params.delta = delta.mutable_data_ptr<float>();
     params.rope = table;
     params.t0 = call.first_token() + slice.query;
@@ -278,7 +277,6 @@ void sparse_backward_cuda(const SparseCall& call, const SparseResults& results, 
     dispatch_device_dtype("sparse_attention", out.scalar_type(), FloatTypes{}, [&](auto tag) {
       using T = typename decltype(tag)::type;
       C10_CUDA_CHECK(launch_general_delta<T>(params, stream));
-      if (dlse.defined()) delta.sub_(slice.rows(dlse));
       if (dq.defined()) {
         GeneralQueryGradient query;
         query.first = query.last = true;

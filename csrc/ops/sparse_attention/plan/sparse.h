@@ -59,7 +59,7 @@ inline SparseChunks sparse_forward_chunks(const SparseProblem& p) {
 // The backward keeps the lists of a chunk and their inverse: entries, and counters for each run of lists and block.
 inline SparseChunks sparse_backward_chunks(const SparseProblem& p) {
   const int64_t counters = p.num_kv_heads * p.num_blocks() * 4;
-  const int64_t list = p.num_kv_heads * (p.visible_width() * 8 + 4) + ceil_div(counters, kInverseRows);
+  const int64_t list = p.num_kv_heads * (p.visible_width() * 8 + 4) + ceil_div(counters, kInvertedListRows);
   return sparse_chunks(p, list + p.stride * p.num_kv_heads * p.group * 4, 2 * counters);
 }
 

@@ -20,13 +20,14 @@ namespace {
 template <typename T, typename Real>
 class Backward {
  public:
-  Backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-           const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
+  Backward(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+           const Tensor& out, const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
            const AttentionArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& dv)
       : args_(args),
         pyramid_(q, k, v, args, /*selects=*/parents.empty(), /*gradients=*/true, Type<T>{}),
         shape_(pyramid_.shape),
-        dout_(dout.contiguous()),
+        dout_(dout),
+        dlse_(dlse),
         out_(out.contiguous()),
         gmax_(gmax.contiguous()),
         gsum_(gsum.contiguous()),
@@ -99,9 +100,11 @@ class Backward {
     GradientRow<T, Real> from{};
     from.q = q_.const_data_ptr<T>() + b * q_.stride(0) + i * q_.stride(1) + h * shape_.group * q_.stride(2);
     from.q_head = q_.stride(2);
-    from.dout = dout_.const_data_ptr<T>() + at;
-    from.dout_head = pyramid_.value_dim;
+    from.dout = dout_.const_data_ptr<T>() + b * dout_.stride(0) + i * dout_.stride(1) +
+                h * shape_.group * dout_.stride(2);
+    from.dout_head = dout_.stride(2);
     from.out = out_.const_data_ptr<T>() + at;
+    from.dlse = dlse_.defined() ? dlse_.const_data_ptr<Real>() + head_row(b, h, i) : nullptr;
     chunk_.load(worker, row, from, args_.scale);
   }
 
@@ -247,7 +250,7 @@ class Backward {
   AttentionArgs args_;
   Pyramid<Real> pyramid_;
   QueryShape shape_;
-  Tensor dout_, out_, gmax_, gsum_, q_, dq_, dk_, dv_;
+  Tensor dout_, dlse_, out_, gmax_, gsum_, q_, dq_, dk_, dv_;
   std::vector<Tensor> parents_;
   GradientChunk<T, Real> chunk_;
   std::vector<int32_t> lists_;  // [depth][chunk / stride][k]
@@ -258,8 +261,8 @@ class Backward {
 
 }  // namespace
 
-void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+void attention_backward_cpu(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k,
+                            const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                             const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
                             const Tensor& dk, const Tensor& dv) {
   if (!dq.defined() && !dk.defined() && !dv.defined()) return;
@@ -270,8 +273,8 @@ void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k
     return;
   }
   dispatch_storage("attention_backward", q.scalar_type(), [&](auto storage, auto real) {
-    Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, q, k, v, out, gmax, gsum,
-                                                                              parents, args, dq, dk, dv)
+    Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, dlse, q, k, v, out, gmax,
+                                                                              gsum, parents, args, dq, dk, dv)
         .run();
   });
 }

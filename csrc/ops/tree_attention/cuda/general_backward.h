@@ -7,9 +7,9 @@
 
 namespace htree::tree_attention {
 
-// Inputs and wanted outputs of a backward call. A gradient that is not wanted is undefined.
+// Inputs and wanted outputs of a backward call. A gradient that is not wanted is undefined, and so may `dlse` be.
 struct Backward {
-  const Tensor &dout, &q, &out, &gmax, &gsum;
+  const Tensor &dout, &dlse, &q, &out, &gmax, &gsum;
   const std::vector<Tensor>& parents;
   const Tensor &dq, &dk, &dv;
 
