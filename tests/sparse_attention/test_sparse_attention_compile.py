@@ -5,7 +5,7 @@ The values are those of eager mode, which other tests compare with the reference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,7 +134,10 @@ def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
 def test_compile_of_documents(device: str) -> None:
     torch._dynamo.reset()
     case = replace(VARLEN_CASES[0], block_size=16)
-    call: Callable[..., Any] = lambda *x: OPS.sparse_attention_varlen(*x, **case.options())
+
+    def call(*x: Any) -> tuple[Tensor, Tensor]:
+        return OPS.sparse_attention_varlen(*x, **case.options())
+
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     inputs = case.make_inputs(device)
     for ours, theirs in zip(with_gradients(compiled, inputs), with_gradients(call, inputs), strict=True):

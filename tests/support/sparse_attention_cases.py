@@ -232,7 +232,7 @@ CASES: list[SparseCase] = [
 ]
 
 _FAST = SparseCase(name="fast", dtype=torch.bfloat16, B=2, T=300, H=8, H_kv=2, K=64, V=64, n=6, block_size=16)
-#: What Hopper's tensor cores take (plan/sparse.h), and its borders.
+#: Widths, groups, blocks and strides that tensor cores take.
 FAST_CASES: list[SparseCase] = [
     _FAST,
     replace(_FAST, name="half_128", dtype=torch.float16, K=128, V=128),

@@ -99,16 +99,16 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string tensors = "(Tensor query, Tensor key, Tensor value, Tensor blocks, ";
   const std::string offsets = "Tensor cu_seq_q, Tensor cu_seq_k, ";
   const std::string bounds = "SymInt max_q, SymInt max_k, ";
-  const std::string options = "*, int block_size=16, int selection_stride=1, float? scale=None";
+  const std::string options = "int block_size=16, int selection_stride=1, float? scale=None";
   const std::string results = ") -> (Tensor out, Tensor lse)";
   // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
   const std::string of_results = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse, ";
   const std::string gradients =
       ", bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
   const std::string schemas[] = {
-      "sparse_attention" + tensors + "Tensor? sinks=None, " + options + results,
+      "sparse_attention" + tensors + "Tensor? sinks=None, *, " + options + results,
       "_sparse_attention_backward" + tensors + of_results + options + gradients,
-      "sparse_attention_varlen" + tensors + offsets + "Tensor? sinks, " + bounds + options + results,
+      "sparse_attention_varlen" + tensors + offsets + "Tensor? sinks, " + bounds + "*, " + options + results,
       "_sparse_attention_varlen_backward" + tensors + offsets + of_results + bounds + options + gradients};
   for (const std::string& schema : schemas) {
     define_ops(library, {schema.c_str()});
