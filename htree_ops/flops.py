@@ -3,9 +3,8 @@
 A product of sizes m, n and p counts 2mnp, as torch counts. Norms, rotations, softmax and transforms count nothing, as
 in torch. Which nodes tree attention opens depends on the data. How many candidates a query has does not: it follows
 from the query's position alone (docs/semantics/tree_attention.md §1.3), so these counts are exact. An op that sees one
-layer counts full lists, one that reads a cache counts a full cache, and one that takes packed documents counts the
-longest ones. A formula gets the arguments of its op, with
-shapes in place of tensors.
+layer or a caller's lists counts full lists, one that reads a cache counts a full cache, and one that takes packed
+documents counts the longest ones. A formula gets the arguments of its op, with shapes in place of tensors.
 """
 
 from __future__ import annotations
@@ -197,6 +196,64 @@ def _attention_varlen_backward(
     return count * _gradient_work(q, k, v, False, output_mask, TreeOptions.from_packed(*packed))
 
 
+def _sparse_pairs(query: Shape, key: Shape, blocks: Shape, block_size: int) -> int:
+    """Queries of every head times the tokens of a full list, or all tokens where the list holds more."""
+    return prod(query[:-1]) * min(blocks[-1] * block_size, key[-3])
+
+
+def _sparse_attention(
+    query: Shape, key: Shape, value: Shape, blocks: Shape, *_: Any, block_size: int = 16, **__: Any
+) -> int:
+    """Of batches and of packed documents, whose lists are as long."""
+    return 2 * _sparse_pairs(query, key, blocks, block_size) * (query[-1] + value[-1])
+
+
+def _sparse_attention_backward(
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    blocks: Shape,
+    out: Shape,
+    lse: Shape,
+    sinks: Shape | None,
+    dout: Shape | None,
+    dlse: Shape | None,
+    block_size: int = 16,
+    selection_stride: int = 1,
+    scale: float | None = None,
+    output_mask: Sequence[bool] = (True, True, True, True),
+    **_: Any,
+) -> int:
+    """Per pair the score and dO·V again, and the wanted of dQ, dK and dV."""
+    pairs = _sparse_pairs(query, key, blocks, block_size)
+    dq, dk, dv, _dsinks = output_mask
+    if not (dq or dk or dv):
+        return 0
+    return 2 * pairs * (query[-1] * (1 + dq + dk) + value[-1] * ((1 if dq or dk else 0) + dv))
+
+
+def _sparse_attention_varlen_backward(
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    blocks: Shape,
+    cu_seq_q: Shape,
+    cu_seq_k: Shape,
+    out: Shape,
+    lse: Shape,
+    sinks: Shape | None,
+    dout: Shape | None,
+    dlse: Shape | None,
+    max_q: int,
+    max_k: int,
+    *options: Any,
+    **named: Any,
+) -> int:
+    return _sparse_attention_backward(
+        query, key, value, blocks, out, lse, sinks, dout, dlse, *options, **named
+    )
+
+
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
     """Queries of every head times the candidates of a full list."""
     return prod(q[:3]) * parents[3] * r
@@ -350,6 +407,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_attention_varlen": _attention_varlen,
     "_attention_varlen_forward": _attention_varlen,
     "_attention_varlen_backward": _attention_varlen_backward,
+    "sparse_attention": _sparse_attention,
+    "_sparse_attention_backward": _sparse_attention_backward,
+    "sparse_attention_varlen": _sparse_attention,
+    "_sparse_attention_varlen_backward": _sparse_attention_varlen_backward,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,

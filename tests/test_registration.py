@@ -20,6 +20,11 @@ PACKED = "int[] option_ints, float[] option_floats"
 DOCUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k"
 )
+SPARSE = "int block_size=16, int selection_stride=1, float? scale=None"
+SPARSE_RESULTS = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse"
+SPARSE_GRADIENTS = (
+    "bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+)
 # Schema text as torch prints it, without the namespace.
 SCHEMAS = {
     "causal_softmax": "(Tensor x, int block_size=0) -> Tensor",
@@ -213,6 +218,21 @@ SCHEMAS = {
         f"({DOCUMENTS}, Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, str grouping, "
         f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
+    "sparse_attention": (
+        f"(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor? sinks=None, *, {SPARSE}) "
+        "-> (Tensor out, Tensor lse)"
+    ),
+    "_sparse_attention_backward": (
+        f"(Tensor query, Tensor key, Tensor value, Tensor blocks, {SPARSE_RESULTS}, {SPARSE}, {SPARSE_GRADIENTS}"
+    ),
+    "sparse_attention_varlen": (
+        "(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor cu_seq_q, Tensor cu_seq_k, Tensor? sinks, "
+        f"SymInt max_q, SymInt max_k, *, {SPARSE}) -> (Tensor out, Tensor lse)"
+    ),
+    "_sparse_attention_varlen_backward": (
+        "(Tensor query, Tensor key, Tensor value, Tensor blocks, Tensor cu_seq_q, Tensor cu_seq_k, "
+        f"{SPARSE_RESULTS}, SymInt max_q, SymInt max_k, {SPARSE}, {SPARSE_GRADIENTS}"
+    ),
     "_tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
         f"Tensor cu_new, Tensor? new_lengths, SymInt? max_new, int page_size, {PACKED}) -> ()"
@@ -262,6 +282,8 @@ AUTOCAST = {
     "_attention_varlen_forward",
     "gated_mlp",
     "_gated_mlp_forward",
+    "sparse_attention",
+    "sparse_attention_varlen",
 }
 DEVICE_KEYS = ("CPU", "Meta", *(("CUDA",) if build_info().get("cuda") else ()))
 

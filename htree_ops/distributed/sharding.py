@@ -123,6 +123,54 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
     return rules
 
 
+# ---- attention over lists
+
+
+def _list_ways(args: tuple[Any, ...], dim: int) -> list[tuple[Placement, Placement, Placement]]:
+    """Placements of (query, key and value; blocks; sinks); the heads are dimension ``dim``, 2 in batches.
+
+    One list for all K/V heads lies on every rank, and sinks lie as the heads do.
+    """
+    query, key, value, blocks = args[:4]
+    ways: list[tuple[Placement, Placement, Placement]] = [(_WHOLE, _WHOLE, _WHOLE)]
+    if dim == 2:
+        ways.append((Shard(0), Shard(0), _WHOLE))
+    if _heads_divide(query, key, value, dim):
+        ways.append((Shard(dim), Shard(dim) if _size(blocks, dim) > 1 else _WHOLE, Shard(0)))
+    return ways
+
+
+def _sparse_attention(dim: int) -> Callable[..., list[Rule]]:
+    """Of (query, key, value, blocks, both offsets of documents, sinks or None, ...)."""
+    offsets = [_WHOLE] * (0 if dim == 2 else 2)
+
+    def rules(*args: Any, **_: Any) -> list[Rule]:
+        return [
+            _rule([way] * 2, _given([*[way] * 3, lists, *offsets, of_sinks], args), len(args))
+            for way, lists, of_sinks in _list_ways(args, dim)
+        ]
+
+    return rules
+
+
+def _sparse_attention_backward(dim: int) -> Callable[..., list[Rule]]:
+    """Of (query, key, value, blocks, both offsets, out, lse, sinks, dout, dlse, both bounds, ..., output_mask)."""
+    offsets = [_WHOLE] * (0 if dim == 2 else 2)
+    of_mask = 12 + 2 * len(offsets)
+
+    def rules(*args: Any, **_: Any) -> list[Rule]:
+        found = []
+        dq, dk, dv, dsinks = _mask(args, of_mask, 4)
+        for way, lists, of_sinks in _list_ways(args, dim):
+            tensors = [*[way] * 3, lists, *offsets, way, way, of_sinks, way, way]
+            of_gradient = Partial() if dim == 2 and way == Shard(0) else of_sinks
+            wanted = (dq, dk, dv, dsinks and args[6 + len(offsets)] is not None)
+            found.append(_rule(_wanted([*[way] * 3, of_gradient], wanted), _given(tensors, args), len(args)))
+        return found
+
+    return rules
+
+
 # ---- norms and rotary positions
 
 
@@ -310,6 +358,10 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
     "_attention_varlen_backward": (_attention_varlen_backward, 5),
+    "sparse_attention": (_sparse_attention(2), 5),
+    "_sparse_attention_backward": (_sparse_attention_backward(2), 9),
+    "sparse_attention_varlen": (_sparse_attention(1), 7),
+    "_sparse_attention_varlen_backward": (_sparse_attention_backward(1), 11),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),

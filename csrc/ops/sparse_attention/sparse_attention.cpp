@@ -1,0 +1,350 @@
+// Schemas, CPU, CUDA and Meta kernels, Autograd and Autocast of sparse_attention.
+// docs/semantics/sparse_attention.md §8; docs/semantics/conventions.md §0.5
+#include "ops/sparse_attention/sparse_attention.h"
+
+#include <ATen/autocast_mode.h>
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+#include "host/registration.h"
+
+namespace htree::tree_attention {
+namespace {
+
+constexpr const char* kOp = "sparse_attention";
+constexpr const char* kVarlenOp = "sparse_attention_varlen";
+
+Tensor or_undefined(const OptionalTensor& x) {
+  return x.value_or(Tensor());
+}
+
+// ---- kernels. Without any (Meta) they end after checks and allocations.
+
+// seen[b, t, h, j] = j <= t and j // block_size in the list of query t and K/V head h; s = scale * q k^T, -inf where not seen
+// lse = s.logsumexp(-1); out = (s - lse.logaddexp(sinks)).exp() @ v; where nothing is seen out is 0
+template <const SparseKernels* kKernels>
+SparseResults forward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& blocks,
+                      const OptionalTensor& sinks, int64_t block_size, int64_t selection_stride,
+                      std::optional<double> scale) {
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const SparseOptions options = {block_size, selection_stride, scale};
+  const SparseResults results = prepare_sparse_attention(kOp, x, options);
+  if constexpr (kKernels != nullptr) run_sparse_forward(*kKernels, x, options, results);
+  return results;
+}
+
+// P' = (s - lse).exp(), w = sigmoid(lse - sinks), D = (dout * out).sum(-1): dS = P' * (w * (dout @ v^T - D) + dlse)
+// dq = scale * dS @ k; dk = scale * dS^T @ q; dv = P'^T @ (w * dout); dsinks = -((1 - w) * D).sum((0, 1))
+template <const SparseKernels* kKernels>
+SparseGradients backward(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& blocks,
+                         const Tensor& out, const Tensor& lse, const OptionalTensor& sinks,
+                         const OptionalTensor& dout, const OptionalTensor& dlse, int64_t block_size,
+                         int64_t selection_stride, std::optional<double> scale, SparseMask output_mask) {
+  constexpr const char* kName = "sparse_attention_backward";
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const SparseOptions options = {block_size, selection_stride, scale};
+  prepare_sparse_attention(kName, x, options);
+  const SparseGradients gradients = prepare_sparse_backward(kName, x, {out, lse}, dout, dlse, output_mask);
+  if constexpr (kKernels != nullptr) {
+    run_sparse_backward(*kKernels, x, options, {out, lse}, dout, dlse, gradients);
+  }
+  return gradients;
+}
+
+// for every document: out[its queries] = sparse_attention(query[its queries], key[its keys], value[its keys], its lists)
+template <const SparseKernels* kKernels>
+SparseResults varlen(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& blocks,
+                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, const OptionalTensor& sinks,
+                     SymInt max_q, SymInt max_k, int64_t block_size, int64_t selection_stride,
+                     std::optional<double> scale) {
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const SparseOptions options = {block_size, selection_stride, scale};
+  const Documents documents = {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)};
+  const SparseResults results = prepare_sparse_varlen(kVarlenOp, x, documents, options);
+  if constexpr (kKernels != nullptr) run_sparse_varlen(*kKernels, kVarlenOp, x, documents, options, results);
+  return results;
+}
+
+// for every document: the gradients of the call above
+template <const SparseKernels* kKernels>
+SparseGradients varlen_backward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                const Tensor& blocks, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                const Tensor& out, const Tensor& lse, const OptionalTensor& sinks,
+                                const OptionalTensor& dout, const OptionalTensor& dlse, SymInt max_q,
+                                SymInt max_k, int64_t block_size, int64_t selection_stride,
+                                std::optional<double> scale, SparseMask output_mask) {
+  constexpr const char* kName = "sparse_attention_varlen_backward";
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const SparseOptions options = {block_size, selection_stride, scale};
+  const Documents documents = {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)};
+  prepare_sparse_varlen(kName, x, documents, options);
+  const SparseGradients gradients = prepare_sparse_backward(kName, x, {out, lse}, dout, dlse, output_mask);
+  if constexpr (kKernels != nullptr) {
+    run_sparse_varlen_backward(*kKernels, kName, x, documents, options, {out, lse}, dout, dlse, gradients);
+  }
+  return gradients;
+}
+
+template <const SparseKernels* kKernels>
+void register_kernels(torch::Library& library) {
+  library.impl("sparse_attention", TORCH_FN(forward<kKernels>));
+  library.impl("_sparse_attention_backward", TORCH_FN(backward<kKernels>));
+  library.impl("sparse_attention_varlen", TORCH_FN(varlen<kKernels>));
+  library.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward<kKernels>));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  const std::string tensors = "(Tensor query, Tensor key, Tensor value, Tensor blocks, ";
+  const std::string offsets = "Tensor cu_seq_q, Tensor cu_seq_k, ";
+  const std::string bounds = "SymInt max_q, SymInt max_k, ";
+  const std::string options = "int block_size=16, int selection_stride=1, float? scale=None";
+  const std::string results = ") -> (Tensor out, Tensor lse)";
+  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
+  const std::string of_results = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse, ";
+  const std::string gradients =
+      ", bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
+  const std::string schemas[] = {
+      "sparse_attention" + tensors + "Tensor? sinks=None, *, " + options + results,
+      "_sparse_attention_backward" + tensors + of_results + options + gradients,
+      "sparse_attention_varlen" + tensors + offsets + "Tensor? sinks, " + bounds + "*, " + options + results,
+      "_sparse_attention_varlen_backward" + tensors + offsets + of_results + bounds + options + gradients};
+  for (const std::string& schema : schemas) {
+    define_ops(library, {schema.c_str()});
+  }
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  register_kernels<&kSparseCpu>(library);
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  register_kernels<&kSparseCuda>(library);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  register_kernels<nullptr>(library);
+}
+
+// ---- Autograd and Autocast
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+SparseResults call_forward(const SparseInputs& x, const SparseOptions& o) {
+  static const auto op = op_handle<decltype(forward<nullptr>)>("htree::sparse_attention");
+  return op.call(x.query, x.key, x.value, x.blocks, if_defined(x.sinks), o.block_size, o.selection_stride,
+                 o.scale);
+}
+
+SparseGradients call_backward(const SparseInputs& x, const SparseOptions& o, const SparseResults& results,
+                              const OptionalTensor& dout, const OptionalTensor& dlse, SparseMask mask) {
+  static const auto op = op_handle<decltype(backward<nullptr>)>("htree::_sparse_attention_backward");
+  return op.call(x.query, x.key, x.value, x.blocks, std::get<0>(results), std::get<1>(results),
+                 if_defined(x.sinks), dout, dlse, o.block_size, o.selection_stride, o.scale, mask);
+}
+
+SparseResults call_varlen(const SparseInputs& x, const Documents& d, const SparseOptions& o) {
+  static const auto op = op_handle<decltype(varlen<nullptr>)>("htree::sparse_attention_varlen");
+  return op.call(x.query, x.key, x.value, x.blocks, d.cu_seq_q, d.cu_seq_k, if_defined(x.sinks), d.max_q,
+                 d.max_k, o.block_size, o.selection_stride, o.scale);
+}
+
+SparseGradients call_varlen_backward(const SparseInputs& x, const Documents& d, const SparseOptions& o,
+                                     const SparseResults& results, const OptionalTensor& dout,
+                                     const OptionalTensor& dlse, SparseMask mask) {
+  static const auto op =
+      op_handle<decltype(varlen_backward<nullptr>)>("htree::_sparse_attention_varlen_backward");
+  return op.call(x.query, x.key, x.value, x.blocks, d.cu_seq_q, d.cu_seq_k, std::get<0>(results),
+                 std::get<1>(results), if_defined(x.sinks), dout, dlse, d.max_q, d.max_k, o.block_size,
+                 o.selection_stride, o.scale, mask);
+}
+
+// What a node keeps beside its tensors.
+void save(AutogradContext* ctx, const SparseOptions& options) {
+  ctx->saved_data["block_size"] = options.block_size;
+  ctx->saved_data["selection_stride"] = options.selection_stride;
+  ctx->saved_data["scale"] = options.scale;
+}
+SparseOptions load_options(AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  return {data["block_size"].toInt(), data["selection_stride"].toInt(), data["scale"].toOptional<double>()};
+}
+
+SparseMask wanted(AutogradContext* ctx) {
+  return {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+          ctx->needs_input_grad(3)};
+}
+
+struct SparseNode : Function<SparseNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const Tensor& sinks, const Tensor& blocks,
+                               const SparseOptions& options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->set_materialize_grads(false);
+    const auto [out, lse] = call_forward({query, key, value, blocks, sinks}, options);
+    ctx->save_for_backward({query, key, value, blocks, sinks, out, lse});
+    save(ctx, options);
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OptionalTensor dout = if_defined(grads[0]), dlse = if_defined(grads[1]);
+    if (!dout.has_value() && !dlse.has_value()) return variable_list(6);
+    const variable_list saved = ctx->get_saved_variables();
+    const SparseInputs x = {saved[0], saved[1], saved[2], saved[3], saved[4]};
+    auto [dq, dk, dv, dsinks] =
+        call_backward(x, load_options(ctx), {saved[5], saved[6]}, dout, dlse, wanted(ctx));
+    return {dq, dk, dv, dsinks, Tensor(), Tensor()};
+  }
+};
+
+struct SparseVarlenNode : Function<SparseVarlenNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const Tensor& sinks, const Tensor& blocks,
+                               const Documents& documents, const SparseOptions& options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->set_materialize_grads(false);
+    const auto [out, lse] = call_varlen({query, key, value, blocks, sinks}, documents, options);
+    ctx->save_for_backward(
+        {query, key, value, blocks, sinks, out, lse, documents.cu_seq_q, documents.cu_seq_k});
+    save(ctx, options);
+    ctx->saved_data["max_q"] = documents.max_q;
+    ctx->saved_data["max_k"] = documents.max_k;
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OptionalTensor dout = if_defined(grads[0]), dlse = if_defined(grads[1]);
+    if (!dout.has_value() && !dlse.has_value()) return variable_list(7);
+    const variable_list saved = ctx->get_saved_variables();
+    const SparseInputs x = {saved[0], saved[1], saved[2], saved[3], saved[4]};
+    const Documents documents = {saved[7], saved[8], ctx->saved_data["max_q"].toSymInt(),
+                                 ctx->saved_data["max_k"].toSymInt()};
+    auto [dq, dk, dv, dsinks] =
+        call_varlen_backward(x, documents, load_options(ctx), {saved[5], saved[6]}, dout, dlse, wanted(ctx));
+    return {dq, dk, dv, dsinks, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+SparseResults forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const Tensor& blocks, const OptionalTensor& sinks, int64_t block_size,
+                               int64_t selection_stride, std::optional<double> scale) {
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const SparseOptions options = {block_size, selection_stride, scale};
+  if (needs_grad({query, key, value, x.sinks})) {
+    const variable_list results = SparseNode::apply(query, key, value, x.sinks, blocks, options);
+    return {results[0], results[1]};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_forward(x, options);
+}
+
+SparseResults varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& blocks, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                              const OptionalTensor& sinks, SymInt max_q, SymInt max_k, int64_t block_size,
+                              int64_t selection_stride, std::optional<double> scale) {
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const SparseOptions options = {block_size, selection_stride, scale};
+  const Documents documents = {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)};
+  if (needs_grad({query, key, value, x.sinks})) {
+    const variable_list results =
+        SparseVarlenNode::apply(query, key, value, x.sinks, blocks, documents, options);
+    return {results[0], results[1]};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return call_varlen(x, documents, options);
+}
+
+SparseGradients backward_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const Tensor& blocks, const Tensor& out, const Tensor& lse,
+                                  const OptionalTensor& sinks, const OptionalTensor& dout,
+                                  const OptionalTensor& dlse, int64_t block_size, int64_t selection_stride,
+                                  std::optional<double> scale, SparseMask output_mask) {
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const Tensor of_out = or_undefined(dout), of_lse = or_undefined(dlse);
+  return once_differentiable(
+      "sparse_attention", {query, key, value, out, lse, x.sinks, of_out, of_lse}, output_mask, [&] {
+        return call_backward(x, {block_size, selection_stride, scale}, {out, lse}, dout, dlse, output_mask);
+      });
+}
+
+SparseGradients varlen_backward_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const Tensor& blocks, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                         const Tensor& out, const Tensor& lse, const OptionalTensor& sinks,
+                                         const OptionalTensor& dout, const OptionalTensor& dlse, SymInt max_q,
+                                         SymInt max_k, int64_t block_size, int64_t selection_stride,
+                                         std::optional<double> scale, SparseMask output_mask) {
+  const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+  const Documents documents = {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)};
+  const Tensor of_out = or_undefined(dout), of_lse = or_undefined(dlse);
+  return once_differentiable(
+      "sparse_attention_varlen", {query, key, value, out, lse, x.sinks, of_out, of_lse}, output_mask, [&] {
+        return call_varlen_backward(x, documents, {block_size, selection_stride, scale}, {out, lse}, dout,
+                                    dlse, output_mask);
+      });
+}
+
+// query, key and value take the autocast dtype (float64 stays); sinks and lse do not.
+template <at::DeviceType kDevice>
+SparseInputs cast_inputs(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& blocks,
+                         const OptionalTensor& sinks) {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
+  return {cast(query), cast(key), cast(value), blocks, or_undefined(sinks)};
+}
+
+template <at::DeviceType kDevice>
+SparseResults forward_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const Tensor& blocks, const OptionalTensor& sinks, int64_t block_size,
+                               int64_t selection_stride, std::optional<double> scale) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  return call_forward(cast_inputs<kDevice>(query, key, value, blocks, sinks),
+                      {block_size, selection_stride, scale});
+}
+
+template <at::DeviceType kDevice>
+SparseResults varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& blocks, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                              const OptionalTensor& sinks, SymInt max_q, SymInt max_k, int64_t block_size,
+                              int64_t selection_stride, std::optional<double> scale) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  return call_varlen(cast_inputs<kDevice>(query, key, value, blocks, sinks),
+                     {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)},
+                     {block_size, selection_stride, scale});
+}
+
+template <at::DeviceType kDevice>
+void register_autocast(torch::Library& library) {
+  library.impl("sparse_attention", TORCH_FN(forward_autocast<kDevice>));
+  library.impl("sparse_attention_varlen", TORCH_FN(varlen_autocast<kDevice>));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  library.impl("sparse_attention", TORCH_FN(forward_autograd));
+  library.impl("_sparse_attention_backward", TORCH_FN(backward_autograd));
+  library.impl("sparse_attention_varlen", TORCH_FN(varlen_autograd));
+  library.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward_autograd));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+  register_autocast<at::kCPU>(library);
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+  register_autocast<at::kCUDA>(library);
+}
+
+}  // namespace htree::tree_attention

@@ -1,0 +1,101 @@
+"""What the tests of sparse_attention share: calls with gradients, and their comparison with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from htree_ops.reference import sparse_attention as reference
+from tests.support.cases import normal
+from tests.support.sparse_attention_cases import SparseCase
+
+OPS = torch.ops.htree
+GRADIENTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def op(case: SparseCase) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The op with the options of the case."""
+    return lambda *inputs: OPS.sparse_attention(*inputs, **case.options())
+
+
+def reference_of(case: SparseCase) -> Callable[..., tuple[Tensor, Tensor]]:
+    def call(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, sinks: Tensor | None) -> Any:
+        return reference.sparse_attention(query, key, value, blocks, sinks=sinks, **case.options())
+
+    return call
+
+
+def with_gradients(
+    call: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Any], seed: int = 99, of: str = "both"
+) -> tuple[Tensor, ...]:
+    """(out, lse, dq, dk, dv, dsinks or nothing) for fixed gradients of out and of lse; ``of`` names those that count.
+
+    A dead row's lse is -inf, and a loss that reads it is not finite, but its gradient is that of a constant.
+    """
+    leaves = [
+        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    ]
+    out, lse = call(*leaves)
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    pairs = [(x, normal(tuple(x.shape), x.dtype, x.device, seed + i)) for i, x in enumerate((out, lse))]
+    chosen = {"both": pairs, "out": pairs[:1], "lse": pairs[1:]}[of]
+    gradients = torch.autograd.grad([x for x, _ in chosen], wanted, [g for _, g in chosen], allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, gradients, strict=True)]
+    return (out.detach(), lse.detach(), *found)
+
+
+def widened(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs in float64 on the CPU."""
+    return [
+        x.detach().double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else
+        x.cpu() if isinstance(x, Tensor) else x
+        for x in inputs
+    ]  # fmt: skip
+
+
+def assert_equal_to_reference(case: SparseCase, device: str, seed: int = 0, of: str = "both") -> None:
+    """Values and gradients beside those of the reference in float64 for the same rounded inputs.
+
+    The gradients of out and lse are drawn in the dtype of the results, so they are the same numbers too.
+    """
+    inputs = case.make_inputs(device, seed)
+    found = with_gradients(op(case), inputs, of=of)
+    leaves = widened(inputs)
+    wanted = reference_gradients(case, leaves, found, of)
+    tolerance = TOLERANCES[case.dtype]
+    for name, ours, theirs in zip(GRADIENTS, found, wanted, strict=False):
+        scale = theirs[theirs.isfinite()].abs().max().item() if theirs.isfinite().any() else 1.0
+        atol = tolerance * max(1.0, scale)
+        torch.testing.assert_close(
+            ours.double().cpu(), theirs, rtol=tolerance, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def reference_gradients(
+    case: SparseCase, inputs: Sequence[Any], found: tuple[Tensor, ...], of: str
+) -> tuple[Tensor, ...]:
+    leaves = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    out, lse = reference_of(case)(*leaves)
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    pairs = [
+        (x, normal(tuple(x.shape), like.dtype, like.device, 99 + i).double().cpu())
+        for i, (x, like) in enumerate(zip((out, lse), found, strict=False))
+    ]
+    chosen = {"both": pairs, "out": pairs[:1], "lse": pairs[1:]}[of]
+    gradients = torch.autograd.grad([x for x, _ in chosen], wanted, [g for _, g in chosen], allow_unused=True)
+    return (
+        out.detach(),
+        lse.detach(),
+        *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, gradients, strict=True)),
+    )
+
+
+def assert_same_bits(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], names: Sequence[str] = GRADIENTS
+) -> None:
+    for name, x, y in zip(names, ours, theirs, strict=False):
+        assert torch.equal(x, y), name
