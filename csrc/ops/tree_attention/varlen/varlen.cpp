@@ -44,20 +44,7 @@ void check_varlen(const char* op, const PackedInputs& inputs, const Documents& d
     TORCH_CHECK_VALUE(holds(rows.sym_lt(kIndexLimit)), op, ": ", name, " must have less than 2^31 rows, got ",
                       rows);
   }
-  for (const auto& [name, offsets] :
-       {std::pair("cu_seq_q", documents.cu_seq_q), std::pair("cu_seq_k", documents.cu_seq_k)}) {
-    check_rank(op, name, offsets, 1, "[documents + 1]");
-    check_dtype(op, name, offsets, {at::kInt});
-    check_same_device(op, name, offsets, "query", query);
-    TORCH_CHECK_VALUE(holds(offsets.sym_size(0).sym_ge(1)), op, ": ", name,
-                      " must have at least one element, got ", offsets.sym_sizes());
-  }
-  check_size(op, "cu_seq_k", documents.cu_seq_k, 0, documents.cu_seq_q.sym_size(0),
-             "documents + 1 of cu_seq_q");
-  for (const auto& [name, most] :
-       {std::pair("max_q", documents.max_q), std::pair("max_k", documents.max_k)}) {
-    TORCH_CHECK_VALUE(holds(most.sym_ge(0)), op, ": ", name, " must be at least 0, got ", most);
-  }
+  check_documents(op, documents, "query", query);
   TORCH_CHECK_VALUE(
       grouping == "auto" || grouping == "document" || grouping == "length" || grouping == "rank", op,
       ": grouping must be one of auto, document, length, rank, got '", grouping, "'");

@@ -4,18 +4,12 @@
 
 #include <vector>
 
+#include "ops/tree/documents.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/plan/varlen.h"
 
 namespace htree::tree_attention {
-
-// The documents of a call: document i has the queries cu_seq_q[i] ... cu_seq_q[i + 1] - 1 and the keys
-// cu_seq_k[i] ... cu_seq_k[i + 1] - 1, at most max_q and max_k of them.
-struct Documents {
-  Tensor cu_seq_q, cu_seq_k;  // int32 [documents + 1]
-  SymInt max_q, max_k;
-};
 
 // query [N, H, K], key [N_k, H_kv, K], value [N_k, H_kv, V]
 struct PackedInputs {

@@ -79,51 +79,6 @@ VarlenPlan plan_on_device(const VarlenCall& call, const Documents& documents) {
 
 // ---- with the host
 
-struct HostOffsets {
-  std::vector<int64_t> given, starts;  // as the caller wrote them, and ascending from 0 to at most the rows
-  bool kept(int64_t i) const { return given[i] == starts[i] && given[i + 1] == starts[i + 1]; }
-  int64_t count(int64_t i) const { return starts[i + 1] - starts[i]; }
-};
-
-HostOffsets host_offsets(const int32_t* given, int64_t size, int64_t rows) {
-  HostOffsets offsets;
-  offsets.given.assign(given, given + size);
-  offsets.starts.assign(size, 0);
-  for (int64_t i = 1; i < size; ++i) {
-    offsets.starts[i] = std::max(offsets.starts[i - 1], std::clamp<int64_t>(given[i], 0, rows));
-  }
-  return offsets;
-}
-
-void refuse_offsets(const char* op, const char* name, const HostOffsets& offsets, const char* rows_name,
-                    int64_t rows) {
-  const std::vector<int64_t>& given = offsets.given;
-  TORCH_CHECK_VALUE(given[0] == 0, op, ": ", name, " must begin with 0, got ", given[0]);
-  for (size_t i = 1; i < given.size(); ++i) {
-    TORCH_CHECK_VALUE(given[i] >= given[i - 1], op, ": ", name, " must not descend, got ", given[i],
-                      " behind ", given[i - 1], " at document ", i - 1);
-    TORCH_CHECK_VALUE(given[i] <= rows, op, ": ", name, " must end at or before the last row of ", rows_name,
-                      " (", rows, "), got ", given[i], " at document ", i - 1);
-  }
-}
-
-void refuse_document(const char* op, int64_t i, int64_t num_queries, int64_t num_keys,
-                     const Documents& documents, int64_t stride) {
-  const auto fits = [&](const char* name, const SymInt& most, int64_t count) {
-    TORCH_CHECK_VALUE(count <= most, op, ": ", name, " must be at least the length of every document, got ",
-                      most, " and ", count, " rows in document ", i);
-  };
-  fits("max_q", documents.max_q, num_queries);
-  fits("max_k", documents.max_k, num_keys);
-  TORCH_CHECK_VALUE(num_queries <= num_keys, op,
-                    ": cu_seq_q must give no document more queries than cu_seq_k gives it keys, got ",
-                    num_queries, " and ", num_keys, " in document ", i);
-  TORCH_CHECK_VALUE(num_queries == 0 || (num_keys - num_queries) % stride == 0, op,
-                    ": cu_seq_q and cu_seq_k must differ by a multiple of selection_stride = ", stride,
-                    " in every document, got ", num_queries, " queries and ", num_keys, " keys in document ",
-                    i);
-}
-
 // int32 numbers on the device; the copy does not wait for it.
 Tensor upload(const std::vector<int32_t>& numbers, const Tensor& like) {
   const auto size = static_cast<int64_t>(numbers.size());
