@@ -498,6 +498,11 @@ TREE_ATTENTION: Table = [
         {"T": FLOAT_TYPES},
     ),
     InstructionSets(
+        "block_rows",
+        ["ops/selection/cpu/block_rows_impl.h"],
+        "constexpr BlockTables kBlockTables{isa} = HTREE_ISA::blocks::block_tables()",
+    ),
+    InstructionSets(
         "stage_rows",
         ["ops/sparse_attention/cpu/stage_rows_impl.h"],
         "constexpr StageTables kStageTables{isa} = HTREE_ISA::stage_tables()",

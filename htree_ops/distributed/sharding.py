@@ -114,6 +114,19 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
     ]
 
 
+# ---- selection of blocks, for which each index head stands alone
+
+
+def _select_blocks(index_query: Any, index_key: Any, *options: Any) -> list[Rule]:
+    ways = _attention_ways(index_query, index_key, index_key)
+    return [_rule([way] * 2, [way] * 2, 2 + len(options)) for way in ways]
+
+
+def _select_blocks_varlen(index_query: Any, index_key: Any, *args: Any) -> list[Rule]:
+    ways = _varlen_ways(index_query, index_key, index_key)
+    return [_rule([way] * 2, [way] * 2 + [_WHOLE] * 2, 2 + len(args)) for way in ways]
+
+
 # ---- norms and rotary positions
 
 
@@ -300,6 +313,8 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
     "_attention_varlen_backward": (_attention_varlen_backward, 6),
+    "select_blocks": (_select_blocks, 2),
+    "select_blocks_varlen": (_select_blocks_varlen, 4),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),
