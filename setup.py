@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent
 GENERATED = ROOT / "build" / "generated"
 REPOSITORY = "https://github.com/htree-ops/htree_ops"
 SOURCE_SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
-ROOMS = (
+FAMILIES = (
     "causal_softmax",
     "compressed_kv",
     "fp8",
@@ -136,29 +136,29 @@ def needs_cuda(path: Path) -> bool:
 
 def sources(cuda: bool, merged: bool = False) -> list[str]:
     """Every file of the op library that is compiled with CUDA or without: csrc/library.cpp, csrc/host, the listed
-    rooms and their instances, which main() writes."""
+    families and their instances, which main() writes."""
     found = [ROOT / "csrc" / "library.cpp", *(ROOT / "csrc" / "host").rglob("*")]
-    for room in ROOMS:
-        found += (ROOT / "csrc" / "ops" / room).rglob("*")
+    for family in FAMILIES:
+        found += (ROOT / "csrc" / "ops" / family).rglob("*")
     found += [GENERATED / name for name in instances().texts(merged)]
     units = [f.relative_to(ROOT) for f in found if f.suffix in (".cpp", ".cu")]
     return sorted(str(unit) for unit in units if cuda or not needs_cuda(unit))
 
 
 def source_hashes() -> dict[str, str]:
-    """For each room the hash of its sources, of its instances and of the device headers that rooms share: tuning
+    """For each family the hash of its sources, of its instances and of the device headers that families share: tuning
     results keep it."""
     hashes = {}
     generated = instances().texts()
-    for room in ROOMS:
+    for family in FAMILIES:
         digest = hashlib.sha256()
         for name, text in sorted(generated.items()):
-            if name.startswith(f"{room}/"):
+            if name.startswith(f"{family}/"):
                 digest.update(name.encode() + b"\0" + text.encode() + b"\0")
-        for folder in (ROOT / "csrc" / "device", ROOT / "csrc" / "ops" / room):
+        for folder in (ROOT / "csrc" / "device", ROOT / "csrc" / "ops" / family):
             for path in sorted(file for file in folder.rglob("*") if file.suffix in SOURCE_SUFFIXES):
                 digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-        hashes[room] = digest.hexdigest()[:16]
+        hashes[family] = digest.hexdigest()[:16]
     return hashes
 
 

@@ -104,7 +104,7 @@ def backward_benchmarks(device: str) -> list[Benchmark]:
 
 
 def make_benchmarks(device: str) -> list[Benchmark]:
-    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
     # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
     functorch_config.donated_buffer = False
     compile_every_case()

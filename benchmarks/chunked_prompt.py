@@ -2,7 +2,7 @@
 
 Run: ``python -m benchmarks.chunked_prompt --csv PATH`` on a GPU with 40 GB; ``--quick`` leaves out a million tokens.
 B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs. A chunk is appended and attended;
-the time of all chunks of a text is added up. ``peak_bytes`` is the most that the allocator held during the chunks
+the time of all chunks of a sequence is added up. ``peak_bytes`` is the most that the allocator held during the chunks
 beyond the inputs and the cache. Figures are reported, never asserted. ``--profile`` prints instead what each kernel
 takes of the chunks and of the call, and how long the host takes to launch them.
 """
@@ -41,7 +41,7 @@ WHOLE: list[Setting] = [*QUICK, (1_048_576, 16_384, 16, None, 2)]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRow:
-    """One text; ``multiple`` is the time of its chunks by that of one call."""
+    """One sequence; ``multiple`` is the time of its chunks by that of one call."""
 
     gpu: str
     torch: str
@@ -78,7 +78,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 def prepared(
     length: int, chunk: int, stride: int, span: int | None
 ) -> tuple[TreeKVCache, Callable[[], object], Callable[[], object]]:
-    """An empty cache, all chunks of a text, and one call over it."""
+    """An empty cache, all chunks of a sequence, and one call over it."""
     q, k, v = (
         normal((1, length, heads, WIDTH), torch.bfloat16, "cuda", i)
         for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))

@@ -96,7 +96,7 @@ def compress_benchmark(case: CompressCase) -> Benchmark:
 
 
 def make_benchmarks(device: str) -> list[Benchmark]:
-    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
     return [decode_benchmark(case, device) for case in BENCHMARK_DECODE_CASES[device]] + [
         compress_benchmark(case) for case in BENCHMARK_COMPRESS_CASES[device]
     ]

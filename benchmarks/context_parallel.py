@@ -1,7 +1,7 @@
-"""Tree attention with the text on several GPUs against the same text on one.
+"""Tree attention with the sequence on several GPUs against the same sequence on one.
 
 Run: ``torchrun --nproc-per-node 2 -m benchmarks.context_parallel --csv PATH`` on GPUs with 100 GB: about two minutes.
-Every rank measures both: the whole text on its own GPU, and its part of the text together with the others. A time is
+Every rank measures both: the whole sequence on its own GPU, and its part of it together with the others. A time is
 the median of the rounds, each of which counts the slowest rank. Figures are reported; with ``--bars`` the status is 1
 where a length misses its efficiency under every balance.
 """
@@ -150,9 +150,9 @@ def measure(bench: Bench, tokens: int, what: str) -> list[Row]:
         calls[balance] = partial(attend, many, parts, gradients)
         peaks[balance] = bench.peak(calls[balance])
     k, v = (shard_sequence(x, group) for x in whole[1:3])
-    calls["gather"] = lambda: [join(waited(all_gather(x, group.group_name)), 1, "head_tail") for x in (k, v)]
+    calls["gather"] = lambda: [join(waited(all_gather(x, group.group_name)), 1, "zigzag") for x in (k, v)]
     if gradients:
-        sent = cut(whole[1].float(), size, 1, "head_tail")  # the sums are exchanged as they are
+        sent = cut(whole[1].float(), size, 1, "zigzag")  # the sums are exchanged as they are
         calls["exchange"] = lambda: [added(exchange(sent, group.group_name), 1) for _ in range(2)]
     times = bench.times(calls)
     num_bytes = (whole[1].numel() + whole[2].numel()) * whole[1].element_size()

@@ -86,7 +86,7 @@ class Row:
     link: float  # of all exchanges, hidden or not
     waiting: float  # of the link, the part that no work hides
     efficiency: float
-    gathered: int  # bytes of the keys and values of the whole text
+    gathered: int  # bytes of the keys and values of the whole sequence
 
 
 def overlapped(steps: int, work: float, before: float, after: float) -> float:
@@ -102,7 +102,7 @@ def cost(costs: Costs, ranks: int, tokens: int, link: float = LINK) -> Row:
     gathered = tokens * KV_HEADS * 2 * WIDTH * 2
     steps = choose_steps(KV_HEADS, gathered, ranks)
     pooled = gathered * (1 + 1 / (RATE - 1))
-    # Each of them is read and written: the text put in order, the pooled rows, and the packed copy.
+    # Each of them is read and written: the sequence put in order, the pooled rows, and the packed copy.
     tree = (2 * gathered + pooled + 2 * pooled) / costs.copy
     # fp32 sums are cleared, pushed down and rounded by one GPU; several copy those of the tokens out, put them in order
     # and add them.

@@ -57,7 +57,7 @@ def check_grouped(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
 
 
 def make_benchmarks(device: str) -> list[Benchmark]:
-    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
     compile_every_case()
     plain, grouped = copy_compiled_eager(butterflies), copy_compiled_eager(grouped_butterflies)
     with_product = (*plain, Candidate("x @ H", product, check=check_product))

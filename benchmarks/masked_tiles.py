@@ -1,4 +1,4 @@
-"""Tree attention with positions of its own (``rope_base=None``) where lists cover much of the text, beside cuDNN.
+"""Tree attention with positions of its own (``rope_base=None``) where lists cover much of the sequence, beside cuDNN.
 
 Run: ``python -m benchmarks.masked_tiles --csv PATH`` on a GPU: about a minute; ``--quick`` for 32768 tokens alone, and
 ``--backward`` for the gradients alone, under stored lists.

@@ -1,8 +1,8 @@
 """Time of tree attention that selects by span means, as a multiple of the same call without a span.
 
-Run: ``python -m benchmarks.selection_span --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look, without the text of
-10^6 tokens. B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs; ``--device cpu`` takes
-smaller ones. All spans of a length and stride are timed in turns in one process, then one by one under load
+Run: ``python -m benchmarks.selection_span --csv PATH`` on a GPU with 40 GB; ``--quick`` for a look, without the
+sequence of 10^6 tokens. B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, M = 8192, bf16, random normal inputs; ``--device
+cpu`` takes smaller ones. All spans of a length and stride are timed in turns in one process, then one by one under load
 ("sustained"). ``--open-next`` times each of the first settings with and without ``open_next``. Figures are reported,
 never asserted.
 """
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="time of tree attention by selection_span")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="the shortest text alone, few repetitions")
+    parser.add_argument("--quick", action="store_true", help="the shortest sequence alone, few repetitions")
     parser.add_argument("--open-next", action="store_true", help="time open_next, in place of spans")
     arguments = parse_for_gpu(parser, argv)
     settings = SETTINGS[arguments.device]

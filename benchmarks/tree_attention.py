@@ -101,7 +101,7 @@ def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor
 
 
 def forward_cases(device: str) -> list[TreeAttentionCase]:
-    """The cases of the room; on a CPU also the half types at the first size, which should cost at most twice fp32."""
+    """The cases of the family; on a CPU also the half types at the first size, which should cost at most twice fp32."""
     cases = BENCHMARK_CASES[device]
     if device != "cpu":
         return cases
@@ -120,7 +120,7 @@ def dense_for(case: TreeAttentionCase, device: str) -> dict[str, Dense]:
 
 
 def make_benchmarks(device: str) -> list[Benchmark]:
-    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
     forward = [
         Benchmark(
             "tree_attention",

@@ -172,7 +172,7 @@ def append_benchmark(case: TreeCacheCase) -> Benchmark:
 
 
 def make_benchmarks(device: str) -> list[Benchmark]:
-    """All benchmarks of the room on ``device`` ("cpu" or "cuda")."""
+    """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
     cases = BENCHMARK_CASES[device]
     widest = max(cases, key=lambda case: len(case.lengths))
     return [*(decode_benchmark(case, device) for case in cases), append_benchmark(widest)]

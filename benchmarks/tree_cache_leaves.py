@@ -298,7 +298,7 @@ def memory() -> Iterator[MemoryRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeRow:
-    """Time of ``attend`` for one token of one text.
+    """Time of ``attend`` for one token of one sequence.
 
     Attributes:
         device: its name. microseconds: median over all rounds; on a GPU of a captured graph. ratio: to 16 bits.
@@ -361,7 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="tokens of a tree cache in 8 and 4 bits")
     parser.add_argument("part", choices=("errors", "model", "memory", "time"))
-    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a text of `errors` and `time`")
+    parser.add_argument(
+        "--tokens", type=int, default=16_384, help="tokens of a sequence of `errors` and `time`"
+    )
     parser.add_argument("--scale", choices=("full", "tiny"), default="full", help="size of `model`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")

@@ -1,4 +1,4 @@
-"""The staged kernels of tree attention against plain PyTorch; their floor is the measured IO-only twin.
+"""The staged kernels of tree attention against plain PyTorch; their floor is the measured IO-only variant.
 
 Run: ``python -m benchmarks run tree_stages --json PATH --csv PATH``.
 """

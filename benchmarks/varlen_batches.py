@@ -90,8 +90,10 @@ def attend_densely(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor
     from torch.nn.attention.varlen import varlen_attn
 
     if not q.is_cuda:
-        texts = zip(*(x.transpose(0, 1).split(case.lengths, 1) for x in (q, k, v)), strict=True)
-        rows = [scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True) for a, b, c in texts]
+        documents = zip(*(x.transpose(0, 1).split(case.lengths, 1) for x in (q, k, v)), strict=True)
+        rows = [
+            scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True) for a, b, c in documents
+        ]
         return torch.cat(rows, 1).transpose(0, 1)
     longest = max(case.lengths)
     out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0))

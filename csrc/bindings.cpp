@@ -33,12 +33,12 @@ namespace {
 
 constexpr int kMultiprocessors = 132;  // of an H100 and an H200
 
-// What each room chooses over its range of problems. The choices are pure functions, so they can be printed
+// What each family chooses over its range of problems. The choices are pure functions, so they can be printed
 // without a GPU.
 std::map<std::string, std::vector<std::string>> kernel_configurations() {
-  std::map<std::string, std::vector<std::string>> rooms;
+  std::map<std::string, std::vector<std::string>> families;
 #if defined(HTREE_WITH_CUDA)
-  auto& softmax = rooms["causal_softmax"];
+  auto& softmax = families["causal_softmax"];
   for (int block_size : {0, 512, 1024}) {
     for (int variant = 0; variant < 12; ++variant) {
       for (int64_t cols = 256; cols <= 65536; cols *= 2) {
@@ -55,12 +55,12 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
-  auto& compressed = rooms["compressed_kv"];
+  auto& compressed = families["compressed_kv"];
   compressed.push_back(
       "tiles: fp16, bf16; D of keys and values = 64, 128, 192, 256; bits 16, 8, 4; pages of a multiple of "
       "16; sm_80 and later");
   compressed.push_back("general: fp32; hadamard_group above 1; other pages; the window");
-  auto& quantize = rooms["fp8"];
+  auto& quantize = families["fp8"];
   for (int pack : {8, 1}) {
     for (int64_t group = 64; group <= 32768; group *= 2) {
       const auto text = htree::fp8::describe(htree::fp8::choose_group_config(group, pack));
@@ -69,7 +69,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       }
     }
   }
-  auto& hadamard = rooms["hadamard"];
+  auto& hadamard = families["hadamard"];
   for (int log2_length = 0; log2_length <= 15; ++log2_length) {
     const auto text =
         htree::hadamard::describe(htree::hadamard::choose_config(/*element_size=*/2, log2_length));
@@ -77,7 +77,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
       hadamard.push_back(text);
     }
   }
-  auto& attention = rooms["tree_attention"];
+  auto& attention = families["tree_attention"];
   attention.push_back(
       "tensor_core: fp16, bf16; r = 16; K = V = 32, 64, 128; H / H_kv <= 16; k <= 1024; sm_80 and later");
   for (bool hopper : {true, false}) {
@@ -86,7 +86,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
     }
   }
   attention.push_back("general: fp32, fp16, bf16; every other shape");
-  auto& mlp = rooms["gated_mlp"];
+  auto& mlp = families["gated_mlp"];
   for (int64_t rows : {1, 17, 64}) {
     mlp.push_back(htree::gated_mlp::describe(
         htree::gated_mlp::choose_config({rows, 11264, 4096, /*hopper_half=*/true, false, kMultiprocessors})));
@@ -100,7 +100,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   for (bool fuses : {true, false}) {
     mlp.push_back("backward: " + htree::gated_mlp::describe_gradient(fuses));
   }
-  auto& gemm = rooms["fp8"];
+  auto& gemm = families["fp8"];
   for (const auto& tile : htree::fp8::kGemmTiles) {
     gemm.push_back(htree::fp8::describe(htree::fp8::config_of_tile(tile)));
   }
@@ -111,7 +111,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
     gemm.push_back(htree::fp8::describe(
         htree::fp8::choose_gemm_config({1, 1, 1, kMultiprocessors, /*hopper=*/false, cublas})));
   }
-  auto& norm = rooms["rmsnorm_rope"];
+  auto& norm = families["rmsnorm_rope"];
   for (int64_t width = 32; width <= 65536; width *= 2) {
     const auto config = htree::rmsnorm_rope::choose_config(width, std::min<int64_t>(width, 128),
                                                            /*element_size=*/2, /*vectorised=*/true,
@@ -120,7 +120,7 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
   }
   norm.erase(std::unique(norm.begin(), norm.end()), norm.end());
 #endif
-  return rooms;
+  return families;
 }
 
 // (tokens of a split, whether a cluster merges the splits) of the tensor-core decode kernel.
@@ -312,16 +312,21 @@ class TreeAttentionCall {
   Addresses masked_gradient_memory(uintptr_t base) const {
     tree::Workspace space(reinterpret_cast<void*>(base));
     const tree::MaskedGradientMemory at = tree::lay_out_masked_gradients(space, problem_, backward_);
-    return {{"queries", address(at.rows.queries)}, {"gradients", address(at.rows.gradients)},
-            {"numbers", address(at.rows.numbers)}, {"scaled", address(at.rows.scaled)},
-            {"bounds", address(at.rows.bounds)},   {"marks", address(at.marks.marks)},
-            {"tiles", address(at.marks.tiles)},    {"counts", address(at.marks.counts)},
-            {"users", address(at.users)},          {"user_counts", address(at.user_counts)},
+    return {{"queries", address(at.rows.queries)},
+            {"gradients", address(at.rows.gradients)},
+            {"numbers", address(at.rows.numbers)},
+            {"scaled", address(at.rows.scaled)},
+            {"bounds", address(at.rows.bounds)},
+            {"marks", address(at.marks.marks)},
+            {"tiles", address(at.marks.tiles)},
+            {"counts", address(at.marks.counts)},
+            {"inverted_tiles", address(at.inverted_tiles)},
+            {"inverted_tile_counts", address(at.inverted_tile_counts)},
             {"end", base + space.bytes()}};
   }
 
-  // Units of the copies of texts of up to T tokens: (parents of each layer, span means of a node of each layer, tiles of
-  // the top, tiles of its span means).
+  // Units of the copies of sequences of up to T tokens: (parents of each layer, span means of a node of each layer, tiles
+  // of the top, tiles of its span means).
   using Room = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t>;
   Room growing_room() const {
     const tree::TreeRoom room = tree::tree_room(problem_, hopper_);
@@ -348,8 +353,8 @@ class TreeAttentionCall {
     copies.emplace_back("end", -1, base + space.bytes());
     return copies;
   }
-  // What tokens [begin, T) change in them, as pairs (first unit, end): (packed parents of each layer, packed span means of
-  // each layer, tiles of the top, tiles of its span means).
+  // What tokens [begin, T) change in them, as pairs (first unit, end): (packed parents of each layer, packed span means
+  // of each layer, tiles of the top, tiles of its span means).
   using Units = std::pair<int64_t, int64_t>;
   std::tuple<std::vector<Units>, std::vector<Units>, Units, Units> growing_change(int64_t begin) const {
     const auto pair = [](const tree::UnitRange& range) { return Units{range.first, range.last}; };
@@ -401,7 +406,7 @@ std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
 PYBIND11_MODULE(_host, module) {
   module.doc() = "The compiled kernel configurations of htree_ops, and which of them a problem takes.";
   module.def("kernel_configurations", &kernel_configurations,
-             "Compiled CUDA configurations by room; empty without.");
+             "Compiled CUDA configurations by family; empty without.");
   module.def("causal_softmax_config", &causal_softmax_config, py::arg("cols"), py::arg("element_size"),
              py::arg("vectorised") = true, py::arg("backward") = false, py::arg("block_size") = 0,
              py::arg("shared_bytes") = htree::device::kHopperSharedBytes,
@@ -470,7 +475,7 @@ PYBIND11_MODULE(_host, module) {
       .def("backward_memory", &TreeAttentionCall::backward_memory, py::arg("base"), py::arg("recompute"),
            "The same of a backward chunk, which selects lists again or is given them.")
       .def("growing_room", &TreeAttentionCall::growing_room,
-           "Units of the copies of texts that grow to T tokens.")
+           "Units of the copies of sequences that grow to T tokens.")
       .def("growing_memory", &TreeAttentionCall::growing_memory, py::arg("base"),
            "Addresses of these copies in memory at `base`.")
       .def("growing_change", &TreeAttentionCall::growing_change, py::arg("begin"),

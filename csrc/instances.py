@@ -1,4 +1,4 @@
-"""What the library compiles beside the sources in csrc: template instances and instruction sets, one table per room.
+"""What the library compiles beside the sources in csrc: template instances and instruction sets, one table per family.
 
 A kernel template is compiled for many types and sizes, and a CPU loop for several instruction sets. Each of them is a
 small file of its own, so that the compiler works on many at once; where it works on few, the instances of a kernel
@@ -205,9 +205,9 @@ GATED_MLP: Table = [
         {"T": HALF_TYPES},
     ),
     Cuda(
-        "gated_mlp_turned_{T}",
+        "gated_mlp_swap_ab_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
-        ["cudaError_t launch_turned(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        ["cudaError_t launch_swap_ab(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
@@ -558,7 +558,7 @@ TREE_CACHE: Table = [
     ),
     Cuda(
         "tree_cache_decode_{T}_d{D}_{S}",
-        "ops/tree_cache/decode/decode.cuh",
+        "ops/tree_cache/decode/sm90/decode.cuh",
         [
             "cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlans&, cudaStream_t)"
         ],
@@ -566,7 +566,7 @@ TREE_CACHE: Table = [
     ),
     Cuda(
         "tree_cache_decode_packed_{T}_d{D}_{S}",
-        "ops/tree_cache/decode/decode.cuh",
+        "ops/tree_cache/decode/sm90/decode.cuh",
         [
             "cudaError_t launch_decode_packed<{T}, {D}, {S}>("
             "const AttendParams<{T}>&, const LeafPools&, const DecodePlans&, cudaStream_t)"
@@ -575,7 +575,7 @@ TREE_CACHE: Table = [
     ),
     Cuda(
         "tree_cache_top_spans_{T}",
-        "ops/tree_cache/decode/top_spans.cuh",
+        "ops/tree_cache/decode/sm90/top_spans.cuh",
         [
             f"cudaError_t launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, int, cudaStream_t)"
             for dim in (64, 128)
@@ -584,8 +584,8 @@ TREE_CACHE: Table = [
     ),
 ]
 
-# Room, which is also the namespace, to its table.
-ROOMS: dict[str, Table] = {
+# Family, which is also the namespace, to its table.
+FAMILIES: dict[str, Table] = {
     "causal_softmax": CAUSAL_SOFTMAX,
     "compressed_kv": COMPRESSED_KV,
     "fp8": FP8,
@@ -598,14 +598,14 @@ ROOMS: dict[str, Table] = {
 
 
 def texts(merged: bool = False) -> dict[str, str]:
-    """Every file as ``room/name``, with its text; ``merged``: the instances of a kernel share one."""
+    """Every file as ``family/name``, with its text; ``merged``: the instances of a kernel share one."""
     found: dict[str, str] = {}
-    for room, table in ROOMS.items():
+    for family, table in FAMILIES.items():
         for entry in table:
-            for name, text in entry.files(room, merged):
-                if f"{room}/{name}" in found:
-                    raise ValueError(f"csrc/instances.py: {room}/{name} is made twice")
-                found[f"{room}/{name}"] = text
+            for name, text in entry.files(family, merged):
+                if f"{family}/{name}" in found:
+                    raise ValueError(f"csrc/instances.py: {family}/{name} is made twice")
+                found[f"{family}/{name}"] = text
     return found
 
 

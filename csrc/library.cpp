@@ -1,4 +1,4 @@
-// Owns the namespace. Every room adds its schemas and kernels to it with TORCH_LIBRARY_FRAGMENT and _IMPL.
+// Owns the namespace. Every family adds its schemas and kernels to it with TORCH_LIBRARY_FRAGMENT and _IMPL.
 #include <torch/library.h>
 
 #define PY_SSIZE_T_CLEAN

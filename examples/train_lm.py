@@ -1,4 +1,4 @@
-"""Trains a small byte-level language model with tree attention on real text, beside its dense twin.
+"""Trains a small byte-level language model with tree attention on real text, beside a dense one.
 
 Run: ``python examples/train_lm.py`` (``--help`` lists the flags). On two CPU cores it takes about five minutes:
 it trains both models on the same batches of the standard library's sources, then prints their losses and step

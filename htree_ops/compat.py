@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, named_as
+from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, validate_arguments_as
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
 from htree_ops.ops.hadamard.transform import grouped_hadamard
 
@@ -193,7 +193,7 @@ class RMSNormRoPEInput:
         )
 
 
-@named_as("rmsnorm_rope")
+@validate_arguments_as("rmsnorm_rope")
 def _check_rmsnorm_rope(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, num_heads: int | None
 ) -> None:
@@ -260,7 +260,7 @@ class GatedMLPInput:
         )
 
 
-@named_as("gated_mlp")
+@validate_arguments_as("gated_mlp")
 def _check_gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> None:
     if x.is_cuda and x.dtype == torch.float64:  # the op takes it on the CPU, and hence on meta
         raise UnsupportedDtypeError(
@@ -337,7 +337,7 @@ class FP8GEMMInput:
         )
 
 
-@named_as("fp8_gemm")
+@validate_arguments_as("fp8_gemm")
 def _check_fp8_gemm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype
 ) -> None:
@@ -405,14 +405,14 @@ def validate_fp8_quantize_inputs(
     """
     scales = {} if scale is None else {"scale": scale}
     _check_place(op, {name: x, **scales}, require_cuda)
-    named_as(op, x=name)(_check_fp8_quantize)(x, scale, granularity, dim, block)
+    validate_arguments_as(op, x=name)(_check_fp8_quantize)(x, scale, granularity, dim, block)
     _check_scale_values(op, scales)
 
 
 # ---- design document [003]
 
 
-@named_as(x="q", positions="position_ids")
+@validate_arguments_as(x="q", positions="position_ids")
 def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """Half-split rotary positions on q [B, H, S, D] in the layout of heads first, as design document [003] has it.
 
@@ -435,7 +435,7 @@ def apply_rotary_pos_emb_q(q: Tensor, cos: Tensor, sin: Tensor, position_ids: Te
     return _rotated("apply_rotary_pos_emb_q", q, cos, sin, position_ids)
 
 
-@named_as(x="k", positions="position_ids")
+@validate_arguments_as(x="k", positions="position_ids")
 def apply_rotary_pos_emb_k(k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """:func:`apply_rotary_pos_emb_q` of keys k [B, H_kv, S, D]."""
     check_tensors("apply_rotary_pos_emb_k", k=(k, "B H_kv S D"))

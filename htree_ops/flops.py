@@ -363,7 +363,7 @@ def _tree_cache_attention(
 def _tree_cache_prompt(
     q: Shape, k_pool: Shape, v_pool: Shape, block_table: Shape, length: int, *arguments: Any, **_: Any
 ) -> int:
-    """The last rows of texts of ``length`` tokens."""
+    """The last rows of sequences of ``length`` tokens."""
     k, v = ((q[0], length, pool[1], pool[3]) for pool in (k_pool, v_pool))
     return _work(q, k, v, TreeOptions.from_packed(*arguments[-2:]))
 

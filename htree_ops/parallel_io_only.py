@@ -1,8 +1,8 @@
-"""The IO-only twin of tree attention: the staged kernels' loads and stores with next to no arithmetic.
+"""The IO-only variant of tree attention: the staged kernels' loads and stores with next to no arithmetic.
 
-A twin is the kernel of its stage with another policy, so it has the same launches, buffers and addresses. Its
+A variant is the kernel of its stage with another policy, so it has the same launches, buffers and addresses. Its
 time is about the least that this access pattern takes, and says how much could be won by removing arithmetic. Its
-results mean nothing and must never be used as attention. Formulas: docs/semantics/io_twins.md §2.3.
+results mean nothing and must never be used as attention. Formulas: docs/semantics/io_only.md §2.3.
 
 Shapes as in :mod:`htree_ops.ops.tree_attention.stages`; no function has a gradient.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named, named_as
+from htree_ops.ops.arguments import validate_arguments, validate_arguments_as
 
 __all__ = [
     "htree_forward_io_only",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-@named_as(top_k="top_k_per_layer")
+@validate_arguments_as(top_k="top_k_per_layer")
 def htree_forward_io_only(
     q: Tensor,
     k: Tensor,
@@ -35,7 +35,7 @@ def htree_forward_io_only(
     select: str = "lcg",
     map_positions: bool = False,
 ) -> Tensor:
-    """The staged pipeline made of the twins: the traffic of tree attention, a meaningless result (§2).
+    """The staged pipeline made of the IO-only variants: the traffic of tree attention, a meaningless result (§2).
 
     Args:
         q: [B, T_q, H, K], k: [B, T, H_kv, K], v: [B, T, H_kv, V]; one floating dtype, T_q <= T.
@@ -55,7 +55,7 @@ def htree_forward_io_only(
     )
 
 
-@named
+@validate_arguments
 def io_compute_scores(
     q: Tensor,
     layer_k: Tensor,
@@ -67,7 +67,7 @@ def io_compute_scores(
     scale: float | None = None,
     t0: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Twin of ``compute_scores``: a hash of the node plus small multiples of sums of everything read (§2.3).
+    """IO-only variant of ``compute_scores``: a hash of the node plus small multiples of sums of everything read (§2.3).
 
     Args:
         q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; parents: int32 [B, T_q, H_kv, k].
@@ -81,7 +81,7 @@ def io_compute_scores(
     )
 
 
-@named
+@validate_arguments
 def io_select_topk(
     scores: Tensor,
     num_candidates: Tensor,
@@ -91,7 +91,7 @@ def io_select_topk(
     t0: int = 0,
     fold_mask: int = 0,
 ) -> Tensor:
-    """Twin of ``select_topk``: reads the scores in two passes, returns hashed positions (§2.3).
+    """IO-only variant of ``select_topk``: reads the scores in two passes, returns hashed positions (§2.3).
 
     Args:
         scores: [B, T_q, H_kv, k*r, G]; num_candidates: int32 [B, T_q, H_kv]; layer: 0 selects nothing.
@@ -104,7 +104,7 @@ def io_select_topk(
     return torch.ops.htree.io_select_topk(scores, num_candidates, top_k, layer, select, t0, fold_mask)
 
 
-@named
+@validate_arguments
 def io_accumulate_non_topk(
     layer_v: Tensor,
     parents: Tensor,
@@ -120,11 +120,11 @@ def io_accumulate_non_topk(
     )
 
 
-@named
+@validate_arguments
 def io_compute_next_parents(
     parents: Tensor, topk_positions: Tensor, compression_rate: int = 16, map_positions: bool = False
 ) -> Tensor:
-    """Twin of ``compute_next_parents``: a copy of topk_positions, or with ``map_positions`` the op itself (§2.3).
+    """IO-only variant of ``compute_next_parents``: copies topk_positions; with ``map_positions`` the op itself (§2.3).
 
     Args:
         parents: int32 [B, T_q, H_kv, k]; topk_positions: int32 [B, T_q, H_kv, top_k].

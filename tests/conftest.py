@@ -41,15 +41,6 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """One CPU thread for the module: thousands of tiny calls, for which waking threads costs more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def nan_memory() -> Iterator[None]:
     """Fresh tensors of the test start as NaN; inside ``@given`` use ``poisoned_memory()`` itself."""
@@ -99,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    torch.set_num_threads(1)  # tiny calls, beside another process; tests/test_threads.py has more threads
     torch.backends.cuda.matmul.allow_tf32 = False  # an fp32 reference on the GPU must be fp32
     torch.backends.cudnn.allow_tf32 = False
 

@@ -18,7 +18,7 @@ import torch
 import htree_ops
 import htree_ops.compat
 from htree_ops import parallel_io_only as io
-from htree_ops.ops import tree_attention as room
+from htree_ops.ops import tree_attention as family
 from htree_ops.ops.tree_attention import stages
 
 FP8 = torch.float8_e4m3fn
@@ -114,9 +114,9 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
         | {"cu_seq_q": int32(1), "cu_seq_k": int32(1)},
         [{"index_key": zeros(12, 3, 16)}, {"cu_seq_k": int32(2)}, {"max_k": -1}, {"block_size": 0}],
     ),
-    (room.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
+    (family.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
     (
-        room.attention_backward,
+        family.attention_backward,
         {
             "dout": ROWS[2],
             "q": Q,

@@ -51,10 +51,10 @@ def test_class_is_also_the_builtin_and_carries_its_facts(error, builtin, facts):
 @each_class
 def test_facts_survive_pickle_and_copy(error, builtin, facts):
     raised = error("message", **facts)
-    for twin in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):
-        assert type(twin) is error
-        assert twin.args == ("message",)
-        assert {name: getattr(twin, name) for name in facts} == facts
+    for other in (pickle.loads(pickle.dumps(raised)), copy.copy(raised)):
+        assert type(other) is error
+        assert other.args == ("message",)
+        assert {name: getattr(other, name) for name in facts} == facts
 
 
 def test_facts_are_keywords_and_optional():

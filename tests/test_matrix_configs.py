@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.fp8_gemm_cases import KERNEL_CASES
-from tests.support.gated_mlp_cases import GRADIENT_CASES, TILE_CASES, TURNED_CASES, WIDE_CASES
+from tests.support.gated_mlp_cases import GRADIENT_CASES, SWAP_AB_CASES, TILE_CASES, WIDE_CASES
 
 try:
     from htree_ops import _host
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (192, 5632, {"hidden": 2048}, "tile: 192 rows x 64 columns"),
         (256, 11264, {}, "tile: 128 rows x 88 columns"),
         (384, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 1"),
-        (400, 11264, {}, "turned: 144 rows x 128 columns"),
-        (480, 11264, {}, "turned: 160 rows x 128 columns"),
+        (400, 11264, {}, "swap AB: 144 rows x 128 columns"),
+        (480, 11264, {}, "swap AB: 160 rows x 128 columns"),
         (576, 11264, {}, "tile: 192 rows x 64 columns"),
         (1024, 2816, {"hidden": 1024}, "tile: 192 rows x 64 columns"),
         (4096, 11264, {}, "tile: 128 rows x 128 columns, 4 stages, clusters of 2"),
@@ -82,16 +82,16 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
         "tile: 128 rows x 112 columns, 5 stages, clusters of 1",
         "tile: 128 rows x 128 columns, 4 stages, clusters of 1",
     }
-    turned = [
+    swapped = [
         {
             _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=k)
             for k in (False, True)
         }
-        for case in TURNED_CASES
+        for case in SWAP_AB_CASES
     ]
     rows = (144, 144, 144, 144, 160, 160)
-    expected = [{f"turned: {n} rows x 128 columns, 4 stages, clusters of 2"} for n in rows for _ in range(2)]
-    assert turned == expected
+    expected = [{f"swap AB: {n} rows x 128 columns, 4 stages, clusters of 2"} for n in rows for _ in range(2)]
+    assert swapped == expected
     for case in GRADIENT_CASES:
         words = _host.gated_mlp_gradient_config(case.num_rows, case.inner, case.hidden)
         assert all(word.startswith("tile: ") for word in words)
@@ -144,7 +144,7 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
             600,
             {},
             "tile: 152 rows x 128 columns, fp32 sums every 128, groups of 16, 5 stages, clusters of 1, k in 1 parts, "
-            "transposed",
+            "swap AB",
         ),
         (
             4096,
@@ -212,7 +212,7 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             )
         ),
         *(
-            f"tile: {rows} rows x {columns} columns {stages} stages clusters of 1 k in 1 parts transposed"
+            f"tile: {rows} rows x {columns} columns {stages} stages clusters of 1 k in 1 parts swap AB"
             for rows, columns, stages in (
                 (104, 128, 6),
                 (120, 128, 5),
@@ -226,7 +226,7 @@ def test_the_cases_reach_every_kernel_of_hopper() -> None:
             )
         ),
         *(
-            f"tile: {rows} rows x 128 columns {stages} stages clusters of 2 k in 1 parts transposed"
+            f"tile: {rows} rows x 128 columns {stages} stages clusters of 2 k in 1 parts swap AB"
             for rows, stages in ((72, 8), (80, 7), (96, 7), (104, 6), (112, 6))
         ),
         *(

@@ -15,7 +15,7 @@ DOCUMENTED = (
     "int compression_rate=16, int max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, "
     'float? rope_base=10000., str importance="lse_causal", int selection_stride=1'
 )
-LATER = "int? selection_span=None, float[]? inv_freq=None, bool open_next=False"
+NEW_OPTIONS = "int? selection_span=None, float[]? inv_freq=None, bool open_next=False"
 PACKED = "int[] option_ints, float[] option_floats"
 BLOCKS = (
     "int count, int block_size=16, int selection_stride=1, int local=1, int first=0, bool open_next=False) "
@@ -157,16 +157,16 @@ SCHEMAS = {
     ),
     "final_normalize": "(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
     "attention_forward": (
-        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {LATER}) "
+        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     **dict.fromkeys(
         ("attention", "tree_attention"),
-        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {LATER}) -> Tensor",
+        f"(Tensor q, Tensor k, Tensor v, {DOCUMENTED}, bool store_parents=True, {NEW_OPTIONS}) -> Tensor",
     ),
     "attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
-        f"{DOCUMENTED}, bool[3] output_mask=[True, True, True], {LATER}) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f"{DOCUMENTED}, bool[3] output_mask=[True, True, True], {NEW_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "_check_tree_options": f"(str function, {PACKED}) -> ()",
     "_attention_forward": (

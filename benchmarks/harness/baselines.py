@@ -1,4 +1,4 @@
-"""Baselines that several rooms have, and what torch.compile needs to be one."""
+"""Baselines that several families have, and what torch.compile needs to be one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The least time that memory traffic takes: compulsory bytes over copy bandwidth, or a measured IO-only twin.
+"""The least time that memory traffic takes: compulsory bytes over copy bandwidth, or a measured IO-only variant.
 
-A row's floor says how much an op could still gain (docs/semantics/io_twins.md §2.4). Times are microseconds.
+A row's floor says how much an op could still gain (docs/semantics/io_only.md §2.4). Times are microseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.harness import timing
 from htree_ops.tuning.clock import clock_for, copy_bandwidth
 from tests.support.cases import Case
 
-__all__ = ["TWINS", "Floor", "floor"]
+__all__ = ["IO_ONLY", "Floor", "floor"]
 
 
 def _io_compute_scores(*arguments: Any) -> Any:
@@ -31,9 +31,9 @@ def _io_next_parents(parents: torch.Tensor, positions: torch.Tensor, rate: int =
     return torch.ops.htree.io_compute_next_parents(parents, positions, rate)
 
 
-#: Twins that take the op's own arguments, by op. io_accumulate_non_topk keeps its
+#: IO-only variants that take the op's own arguments, by op. io_accumulate_non_topk keeps its
 #: arithmetic, so it gives no floor.
-TWINS: dict[str, Callable[..., Any]] = {
+IO_ONLY: dict[str, Callable[..., Any]] = {
     "compute_scores": _io_compute_scores,
     "select_topk": _io_select_topk,
     "compute_next_parents": _io_next_parents,
@@ -46,7 +46,7 @@ class Floor:
 
     Attributes:
         us: microseconds.
-        kind: ``"copy"`` (compulsory bytes over measured copy bandwidth) or ``"twin"`` (measured).
+        kind: ``"copy"`` (compulsory bytes over measured copy bandwidth) or ``"io_only"`` (measured).
     """
 
     us: float
@@ -63,20 +63,20 @@ def floor(
     """The IO floor of ``op`` on ``case``.
 
     Args:
-        op: name of the op; those of :data:`TWINS` are measured through their twin.
+        op: name of the op; those of :data:`IO_ONLY` are measured through their IO-only variant.
         case: knows its bytes and inputs.
         device: where the floor is wanted.
         ceiling_gb_per_s: copy bandwidth of the run, measured here where it is None.
-        effort: how long to measure a twin.
+        effort: how long to measure an IO-only variant.
 
     Raises:
         ValueError: a bandwidth that is not positive.
     """
-    if op in TWINS:
+    if op in IO_ONLY:
         sets = range(timing.num_input_sets(case.bytes()) if torch.device(device).type == "cuda" else 2)
-        calls = [partial(TWINS[op], *case.make_inputs(device, seed)) for seed in sets]
+        calls = [partial(IO_ONLY[op], *case.make_inputs(device, seed)) for seed in sets]
         measured = timing.measure({op: calls}, clock_for(device), effort or timing.Effort(rounds=5))
-        return Floor(measured[op].median_us, "twin")
+        return Floor(measured[op].median_us, "io_only")
     ceiling = copy_bandwidth(device) if ceiling_gb_per_s is None else ceiling_gb_per_s
     if not ceiling > 0:
         raise ValueError(f"the copy bandwidth must be positive, got {ceiling} GB/s")

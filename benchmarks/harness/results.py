@@ -36,7 +36,7 @@ class Row(Environment):
     load; None where it was not taken. ``gb_per_s``, ``tflops`` and ``percent_of_ceiling`` come from the
     graph-replay time where there is one, else from the median. ``speedup`` compares graph with graph where
     both exist, else the medians. ``floor_us`` is the least time that memory traffic takes (``floor_kind``:
-    "copy" for compulsory bytes over copy bandwidth, "twin" for a measured IO-only twin), ``percent_of_floor``
+    "copy" for compulsory bytes over copy bandwidth, "io_only" for a measured IO-only variant), ``percent_of_floor``
     is 100 * floor / time and ``verdict`` says what bounds the op; None in rows older than these columns.
     """
 
@@ -121,7 +121,7 @@ def _objection(name: str, value: object) -> str | None:
         return None
     kind = typing.get_args(kind)[0] if optional else kind
     if kind is str or kind is bool:
-        return None if isinstance(value, kind) else "a text" if kind is str else "true or false"
+        return None if isinstance(value, kind) else "a string" if kind is str else "true or false"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return "a number"
     return "above 0" if name in _POSITIVE and value <= 0 else None

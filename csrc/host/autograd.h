@@ -1,4 +1,4 @@
-// What the Autograd and ADInplaceOrView kernels of the rooms share. docs/semantics/conventions.md §0.5
+// What the Autograd and ADInplaceOrView kernels of the families share. docs/semantics/conventions.md §0.5
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>

@@ -1,4 +1,4 @@
-// What the registrations of all rooms share: the tags of the schemas and the refusal of vmap.
+// What the registrations of all families share: the tags of the schemas and the refusal of vmap.
 #pragma once
 
 #include <torch/library.h>

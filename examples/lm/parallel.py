@@ -1,4 +1,4 @@
-"""Training of the language model on a mesh of ranks: FSDP2, tensor parallelism and one text on several ranks."""
+"""Training of the language model on a mesh of ranks: FSDP2, tensor parallelism and one sequence on several ranks."""
 
 from __future__ import annotations
 

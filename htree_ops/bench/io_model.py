@@ -1,6 +1,6 @@
 """What bounds tree attention: bytes of the staged pipeline by kernel, from the sizes alone; the verdict of two times.
 
-Formulas: docs/semantics/io_twins.md §2.4, §2.5.
+Formulas: docs/semantics/io_only.md §2.4, §2.5.
 """
 
 from __future__ import annotations

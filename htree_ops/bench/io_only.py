@@ -1,4 +1,4 @@
-"""Tree attention against its IO-only twin: ``python -m htree_ops io-only`` (docs/semantics §2.4, §2.5)."""
+"""Tree attention against its IO-only variant: ``python -m htree_ops io-only`` (docs/semantics §2.4, §2.5)."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--select",
         choices=SELECTIONS,
         default="lcg",
-        help="how the twin picks positions, whatever the scores are",
+        help="how the IO-only variant picks positions, whatever the scores are",
     )
     parser.add_argument(
-        "--map-positions", action="store_true", help="the twin looks up the nodes of its positions"
+        "--map-positions", action="store_true", help="the IO-only variant looks up the nodes of its positions"
     )
     parser.add_argument("--per-kernel", action="store_true", help="print a table of kernels and their bytes")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything to this file")
@@ -210,7 +210,7 @@ def to_json(
         "median_us": full_us,
         "gb_per_s": gb_per_s,
         "percent_of_ceiling": 100 * gb_per_s / environment.ceiling_gb_per_s,
-        "baseline": "IO-only twin",
+        "baseline": "IO-only variant",
         "baseline_computes_the_same": False,
         "baseline_median_us": times["io_ms"] * 1e3,
         "speedup": times["io_ms"] / times["full_ms"],
@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: torch.device, rows: int) -> None:
     """Times both pipelines and the fused one on one set of inputs; prints, and writes the JSON file."""
-    names = {"full_ms": "full pipeline", "io_ms": "IO-only twin", "fused_ms": "fused pipeline"}
+    names = {"full_ms": "full pipeline", "io_ms": "IO-only variant", "fused_ms": "fused pipeline"}
     each = arguments.warmup + arguments.iters
     q, k, v = make_inputs(problem, device, arguments.seed)
     pipelines = {
@@ -302,8 +302,8 @@ def measure(arguments: argparse.Namespace, problem: PipelineProblem, device: tor
 
 COMMAND = Command(
     "io-only",
-    """Times the staged kernels of tree attention and their IO-only twins: the same launches, loads and stores
-without the arithmetic. What the twin leaves out is about what arithmetic costs.""",
+    """Times the staged kernels of tree attention and their IO-only variants: the same launches, loads and stores
+without the arithmetic. What it leaves out is about what arithmetic costs.""",
     add_arguments,
     run,
 )

@@ -1,4 +1,4 @@
-"""The staged pipeline of tree attention with full kernels or with their IO-only twins, in pieces over the queries."""
+"""The staged pipeline of tree attention with full kernels or their IO-only variants, in pieces over the queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from htree_ops.bench.io_model import PipelineProblem
 
 __all__ = ["SELECTIONS", "Inputs", "Pipeline", "Recorder", "make_inputs", "milliseconds"]
 
-#: How the twin chooses positions: the hashes of §2.3, and the two modes that the design document rejects.
+#: How the IO-only variant chooses positions: the hashes of §2.3, and the two modes that the design document rejects.
 SELECTIONS = ("lcg", "stratified", "contiguous", "randint")
 
 Result = TypeVar("Result")
@@ -74,9 +74,9 @@ class Pipeline:
     Attributes:
         problem: sizes.
         rows: queries of every piece but the last.
-        io_only: whether to run the twins instead of the full kernels.
+        io_only: whether to run the IO-only variants instead of the full kernels.
         select: one of :data:`SELECTIONS`; without ``io_only`` it has no effect.
-        map_positions: whether the twins map positions to nodes.
+        map_positions: whether the IO-only variants map positions to nodes.
     """
 
     problem: PipelineProblem

@@ -1,4 +1,4 @@
-"""Collectives that autograd and torch.compile know, slices of a text among ranks, and agreement before a call."""
+"""Collectives that autograd and torch.compile know, slices of a sequence among ranks, and agreement before a call."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def check_local(function: str, **tensors: object) -> None:
             )
 
 
-# ---- who has which tokens. Of n ranks each has one part of the text ("contiguous"), or the parts i and 2n - 1 - i of
-# 2n, one behind the other ("head_tail"), so that short and long causal rows meet on each rank. "striped" does that in
-# each quarter of the text: the work of a row of tree attention does not grow evenly along the text, but evenly enough
-# along a quarter. "work" gives a rank some parts from the head of what the ranks before it have left, and the others
-# from its tail, as many from either as make its share of the work.
+# ---- who has which tokens. Of n ranks each has one part of the sequence ("contiguous"), or the parts i and 2n - 1 - i
+# of 2n, one behind the other ("zigzag"), so that short and long causal rows meet on each rank. "striped" does that in
+# each quarter of the sequence: the work of a row of tree attention does not grow evenly along the sequence, but evenly
+# enough along a quarter. "work" gives a rank some parts from the head of what the ranks before it have left, and the
+# others from its tail, as many from either as make its share of the work.
 
-STRETCHES = {"head_tail": 1, "striped": 4}
+STRETCHES = {"zigzag": 1, "striped": 4}
 WORK_PARTS = 16
 
 #: The default options of tree attention: rows before so many tokens are dense, and so many children have a parent.
@@ -132,12 +132,12 @@ def parts_per_rank(balance: Balance) -> int:
 
 
 def parts_of(rank: int, size: int, balance: Balance, tokens: int) -> tuple[int, ...]:
-    """The parts of a rank, in its order; the text of ``tokens`` tokens has ``size`` times as many."""
+    """The parts of a rank, in its order; the sequence of ``tokens`` tokens has ``size`` times as many."""
     if balance == "contiguous":
         return (rank,)
     if balance == "work":
         known = _heads if torch.compiler.is_compiling() else _known_heads  # the compiler sees no cache
-        # A compiled graph is for one length: int() of a symbol is one still, a text is not.
+        # A compiled graph is for one length: int() of a symbol is one still, a string is not.
         heads = known(size, int(f"{tokens}"))
         first = sum(heads[:rank])
         end = WORK_PARTS * size - (WORK_PARTS * rank - first)
@@ -148,22 +148,22 @@ def parts_of(rank: int, size: int, balance: Balance, tokens: int) -> tuple[int, 
 
 
 def join(gathered: Tensor, dim: int, balance: Balance) -> Tensor:
-    """[n, *slice of a rank] -> the whole text along ``dim``, in its order; a view where that is one."""
+    """[n, *slice of a rank] -> the whole sequence along ``dim``, in its order; a view where that is one."""
     if balance == "contiguous":
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
     size = gathered.shape[0]
     parts: dict[int, Tensor] = {}
-    for rank, text in enumerate(gathered.unbind(0)):
-        own = parts_of(rank, size, balance, size * text.shape[dim])
-        parts |= zip(own, text.chunk(len(own), dim), strict=True)
+    for rank, local in enumerate(gathered.unbind(0)):
+        own = parts_of(rank, size, balance, size * local.shape[dim])
+        parts |= zip(own, local.chunk(len(own), dim), strict=True)
     return torch.cat([parts[i] for i in range(len(parts))], dim)
 
 
-def cut(text: Tensor, size: int, dim: int, balance: Balance) -> Tensor:
-    """The whole text -> [n, parts, *part]: the parts of every rank."""
+def cut(whole: Tensor, size: int, dim: int, balance: Balance) -> Tensor:
+    """The whole sequence -> [n, parts, *part]: the parts of every rank."""
     per_rank = parts_per_rank(balance)
-    parts = text.chunk(per_rank * size, dim)
-    order = [i for rank in range(size) for i in parts_of(rank, size, balance, text.shape[dim])]
+    parts = whole.chunk(per_rank * size, dim)
+    order = [i for rank in range(size) for i in parts_of(rank, size, balance, whole.shape[dim])]
     return torch.stack([parts[i] for i in order]).unflatten(0, (size, per_rank))
 
 
@@ -191,7 +191,7 @@ def added(received: Tensor, dim: int) -> Tensor:
     The two are a reduce-scatter whose result does not depend on the order that a backend takes.
     """
     total = waited(received).sum(0, dtype=torch.promote_types(received.dtype, torch.float32))
-    return total.movedim(0, dim).flatten(dim, dim + 1)  # of one text without a copy
+    return total.movedim(0, dim).flatten(dim, dim + 1)  # of one sequence without a copy
 
 
 # ---- agreement

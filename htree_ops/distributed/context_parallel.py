@@ -1,4 +1,4 @@
-"""Tree attention over a text whose tokens lie on several ranks (docs/distributed.md)."""
+"""Tree attention over a sequence whose tokens lie on several ranks (docs/distributed.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from htree_ops.distributed.collectives import (
     parts_per_rank,
     waited,
 )
-from htree_ops.ops.arguments import autocast_dtype, check_tensors, named_as
+from htree_ops.ops.arguments import autocast_dtype, check_tensors, validate_arguments_as
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, tree_attention
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
@@ -129,9 +129,9 @@ def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[list[Tensor]]:
 
 
 def _whole(gathered: list[Tensor], ctx: Any) -> list[Tensor]:
-    """A step's keys and values in the order of the text [B, T, heads * groups, D], when they are there."""
-    texts = [join(waited(x), 1, ctx.balance) for x in gathered]
-    return texts if ctx.groups == 1 else [x.repeat_interleave(ctx.groups, 2) for x in texts]
+    """A step's keys and values in the order of the sequence [B, T, heads * groups, D], when they are there."""
+    whole = [join(waited(x), 1, ctx.balance) for x in gathered]
+    return whole if ctx.groups == 1 else [x.repeat_interleave(ctx.groups, 2) for x in whole]
 
 
 def _send(gradient: Tensor, ctx: Any) -> Tensor:
@@ -141,7 +141,7 @@ def _send(gradient: Tensor, ctx: Any) -> Tensor:
     return exchange(cut(gradient, ctx.size, 1, ctx.balance), ctx.group_name)
 
 
-@named_as("tree_attention_cp")
+@validate_arguments_as("tree_attention_cp")
 def _check(
     q: Tensor,
     k: Tensor,
@@ -210,19 +210,19 @@ def tree_attention_cp(
     v: Tensor,
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
-    balance: Balance = "head_tail",
+    balance: Balance = "zigzag",
     return_lse: bool = False,
     gather_steps: int | None = None,
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`htree_ops.tree_attention` over a text whose tokens are split among the ranks of a group.
+    """:func:`htree_ops.tree_attention` over a sequence whose tokens are split among the ranks of a group.
 
     Each rank has the tokens that :func:`shard_sequence` gives it, and gets their rows of the attention over the whole
-    text. Keys and values are gathered; each rank builds the tree and attends for its own rows. The selection is that of
-    one process, from all tokens. The backward gathers keys and values again. Their gradients stay in fp32 (fp64 for
-    fp64) until they are added over the ranks in a fixed order: every call gives the same bits. All ranks of the group
-    must call.
+    sequence. Keys and values are gathered; each rank builds the tree and attends for its own rows. The selection is
+    that of one process, from all tokens. The backward gathers keys and values again. Their gradients stay in fp32 (fp64
+    for fp64) until they are added over the ranks in a fixed order: every call gives the same bits. All ranks of the
+    group must call.
     Source: docs/semantics/tree_attention.md §1.13; docs/distributed.md has memory, costs and limits.
 
     Args:
@@ -230,7 +230,7 @@ def tree_attention_cp(
         k: its keys [B, T/n, H_kv, K]. v: its values [B, T/n, H_kv, V].
         group: the ranks; None is the default group, a mesh must have one dimension. With one rank this is
             :func:`htree_ops.tree_attention`.
-        balance: "head_tail", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n * r (striped:
+        balance: "zigzag", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n * r (striped:
             8 * n * r, contiguous: n * r, work: 16 * n * r) divides T.
         gather_steps: a divisor of H_kv, in so many steps keys and values are gathered and the attention runs, the one
             while the next is on its way; None chooses by the length. The rows do not depend on it.
@@ -238,7 +238,7 @@ def tree_attention_cp(
 
     Returns:
         out [B, T/n, H, V], differentiable in q, k and v; with ``return_lse`` also lse [B, T/n, H] in fp32 (fp64 for
-        fp64), without a gradient. The rows are those of :func:`htree_ops.tree_attention` on the whole text, bit for
+        fp64), without a gradient. The rows are those of :func:`htree_ops.tree_attention` on the whole sequence, bit for
         bit, and on the CPU so is the gradient of q. The gradients of k and v differ by the order of their sums.
 
     Raises:

@@ -29,7 +29,7 @@ from htree_ops.distributed.collectives import (
 )
 from htree_ops.distributed.context_parallel import kind_of, under_autocast, wanted_gradients
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, named_as
+from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, validate_arguments_as
 from htree_ops.ops.tree_attention.attention import Balance, check_balance
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     rows: tuple[int, ...]  # of the rank, where each place begins
     starts: tuple[int, ...]  # tokens of the document before each place
     length: int
-    begin: int  # the document in the text
+    begin: int  # the document in the packed sequence
     end: int
 
 
@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
             for x, result in zip((out, gmax, gsum), results, strict=True):
                 x[rows] = result
         lists = []
-        keys, values = _text(under_way, ctx)
+        keys, values = _packed(under_way, ctx)
         for piece in share.pieces:
             *results, stored = torch.ops.htree._attention_rows(
                 _rows(q, piece),
@@ -175,7 +175,7 @@ class _Attention(torch.autograd.Function):
             if dq is not None:
                 dq[rows] = of_rows
             inside.append((rows, [x if x is None else _of_groups(x, ctx) for x in of_keys]))
-        keys, values = _text(under_way, ctx)
+        keys, values = _packed(under_way, ctx)
         sums: list[Tensor | None] = [
             x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
             for x, wanted in zip((keys, values), mask[1:], strict=True)
@@ -215,8 +215,8 @@ def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[Tensor]:
     return [all_gather(x, ctx.group_name) for x in (k, v)] if ctx.share.crosses else []
 
 
-def _text(under_way: list[Tensor], ctx: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values in the order of the text [N, heads, D], when they are there; empty where none were sent."""
+def _packed(under_way: list[Tensor], ctx: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values in the order of the sequence [N, heads, D], when they are there; empty where none were sent."""
     if not under_way:
         return torch.empty(0, device="cpu"), torch.empty(0, device="cpu")
     keys, values = (join(waited(x), 0, ctx.balance) for x in under_way)
@@ -254,9 +254,9 @@ def _put(x: Tensor, piece: Piece, rows: Tensor) -> None:
         x[row : row + piece.length] = part
 
 
-def _keys(text: Tensor, piece: Piece, ctx: Any) -> Tensor:
+def _keys(packed: Tensor, piece: Piece, ctx: Any) -> Tensor:
     """The keys or values of a piece's document as a batch of one."""
-    return _repeated(text[piece.begin : piece.end], ctx)[None]
+    return _repeated(packed[piece.begin : piece.end], ctx)[None]
 
 
 def _send(sums: Tensor | None, ctx: Any) -> Tensor | None:
@@ -272,7 +272,7 @@ def _send(sums: Tensor | None, ctx: Any) -> Tensor | None:
 def positions_of(
     tokens: int, group: dist.ProcessGroup | DeviceMesh | None, balance: Balance, device: torch.device
 ) -> Tensor:
-    """Where the ``tokens`` of this rank stand in the text, [tokens]; without a complaint, for a call will have one."""
+    """Where the ``tokens`` of this rank stand in the packed sequence, [tokens]; a call will complain, not this."""
     members = group_of("tree_attention_varlen_cp", group)
     parts = parts_of(members.rank(), members.size(), balance, tokens * members.size())
     length = -(-tokens // len(parts))
@@ -324,7 +324,7 @@ def _offsets(function: str, cu_seqlens: object) -> tuple[int, ...]:
     return offsets
 
 
-@named_as("tree_attention_varlen_cp")
+@validate_arguments_as("tree_attention_varlen_cp")
 def _check(
     query: Tensor,
     key: Tensor,
@@ -360,7 +360,7 @@ def _check(
         is_long = offsets[i + 1] > border + length
         if (border - begin) % stride or (is_long and length % stride):
             raise ValueError(
-                f"{name}: a document that lies in several parts of the text must begin a multiple of "
+                f"{name}: a document that lies in several parts of the packed sequence must begin a multiple of "
                 f"selection_stride = {stride} before each border, got document {i} at {begin} and parts of "
                 f"{length} tokens"
             )
@@ -381,7 +381,7 @@ def tree_attention_varlen_cp(
     cu_seqlens: Tensor | Sequence[int],
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
-    balance: Balance = "head_tail",
+    balance: Balance = "zigzag",
     return_lse: bool = False,
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
@@ -396,13 +396,13 @@ def tree_attention_varlen_cp(
 
     Args:
         query: [N/n, H, K], not rotated; key [N/n, H_kv, K]; value [N/n, H_kv, V]: the rank's share of N tokens.
-        cu_seqlens: [documents + 1] ascending from 0, of the whole text and the same on every rank: document i is its
-            tokens cu_seqlens[i] ... cu_seqlens[i + 1] - 1. Ints, or an int32 tensor, whose numbers are read: where it
-            lies on a GPU the call waits for that.
-        group: the ranks that share the text; None is the default group, a mesh must have one dimension. A group of one
-            gives what :func:`htree_ops.tree_attention_varlen` does.
-        balance: "head_tail", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
-            contiguous: n, work: 16 * n) divides N. "work" is that of one text as long as all documents.
+        cu_seqlens: [documents + 1] ascending from 0, of the whole sequence and the same on every rank: document i is
+            its tokens cu_seqlens[i] ... cu_seqlens[i + 1] - 1. Ints, or an int32 tensor, whose numbers are read: where
+            it lies on a GPU the call waits for that.
+        group: the ranks that share the sequence; None is the default group, a mesh must have one dimension. A group of
+            one gives what :func:`htree_ops.tree_attention_varlen` does.
+        balance: "zigzag", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
+            contiguous: n, work: 16 * n) divides N. "work" is that of one sequence as long as all documents.
         return_lse, options, keywords: as in :func:`htree_ops.tree_attention_varlen`. A document that lies in several
             parts begins a multiple of selection_stride before their border, and its lists are stored as store_parents
             says.
@@ -414,9 +414,9 @@ def tree_attention_varlen_cp(
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
-            :func:`htree_ops.tree_attention_varlen`; offsets that do not ascend from 0 or leave the text; a document
-            that does not fit the stride; sizes, documents, dtypes, devices, options or wanted gradients that differ
-            between the ranks, on every rank.
+            :func:`htree_ops.tree_attention_varlen`; offsets that do not ascend from 0 or leave the packed sequence; a
+            document that does not fit the stride; sizes, documents, dtypes, devices, options or wanted gradients that
+            differ between the ranks, on every rank.
         RuntimeError: another rank has refused its arguments.
 
     torch.compile runs the call as it is, between two graphs. Ranks work on different documents, so their graphs would

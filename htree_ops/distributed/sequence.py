@@ -1,4 +1,4 @@
-"""The tokens of a text among the ranks of a group, and back (docs/distributed.md)."""
+"""The tokens of a sequence among the ranks of a group, and back (docs/distributed.md)."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ def shard_sequence(
     group: dist.ProcessGroup | DeviceMesh | None,
     dim: int = 1,
     *,
-    balance: Balance = "head_tail",
+    balance: Balance = "zigzag",
 ) -> Tensor:
-    """The tokens of this rank, from a text that every rank has.
+    """The tokens of this rank, from a sequence that every rank has.
 
-    With n ranks "head_tail" cuts the text into 2n parts and gives rank i the parts i and 2n - 1 - i, one behind the
+    With n ranks "zigzag" cuts the sequence into 2n parts and gives rank i the parts i and 2n - 1 - i, one behind the
     other: early rows of causal attention are cheap, late ones are not, and each rank has both. "striped" does that in
-    each quarter of the text, which shares the work of tree attention more evenly (docs/distributed.md). "work" cuts it
-    into 16n parts: in turn each rank takes 16 of those that are left, some at their head and some at their tail, which
-    together are its share of the work of tree attention with the default options. "contiguous" gives rank i part i of
-    n. Nothing is communicated.
+    each quarter of the sequence, which shares the work of tree attention more evenly (docs/distributed.md). "work" cuts
+    it into 16n parts: in turn each rank takes 16 of those that are left, some at their head and some at their tail,
+    which together are its share of the work of tree attention with the default options. "contiguous" gives rank i part
+    i of n. Nothing is communicated.
 
     Args:
         x: [..., T, ...], the same on every rank; any dtype.
-        group: the ranks that share the text; None is the default group, a mesh must have one dimension.
+        group: the ranks that share the sequence; None is the default group, a mesh must have one dimension.
         dim: the dimension of the tokens.
-        balance: "head_tail", "striped", "contiguous" or "work".
+        balance: "zigzag", "striped", "contiguous" or "work".
 
     Returns:
         [..., T / n, ...], a new tensor. Its gradient with respect to x is 0 for the tokens of other ranks.
 
     Raises:
-        ValueError: T is not divided by 2n (head_tail), 8n (striped), n (contiguous) or 16n (work); the message names
+        ValueError: T is not divided by 2n (zigzag), 8n (striped), n (contiguous) or 16n (work); the message names
             the next length that is.
         TypeError: no tensor, or no process group.
     """
@@ -116,9 +116,9 @@ def unshard_sequence(
     group: dist.ProcessGroup | DeviceMesh | None,
     dim: int = 1,
     *,
-    balance: Balance = "head_tail",
+    balance: Balance = "zigzag",
 ) -> Tensor:
-    """The whole text on every rank, from the tokens of each; undoes :func:`shard_sequence`.
+    """The whole sequence on every rank, from the tokens of each; undoes :func:`shard_sequence`.
 
     Args:
         x: [..., T / n, ...], of the same shape and dtype on every rank; any dtype.
@@ -126,11 +126,11 @@ def unshard_sequence(
 
     Returns:
         [..., T, ...]. The gradient of x is the sum over all ranks of their gradients of these tokens, added in fp32
-        (fp64 for fp64) in a fixed order: a loss that every rank computes from the whole text counts n times.
+        (fp64 for fp64) in a fixed order: a loss that every rank computes from the whole sequence counts n times.
 
     Raises:
         ShapeMismatchError: the ranks have different shapes, dtypes or devices, on every rank; not in compiled code.
-        ValueError: a number of tokens that 2 (head_tail), 8 (striped) or 16 (work) does not divide.
+        ValueError: a number of tokens that 2 (zigzag), 8 (striped) or 16 (work) does not divide.
         TypeError: no tensor, or no process group.
     """
     name = "unshard_sequence"

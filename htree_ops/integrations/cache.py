@@ -295,15 +295,15 @@ class TreeLayer(CacheLayerMixin):
         if stride > 1 and remove > STRIDES_BACK * stride and not ends_at(stride):
             raise ValueError(
                 f"TreeCache.crop: tokens_to_remove must be at least -{STRIDES_BACK * stride}, {STRIDES_BACK} times "
-                f"selection_stride, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
-                "selection_stride = 1"
+                f"selection_stride, got {tokens_to_remove}: take fewer "
+                "speculative tokens (num_assistant_tokens), or selection_stride = 1"
             )
         rate, page_size = self.cache.options.compression_rate, self.cache.page_size
         if self.cache.leaf_bits is not None and remove > page_size - rate and not ends_at(rate):
             raise ValueError(
                 f"TreeCache.crop: with leaf_bits tokens_to_remove must be at least -{page_size - rate}, "
-                f"page_size - compression_rate, got {tokens_to_remove}: take fewer drafts (num_assistant_tokens), or "
-                "leaf_bits = None"
+                f"page_size - compression_rate, got {tokens_to_remove}: take fewer "
+                "speculative tokens (num_assistant_tokens), or leaf_bits = None"
             )
         gone: int | Tensor = remove
         if mask is not None:  # it may lie where another layer does

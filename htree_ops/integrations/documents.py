@@ -77,8 +77,8 @@ def attend_documents(
 def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, options: TreeOptions) -> Tensor:
     """Tree attention of sequences of which some rows are padding, anywhere; nothing is read on the host.
 
-    The real rows of each sequence move to its front, in order, and become a text of their own. What stands behind them
-    influences no earlier row, because the attention is causal, with every importance but "lse".
+    The real rows of each sequence move to its front, in order, and become a sequence of their own. What stands behind
+    them influences no earlier row, because the attention is causal, with every importance but "lse".
 
     Args:
         query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
@@ -240,7 +240,7 @@ def _remembered(known: tuple[Tensor, ...], what: object, read: Callable[[], T]) 
 def restarts(positions: Tensor, real: Tensor | None = None, before: int = 0) -> Tensor:
     """Where a document begins behind other tokens of its sequence: a position is 0, or less than the one before.
 
-    A position that comes twice and one that is left out, as where tokens were taken out of a text, begin nothing.
+    A position that comes twice and one that is left out, as where tokens were taken out of a sequence, begin nothing.
 
     Args:
         positions: [B or 1, n], of the last tokens.

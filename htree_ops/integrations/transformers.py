@@ -46,7 +46,7 @@ from htree_ops.integrations.documents import (
     restarts,
 )
 from htree_ops.integrations.leaders import LeaderLayer, keep_leaders, leaders_of
-from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, named_as
+from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, validate_arguments_as
 from htree_ops.ops.tree_attention import TreeOptions, tree_attention
 from htree_ops.ops.tree_attention.options import NAMES, tree_options
 
@@ -58,7 +58,7 @@ Positions = Literal["own", "compact"]
 POSITIONS: tuple[Positions, ...] = ("own", "compact")
 #: Options of tree attention that the model decides.
 OF_THE_MODEL = ("scale", "rope_base", "inv_freq")
-#: Kinds of scaled rotary positions whose frequencies are the same for every length of a text, and fill whole heads.
+#: Kinds of scaled rotary positions whose frequencies are the same for every sequence length, and fill whole heads.
 SCALED = ("linear", "llama3", "proportional", "yarn")
 #: Attention classes whose rotary module :func:`register` can switch off, and that module.
 ROTARY: dict[type[nn.Module], type[nn.Module]] = {
@@ -99,7 +99,7 @@ PACKED_AND_COMPILED = (
     "a compiled model does not look where position_ids start again: set config.htree['packed'] = True, give "
     "cu_seq_lens_q, or do not compile"
 )
-PACKED_AND_CACHED = "a cache holds one text per sequence: give packed documents to a call without a cache"
+PACKED_AND_CACHED = "a cache holds one document per sequence: give packed documents to a call without a cache"
 
 _default_positions: Positions = "own"
 
@@ -114,8 +114,8 @@ def register(positions: Positions | None = None) -> None:
             as it always does, at the tokens' positions, and the tree pools rotated keys. "compact": they stay
             unrotated, and the tree rotates them by their place in the query's list of candidates, as
             :func:`htree_ops.tree_attention` does by itself; for models of Llama, Mistral and Qwen3 whose frequencies do
-            not follow the length of a text (plain, linear, Llama 3, YaRN, proportional). While a text is no longer than
-            ``max_top_nodes`` the two are the same attention. None is "own".
+            not follow the length of a sequence (plain, linear, Llama 3, YaRN, proportional). While a sequence is no
+            longer than ``max_top_nodes`` the two are the same attention. None is "own".
 
     Raises:
         ValueError: another word.
@@ -273,7 +273,7 @@ def _compact_options(module: nn.Module, scaling: float | None) -> dict[str, Any]
     kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
     if kind not in ("default", *SCALED):
         _refuse(
-            f"positions='compact' needs frequencies that do not follow the length of the text, of rope_type default, "
+            f"positions='compact' needs frequencies that do not follow the sequence length, of rope_type default, "
             f"{', '.join(SCALED)}, got {kind!r}: use positions='own'"
         )
     if part != 1.0 and kind != "proportional":
@@ -542,7 +542,7 @@ def _attend_behind_a_cache(
     return attend_cached(q, k, v, real[:, -q.shape[1] :], real, options)
 
 
-@named_as(
+@validate_arguments_as(
     "htree",
     cu_seq_q="cu_seq_lens_q",
     cu_seq_k="cu_seq_lens_k",
@@ -571,7 +571,7 @@ def _attend_bounded(
         cu_seq_lens_k = cu_seq_lens_q
     if mask is not None and mask.dtype != torch.int64:  # not one that restarting positions have made
         _refuse("packed documents (cu_seq_lens_q) must have no attention_mask: leave padding out of them")
-    # tree_attention_varlen checks the same, in words that named_as leaves as they are.
+    # tree_attention_varlen checks the same, in words that validate_arguments_as leaves as they are.
     bounds = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
     check_tensors("htree", query=(q, "B T H K"), **{name: (x, "documents+1") for name, x in bounds.items()})
     check_dtype("htree", (torch.int32,), **bounds)

@@ -1,9 +1,9 @@
 """What only the functions know of their arguments: kinds of Python objects, and words for messages.
 
-Every op checks its tensors and options itself (csrc/host/check.h). A function below :func:`named` checks the kinds of
-its arguments, as its annotations give them, and raises what the op refuses as the package's own class, in the words
-of the function (docs/semantics/conventions.md §0.4). The other checks here are for modules and caches, whose options
-no op sees.
+Every op checks its tensors and options itself (csrc/host/check.h). A function below :func:`validate_arguments` checks
+the kinds of its arguments, as its annotations give them, and raises what the op refuses as the package's own class, in
+the words of the function (docs/semantics/conventions.md §0.4). The other checks here are for modules and caches, whose
+options no op sees.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = [
     "check_tensors",
     "constant_in_traces",
     "dtype_name",
-    "named",
-    "named_as",
     "option_device",
     "tuning_config",
+    "validate_arguments",
+    "validate_arguments_as",
 ]
 
 #: dtypes of every op on every device.
@@ -95,7 +95,8 @@ class _Kind:
 
 _SINGLE_KINDS = {annotation: _Kind(annotation) for annotation in _KINDS}
 
-#: The functions below :func:`named`: what messages call them, and the kinds of their arguments in order and by name.
+#: The functions below :func:`validate_arguments`: what messages call them, and the kinds of their arguments in order
+#: and by name.
 _FUNCTIONS: dict[str, tuple[str, list[tuple[str, _Kind] | None], dict[str, _Kind]]] = {}
 
 
@@ -117,17 +118,19 @@ def _wrong_kind(function: str, *types: type, **types_by_name: type) -> str:
     return next(filter(None, (kind.refusal(label, name, came) for name, kind, came in given)), "")
 
 
-def named(function: Callable[P, R]) -> Callable[P, R]:
+def validate_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Makes a function around an op check the kinds of its arguments and put the op's refusals into its own words.
 
     Annotations that are not in ``_KINDS`` are left to the function. While torch.compile traces, Dynamo shows what the
     op refuses in the op's own message, for no except clause sees it.
     """
-    return named_as()(function)
+    return validate_arguments_as()(function)
 
 
-def named_as(name: str | None = None, **renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """:func:`named` with another name in messages, and with words that replace words of the op."""
+def validate_arguments_as(
+    name: str | None = None, **renamed: str
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """:func:`validate_arguments` with another name in messages, and with words that replace words of the op."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         label = name or function.__name__
@@ -195,7 +198,7 @@ def _check_what_no_op_takes(
 
 
 @contextmanager
-def options_of(name: str) -> Iterator[None]:
+def reraise_as(name: str) -> Iterator[None]:
     """A refusal inside this context is about an option of ``name``, a module that is being made."""
     try:
         yield

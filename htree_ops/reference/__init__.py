@@ -1,7 +1,7 @@
 """Plain PyTorch references: slow, obvious, float64-capable, independent of every kernel.
 
 The functions of :mod:`htree_ops.reference.tree_attention`, such as ``htree_forward_naive``, are names of this package
-too; those of the other rooms are in the room's module (``reference.rmsnorm_rope.rmsnorm_rope``). All are imported
+too; those of the other families are in the family's module (``reference.rmsnorm_rope.rmsnorm_rope``). All are imported
 at first use.
 """
 
@@ -11,12 +11,12 @@ import importlib
 import pkgutil
 from typing import Any
 
-#: The rooms, each a module.
-_ROOMS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+#: The families, each a module.
+_FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _FAMILIES:
         return importlib.import_module(f"{__name__}.{name}")
     if not name.startswith("_"):
         tree_attention = importlib.import_module(f"{__name__}.tree_attention")
@@ -27,4 +27,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     tree_attention = importlib.import_module(f"{__name__}.tree_attention")
-    return sorted({*globals(), *_ROOMS, *tree_attention.__all__})
+    return sorted({*globals(), *_FAMILIES, *tree_attention.__all__})

@@ -258,7 +258,7 @@ def tree_cache_attention(
     def forward(
         b: int, query: Tensor, keys: Tensor, values: Tensor, length: int, parents: list[Tensor] | None
     ) -> Forward:
-        # A tree deeper than the text needs opens everything above, so that all lists have the same depth.
+        # A tree deeper than the sequence needs opens everything above, so that all lists have the same depth.
         return htree_forward_naive(
             query[None, None],
             keys[None, :length],

@@ -13,13 +13,13 @@ from htree_ops.version import __version__
 __all__ = ["CacheKey", "device_facts", "source_hash"]
 
 #: The folder of csrc/ops whose kernels an op runs, where it is not named like the op.
-ROOM_OF = {"fp8_gemm": "fp8"}
+FAMILY_OF = {"fp8_gemm": "fp8"}
 
 
 def source_hash(kernel: str) -> str:
     """Hash of the sources from which the kernels of an op were built; "unknown" for a function of another library."""
     hashes = build_info().get("source_hashes", {})
-    return str(hashes.get(ROOM_OF.get(kernel, kernel), "unknown"))
+    return str(hashes.get(FAMILY_OF.get(kernel, kernel), "unknown"))
 
 
 def device_facts(device: torch.device | str) -> tuple[str, str]:

@@ -190,7 +190,7 @@ def test_every_family_can_be_loaded():
             "argument --json: /dev/null/x cannot be written: a folder above it is a file",
         ),
         (["--csv", "/dev"], "argument --csv: /dev cannot be written: Is a directory"),
-        (["--room", "absent"], "unrecognized arguments"),
+        (["--family", "absent"], "unrecognized arguments"),
         (["--device", "tpu"], "invalid choice"),
         (["--nonsense"], "unrecognized arguments"),
     ],
@@ -298,7 +298,7 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
             json.dumps([dataclasses.asdict(row()) | {"graph_us": math.nan}]),
             "graph_us must be a number",
         ),
-        ("name", json.dumps([dataclasses.asdict(row()) | {"gpu": 3}]), "gpu must be a text"),
+        ("name", json.dumps([dataclasses.asdict(row()) | {"gpu": 3}]), "gpu must be a string"),
         ("binary", "\udcff", "not JSON"),
     ):
         path = tmp_path / f"bad_{name}.json"

@@ -65,7 +65,7 @@ def test_a_bar_is_met_by_the_better_balance(best, met, capsys):
             one_bytes=1,
             many_bytes=1,
         )
-        for balance, efficiency in (("head_tail", 0.9), ("contiguous", best))
+        for balance, efficiency in (("zigzag", 0.9), ("contiguous", best))
     ]
     assert context_parallel.bars_met(rows, {524_288: 0.96}) is met
     assert ("MISSED" in capsys.readouterr().out) is not met

@@ -111,24 +111,24 @@ class ScoresCase(Case):
         return 64 * 256
 
 
-def test_floor_of_bytes_and_of_a_twin(monkeypatch):
+def test_floor_of_bytes_and_of_an_io_only_variant(monkeypatch):
     case = ScoresCase(name="rows", dtype=torch.float32)
     assert io_floor.floor("softmax", case, "cpu", 10.0) == io_floor.Floor(case.bytes() / 10.0 / 1e3, "copy")
     monkeypatch.setattr(io_floor, "copy_bandwidth", lambda device: 20.0)
     assert io_floor.floor("softmax", case) == io_floor.Floor(case.bytes() / 20.0 / 1e3, "copy")
-    twin = io_floor.floor("select_topk", case, "cpu", 10.0, QUICK)
-    assert twin.kind == "twin"
-    assert twin.us > 0
+    io_only = io_floor.floor("select_topk", case, "cpu", 10.0, QUICK)
+    assert io_only.kind == "io_only"
+    assert io_only.us > 0
     with pytest.raises(ValueError, match="bandwidth"):
         io_floor.floor("softmax", case, "cpu", 0.0)
 
 
-def test_every_twin_takes_the_arguments_of_its_op():
+def test_every_io_only_variant_takes_the_arguments_of_its_op():
     case = next(shape for shape in SHAPES if shape.name == "long_prefill")
-    tested = {call.op: call for call in calls(case, "cpu") if call.op in io_floor.TWINS}
-    assert set(tested) == set(io_floor.TWINS)
+    tested = {call.op: call for call in calls(case, "cpu") if call.op in io_floor.IO_ONLY}
+    assert set(tested) == set(io_floor.IO_ONLY)
     for op, call in tested.items():
-        ours, theirs = io_floor.TWINS[op](*call.args), call()
+        ours, theirs = io_floor.IO_ONLY[op](*call.args), call()
         for got, wanted in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
             assert got.shape == wanted.shape
             assert got.dtype == wanted.dtype
@@ -150,7 +150,7 @@ def test_the_full_pipeline_is_tree_attention(rows, device):
 
 @pytest.mark.parametrize("map_positions", [False, True])
 @pytest.mark.parametrize("select", SELECTIONS)
-def test_the_twin_pipeline_in_every_mode(select, map_positions, device):
+def test_the_io_only_pipeline_in_every_mode(select, map_positions, device):
     q, k, v = make_inputs(SMALL, device, 1)
     out = Pipeline(SMALL, 333, True, select, map_positions)(q, k, v)
     assert out.shape == (1, 700, 4, 12)
@@ -298,7 +298,7 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch, capsys, dtype):
         (1, "select_topk"),
     }
     (row,) = content["rows"]
-    assert (row["gpu"], row["commit"], row["baseline"]) == ("none", "abc123", "IO-only twin")
+    assert (row["gpu"], row["commit"], row["baseline"]) == ("none", "abc123", "IO-only variant")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def no_gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["chunked_prompt", "fp8_gemm_error", "fp8_gemm_grid", "masked_tiles", "short_texts", "tree_memory"],
+    ["chunked_prompt", "fp8_gemm_error", "fp8_gemm_grid", "masked_tiles", "short_sequences", "tree_memory"],
 )
 def test_a_gpu_is_needed(name, no_gpu, capsys):
     with pytest.raises(SystemExit) as ended:

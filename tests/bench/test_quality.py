@@ -383,7 +383,7 @@ def test_the_window_is_a_window(study):
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
     assert torch.allclose(study.model.sliding_window(q, k, v, 64), whole)
-    with pytest.raises(ValueError, match="window, 32, must divide the text, 48"):
+    with pytest.raises(ValueError, match="window, 32, must divide the sequence, 48"):
         study.model.sliding_window(q, k, v, 32)
 
 

@@ -1,6 +1,6 @@
 """Digests of what every op computes, to show that a change of the code left every bit alone.
 
-``make bits`` or ``python -m tests.bits`` runs the case lists of all rooms, makes one digest of outputs and
+``make bits`` or ``python -m tests.bits`` runs the case lists of all families, makes one digest of outputs and
 gradients per call, and names the calls that differ from an earlier record: that of ``--against FILE``, or the one in
 ``tests/bits`` that was made on this kind of device with this torch. ``--out FILE`` writes a record. A change of the
 arithmetic on purpose replaces the records; any other change leaves them as they are.
@@ -42,7 +42,7 @@ from tests.support.tree_attention_calls import calls
 from tests.support.tree_attention_cases import TreeAttentionCase
 from tests.support.tree_cache_cases import TreeCacheCase
 
-__all__ = ["ROOMS", "compare", "digest", "digests", "main"]
+__all__ = ["FAMILIES", "compare", "digest", "digests", "main"]
 
 op = torch.ops.htree
 Call = tuple[str, Callable[[], Any]]
@@ -177,7 +177,7 @@ def _model(name: str, **sizes: Any) -> TreeAttentionCase:
     return TreeAttentionCase(name=name, dtype=torch.bfloat16, **{**defaults, "T": 3000, **sizes})
 
 
-#: Besides the list of the room: every tensor-core kernel, at lengths that take several layers and thread blocks.
+#: Besides the list of the family: every tensor-core kernel, at lengths that take several layers and thread blocks.
 MODEL_CASES = [
     _model(f"d{dim}_g{group}_s{stride}", K=dim, V=dim, H=group, selection_stride=stride)
     for dim in (32, 64, 128)
@@ -202,8 +202,8 @@ MODEL_CASES = [
 ]
 
 
-#: An op that the records do not know; its tests compare its bits with those of tree_build.
-YOUNGER = "span_means"
+#: Ops that the records do not know: tests compare the bits of one with those of tree_build; the other is `attention`.
+YOUNGER = {"span_means", "tree_attention"}
 
 
 def tree_attention(device: str) -> Iterator[Call]:
@@ -212,7 +212,7 @@ def tree_attention(device: str) -> Iterator[Call]:
     def staged(case: TreeAttentionCase) -> Any:
         found = []
         for call in calls(case, device):
-            if call.op == YOUNGER or call.op.startswith(
+            if call.op in YOUNGER or call.op.startswith(
                 "_"
             ):  # the ops by name call those with packed options
                 continue
@@ -286,7 +286,7 @@ def tree_cache(device: str) -> Iterator[Call]:
         sizes = (batch, case.kv_heads, case.key_dim, length)
         options = case.options() | {"value_dim": case.value_dim, "dtype": case.dtype, "device": device}
         cache = TreeKVCache(*sizes, **options)
-        q, k, v = (x.unflatten(0, (batch, length)) for x in case.texts(device))
+        q, k, v = (x.unflatten(0, (batch, length)) for x in case.sequences(device))
         found = []
         for begin, end in ((0, length - last), (length - last, length - 1), (length - 1, length)):
             cache.append(k[:, begin:end], v[:, begin:end])
@@ -323,10 +323,10 @@ def tree_cache(device: str) -> Iterator[Call]:
         yield f"pages-stride {stride}", partial(steps, stride)
 
 
-#: Room to the calls that it is judged by.
-ROOMS: dict[str, Callable[[str], Iterator[Call]]] = {
-    room.__name__: room
-    for room in (
+#: Family to the calls that it is judged by.
+FAMILIES: dict[str, Callable[[str], Iterator[Call]]] = {
+    family.__name__: family
+    for family in (
         causal_softmax,
         compressed_kv,
         fp8,
@@ -339,21 +339,21 @@ ROOMS: dict[str, Callable[[str], Iterator[Call]]] = {
 }
 
 
-def digests(device: str, rooms: list[str] | None = None) -> dict[str, str]:
+def digests(device: str, families: list[str] | None = None) -> dict[str, str]:
     """The digest of every call, or the class of its exception where the device has no kernel for it."""
     found: dict[str, str] = {}
-    for room in rooms or ROOMS:
+    for family in families or FAMILIES:
         started = time.perf_counter()
-        for name, call in ROOMS[room](device):
-            key = f"{room}/{name}"
+        for name, call in FAMILIES[family](device):
+            key = f"{family}/{name}"
             if key in found:
                 raise ValueError(f"two calls are named {key}")
             try:
                 found[key] = digest(call())
             except (TypeError, NotImplementedError) as error:
                 found[key] = type(error).__name__
-        count = sum(key.startswith(f"{room}/") for key in found)
-        print(f"{room}: {count} calls in {time.perf_counter() - started:.0f} s", flush=True)
+        count = sum(key.startswith(f"{family}/") for key in found)
+        print(f"{family}: {count} calls in {time.perf_counter() - started:.0f} s", flush=True)
     return found
 
 
@@ -387,7 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
     available = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=available)
     parser.add_argument(
-        "--room", action="append", choices=sorted(ROOMS), help="only this room; may be repeated"
+        "--family", action="append", choices=sorted(FAMILIES), help="only this family; may be repeated"
     )
     parser.add_argument("--out", type=Path, help="where the record goes")
     parser.add_argument(
@@ -401,7 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not against and not chosen.out:
         print(f"no record in tests/bits was made on such a machine: {here}; --out FILE makes one")
         return 2
-    after = digests(chosen.device, chosen.room)
+    after = digests(chosen.device, chosen.family)
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"machine": here, "digests": after}, indent=0, sort_keys=True)
@@ -411,8 +411,8 @@ def main(arguments: list[str] | None = None) -> int:
     record = json.loads(against.read_text())
     if record["machine"] != here:
         print(f"{against} was made on another machine: {record['machine']}, this is {here}")
-    rooms = tuple(f"{room}/" for room in chosen.room or ROOMS)
-    different = compare({k: v for k, v in record["digests"].items() if k.startswith(rooms)}, after)
+    families = tuple(f"{family}/" for family in chosen.family or FAMILIES)
+    different = compare({k: v for k, v in record["digests"].items() if k.startswith(families)}, after)
     for key in different:
         print(f"differs: {key}")
     print(f"{len(after)} calls, {len(different)} differ from {against}")

@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the causal_softmax room at a small size, for compute-sanitizer; the results are checked as well.
+"""Every CUDA kernel of the causal_softmax family at a small size, for compute-sanitizer; results are checked as well.
 
 The full suite takes hours under the sanitizer. These calls cover each kernel and its tail paths in a minute or two.
 """

@@ -30,7 +30,6 @@ from tests.support.instruction_sets import ISAS, run_with
 from tests.support.layouts import LAYOUTS
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_same_bits(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

@@ -21,7 +21,6 @@ from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
 from tests.support.compressed_kv_cases import rows_with_outliers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, HEADS, KV_HEADS, WIDTH = 2, 8, 4, 64
 
 

@@ -30,8 +30,6 @@ from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
 from tests.support.compressed_kv_cases import decode_tolerance
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:

@@ -23,8 +23,6 @@ from htree_ops import CompressedKVCache
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from tests.support.cases import normal
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_a_state_of_another_cache_is_refused(device: str) -> None:
     cache = make(device)

@@ -32,7 +32,6 @@ from tests.support.devices import poisoned_memory
 
 ops = torch.ops.htree
 op = ops.kv_decode_attention
-pytestmark = pytest.mark.usefixtures("one_thread")
 K_SCALES, V_BITMAP, V_SCALES, K_WIN, V_WIN, COMP_LEN, WIN_LEN, TABLE = 3, 4, 6, 7, 8, 9, 10, 12
 
 

@@ -20,7 +20,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def model(name: str, dtype: torch.dtype = torch.float16, **sizes: object) -> DecodeCase:
-    """A case whose rows the op packs; other tests of the room compare its packing with the reference."""
+    """A case whose rows the op packs; other tests of the family compare its packing with the reference."""
     defaults: dict[str, object] = {"B": 2, "H": 8, "H_kv": 2, "S": 3000, "W": 33}
     return DecodeCase(name=name, dtype=dtype, packer=op.kv_compress, **{**defaults, **sizes})  # type: ignore[arg-type]
 

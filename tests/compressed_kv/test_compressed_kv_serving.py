@@ -30,7 +30,6 @@ from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
 from tests.support.compressed_kv_cases import decode_tolerance
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 #: Sequences see this many tokens at most, query heads per key head.
 LONGEST, GROUP = 120, 2
 

@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the compressed_kv room at a small size, for compute-sanitizer (`make sanitize`)."""
+"""Every CUDA kernel of the compressed_kv family at a small size, for compute-sanitizer (`make sanitize`)."""
 
 from __future__ import annotations
 

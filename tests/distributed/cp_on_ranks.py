@@ -27,7 +27,7 @@ Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
 
 
 def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """q, k, v and an upstream gradient of the whole text."""
+    """q, k, v and an upstream gradient of the whole sequence."""
     B, T, H, H_kv, K, V = sizes
     shapes = ((B, T, H, K), (B, T, H_kv, K), (B, T, H_kv, V), (B, T, H, V))
     return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
@@ -86,7 +86,7 @@ def sums_of_ranks(
 ) -> dict[str, bool]:
     """Whether dk and dv are the unrounded gradients of every rank's rows, added in the order of ranks, rounded once.
 
-    A group of one computes the text as one piece.
+    A group of one computes the sequence as one piece.
     """
     q, k, v, dout = inputs(sizes, dtype, device)
     tree = packed(**{name: options[name] for name in ("compression_rate", "max_top_nodes", "top_k")})
@@ -189,7 +189,7 @@ OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2
 
 
 def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
-    """HTreeAttention on a slice of the text, with gradients that the ranks add, and its twin on the whole text."""
+    """HTreeAttention on a slice of a sequence, with gradients that the ranks add, and one layer on all of it."""
     group = group_of(size)
     torch.manual_seed(1)
     one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **OPTIONS)
@@ -263,7 +263,7 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
     rank = dist.get_rank(group)
     q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32, device)
     options: dict[str, Any] = dict(OPTIONS)
-    call = {"balance": "head_tail"}
+    call = {"balance": "zigzag"}
     if what == "other length" and rank == 2:
         q, k, v = (x[:, :24] for x in (q, k, v))
     elif what == "other batch" and rank == 1:
@@ -318,11 +318,11 @@ def copied(size: int) -> bool:
     group = group_of(size)
     layer = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, **OPTIONS)
     holder = torch.nn.ModuleList([layer, layer])  # one layer in two places
-    first, second = twins = copy.deepcopy(holder)
+    first, second = copies = copy.deepcopy(holder)
     x = shard_sequence(normal((1, 64, 24), torch.float32, "cpu", 0), group)
     rows = torch.equal(first(x), layer(x))
     own = first.q_proj.weight is not layer.q_proj.weight
-    return rows and own and first is second and twins is not holder and first.cp_group is group
+    return rows and own and first is second and copies is not holder and first.cp_group is group
 
 
 def leaves(stays: int) -> None:

@@ -98,7 +98,7 @@ def some_gradients(size: int, wanted: tuple[bool, ...]) -> list[bool]:
 
 
 def layer(size: int, balance: str, scope: str, device: str = "cpu") -> dict[str, Any]:
-    """HTreeAttention on a share of packed documents with padding that is no number, and its twin on all of them."""
+    """HTreeAttention on a share of packed documents with padding that is no number, and one layer on all of them."""
     group = group_of(size)
     torch.manual_seed(1)
     options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": scope}
@@ -150,7 +150,7 @@ def fault(what: str) -> None:
     q, k, v, _ = inputs((32, 2, 1, 4, 4), torch.float32)
     offsets: Any = [0, 10, 128]
     options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
-    balance = "head_tail"
+    balance = "zigzag"
     if what == "other documents" and rank == 1:
         offsets = [0, 11, 128]
     elif what == "descending" and rank == 2:

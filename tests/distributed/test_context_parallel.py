@@ -19,7 +19,7 @@ from htree_ops.distributed import tree_attention_cp
 from htree_ops.distributed.collectives import parts_of, parts_per_rank, work_before
 from htree_ops.distributed.context_parallel import choose_steps
 
-BALANCES = ("head_tail", "striped", "contiguous", "work")
+BALANCES = ("zigzag", "striped", "contiguous", "work")
 #: B, T, H, H_kv, K, V and the options.
 CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
     "three_layers": ((2, 256, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 16, "top_k": 4}),
@@ -218,7 +218,7 @@ def test_shards_of_any_dtype_come_back(dtype: torch.dtype, ranks: Pool) -> None:
 
 def test_who_has_which_tokens(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.share, 4, "contiguous", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert ranks.run(cp_on_ranks.share, 4, "head_tail", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert ranks.run(cp_on_ranks.share, 4, "zigzag", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
     stripes = [[0, 3, 4, 7, 8, 11, 12, 15], [1, 2, 5, 6, 9, 10, 13, 14]]
     assert ranks.run(cp_on_ranks.share, 2, "striped", 16) == stripes * 2
     short = [[*range(8), *range(24, 32)], [*range(8, 24)]]  # all rows are dense
@@ -258,7 +258,7 @@ def test_work_is_shared_evenly(size: int, tokens: int) -> None:
         return max(share) * size / border[-1] - 1
 
     assert unevenness("work") <= 0.035
-    assert unevenness("work") <= min(map(unevenness, ("head_tail", "contiguous"))) + 0.002
+    assert unevenness("work") <= min(map(unevenness, ("zigzag", "contiguous"))) + 0.002
 
 
 def test_a_text_that_is_shared_unevenly_equals_one_process(ranks: Pool) -> None:
@@ -288,13 +288,13 @@ def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_its_twin(balance: str, ranks: Pool) -> None:
+def test_the_module_equals_one_rank(balance: str, ranks: Pool) -> None:
     for found in ranks.run(cp_on_ranks.layer, 4, balance):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found
 
 
-@pytest.mark.parametrize("balance", ["head_tail", "work"])
+@pytest.mark.parametrize("balance", ["zigzag", "work"])
 def test_compiles_whole(balance: str, ranks: Pool) -> None:
     for found in ranks.run(cp_on_ranks.compiled, 2, balance):
         assert max(found["errors"]) < 1e-4, found
@@ -321,7 +321,7 @@ def test_autocast(ranks: Pool) -> None:
         ),
         (
             "other balance",
-            "balance must be the same on every rank, got '(head_tail' on this|contiguous' on this)",
+            "balance must be the same on every rank, got '(zigzag' on this|contiguous' on this)",
         ),
         ("other dtype", r"dtype must be the same on every rank, got torch\.float(32|16) on this one"),
         ("other device", "the type of device must be the same on every rank, got '(cpu|meta)' on this one"),
@@ -330,12 +330,12 @@ def test_autocast(ranks: Pool) -> None:
             "uneven",
             r"must be a multiple of 2 \* n \* r = 32, got 4 \* 30 = 120; the next length that works is 128",
         ),
-        ("unknown balance", "balance must be one of head_tail, striped, contiguous, work, got 'diagonal'"),
+        ("unknown balance", "balance must be one of zigzag, striped, contiguous, work, got 'diagonal'"),
         ("unshard", r"size 1 of x must be the same on every rank, got \[32, 30, 28, 26\] by rank"),
         ("unshard another device", "unshard_sequence: the type of device must be the same on every rank"),
         (
             "shard",
-            "must be a multiple of 8 for 4 ranks and balance='head_tail', got 27; the next length that works is 32",
+            "must be a multiple of 8 for 4 ranks and balance='zigzag', got 27; the next length that works is 32",
         ),
         ("no group", "group must be a ProcessGroup that holds this process, got str"),
     ],
@@ -409,6 +409,6 @@ def test_a_group_is_needed() -> None:
     with pytest.raises(NotImplementedError, match="a cache is not supported beside cp_group"):
         layer(torch.zeros(1, 4, 8), cache=layer.make_cache(1, 16))
     with pytest.raises(
-        ValueError, match="cp_balance must be one of head_tail, striped, contiguous, work, got 'middle'"
+        ValueError, match="cp_balance must be one of zigzag, striped, contiguous, work, got 'middle'"
     ):
         htree_ops.HTreeAttention(8, 2, cp_balance="middle")

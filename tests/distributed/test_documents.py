@@ -16,7 +16,7 @@ from process_pool import Pool, started
 from htree_ops.distributed.collectives import parts_of, parts_per_rank
 from htree_ops.distributed.documents import Piece, Share, Whole, share_of
 
-BALANCES = ("head_tail", "striped", "contiguous", "work")
+BALANCES = ("zigzag", "striped", "contiguous", "work")
 SMALL: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 #: N, H, H_kv, K, V; the documents; the options.
 CASES: dict[str, tuple[documents_on_ranks.Sizes, list[int], dict[str, Any]]] = {
@@ -123,14 +123,14 @@ def test_equals_one_process(name: str, ranks: Pool) -> None:
 def test_equals_one_process_in_other_dtypes(dtype: torch.dtype, ranks: Pool) -> None:
     sizes, offsets, options = CASES["across_borders"]
     tolerance = {torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 6e-2}[dtype]
-    for found in ranks.run(documents_on_ranks.compare, 4, "head_tail", sizes, offsets, dtype, options):
+    for found in ranks.run(documents_on_ranks.compare, 4, "zigzag", sizes, offsets, dtype, options):
         assert_matches(found, tolerance)
 
 
 def test_documents_inside_parts_have_the_gradients_of_one_process(ranks: Pool) -> None:
     """Nothing is gathered, and nothing is added."""
     sizes, _, options = CASES["inside_parts"]
-    call = (4, "head_tail", sizes, [0, 7, 16, 32, 48, 60, 64, 96], torch.bfloat16, options)
+    call = (4, "zigzag", sizes, [0, 7, 16, 32, 48, 60, 64, 96], torch.bfloat16, options)
     for found in ranks.run(documents_on_ranks.compare, *call):
         assert all(found["equal"].values()), found
 
@@ -172,7 +172,7 @@ def test_gradients_that_are_not_wanted(wanted: tuple[bool, ...], ranks: Pool) ->
 
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_its_twin(balance: str, scope: str, ranks: Pool) -> None:
+def test_the_module_equals_one_rank(balance: str, scope: str, ranks: Pool) -> None:
     for found in ranks.run(documents_on_ranks.layer, 4, balance, scope):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found
@@ -194,7 +194,7 @@ def test_equals_one_gpu(gpus: Pool) -> None:
             for found in gpus.run(documents_on_ranks.compare, *call):
                 assert found["repeats"]
                 assert max(found["error"].values()) < bound, found
-    for found in gpus.run(documents_on_ranks.layer, size, "head_tail", "kv_head", "cuda"):
+    for found in gpus.run(documents_on_ranks.layer, size, "zigzag", "kv_head", "cuda"):
         assert found["out"] < 1e-4, found
         assert found["gradients"] < 1e-3, found
 

@@ -159,9 +159,9 @@ def follow_rules(size: int, name: str, mask: tuple[bool, ...] | None = None) -> 
     op = getattr(torch.ops.htree, name).default
     args = example(name)
     if mask is not None:
-        defaults = [a.default_value for a in op._schema.arguments[len(args) :] if a.name != "output_mask"]
-        before = [a.name for a in op._schema.arguments].index("output_mask") - len(args)
-        args = (*args, *defaults[:before], list(mask))
+        place = [a.name for a in op._schema.arguments].index("output_mask")
+        defaults = [a.default_value for a in op._schema.arguments[len(args) : place]]
+        args = (*args[:place], *defaults, list(mask), *args[place + 1 :])
     expected = op(*args)
     expected = expected if isinstance(expected, (list, tuple)) else (expected,)
     specs = [spread(x, mesh, Replicate())._spec if isinstance(x, Tensor) else x for x in args]
@@ -303,7 +303,7 @@ def train(
     call_one: Callable[..., Tensor] | None = None,
     call_many: Callable[..., Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Three steps of gradient descent of a model and of its parallel twin, each called as it is or as is said."""
+    """Three steps of gradient descent of a model and of its parallel copy, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
     runs = (
         (one, call_one or one, inputs, losses[0]),
@@ -451,7 +451,7 @@ def refused_style(which: str) -> None:
 
 
 def placed_beside_shared_tokens() -> None:
-    """A DTensor of heads is not what a rank holds of a text."""
+    """A DTensor of heads is not what a rank holds of a sequence."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
     many = htree_ops.HTreeAttention(24, 8, 4, 4, cp_group=mesh["context"], **TREE)
     plan = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}

@@ -57,11 +57,11 @@ def test_gradient_with_views(device: str) -> None:
     x = normal((8, 12, 40), torch.float32, device, seed=3).requires_grad_()
     y = fp8_fake_quant(x.transpose(0, 2)[1:], granularity="channel", dim=0)
     y.transpose(0, 1).sin().sum().backward()
-    twin = x.detach().transpose(0, 2)[1:]
-    scale = reference.compute_scale(twin, "channel", 0)
-    dy = reference.fake_quant(twin, scale, "channel", 0).cos()
+    other = x.detach().transpose(0, 2)[1:]
+    scale = reference.compute_scale(other, "channel", 0)
+    dy = reference.fake_quant(other, scale, "channel", 0).cos()
     dx = torch.zeros_like(x)
-    dx.transpose(0, 2)[1:] = reference.fake_quant_backward(dy, twin, scale, "channel", 0)
+    dx.transpose(0, 2)[1:] = reference.fake_quant_backward(dy, other, scale, "channel", 0)
     assert torch.allclose(x.grad, dx, atol=1e-6)
 
 
@@ -449,13 +449,13 @@ def test_compile_with_views_and_backward(granularity: str, dynamic: bool, backen
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (5, 9):
         x = normal((3, length, 70), torch.float32, device, seed=length).requires_grad_()
-        twin = x.detach().clone().requires_grad_()
-        result, wanted = compiled(x), model(twin)
+        other = x.detach().clone().requires_grad_()
+        result, wanted = compiled(x), model(other)
         result.backward()
         wanted.backward()
         # at most 1700 terms below 4, each sum with its own order of fp32 roundings
         assert torch.allclose(result, wanted, rtol=0, atol=1700 * 4 * 2.0**-24)
-        assert torch.allclose(x.grad, twin.grad, atol=1e-6)
+        assert torch.allclose(x.grad, other.grad, atol=1e-6)
 
 
 def test_lengths_do_not_recompile(device: str) -> None:

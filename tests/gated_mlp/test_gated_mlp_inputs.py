@@ -327,10 +327,10 @@ def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: st
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (5, 9):
         x = normal((3, length, 8), torch.float32, device, length).requires_grad_()
-        twin = x.detach().clone().requires_grad_()
+        other = x.detach().clone().requires_grad_()
         compiled(x).sum().backward()
-        model(twin).sum().backward()
-        assert_close_spec(x.grad, twin.grad, 1e-4, 1e-4)
+        model(other).sum().backward()
+        assert_close_spec(x.grad, other.grad, 1e-4, 1e-4)
 
 
 def test_export_keeps_one_node(device: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from tests.support.cases import case_id, normal
 from tests.support.gated_mlp_cases import (
     GRADIENT_CASES,
+    SWAP_AB_CASES,
     TILE_CASES,
-    TURNED_CASES,
     WIDE_CASES,
     WIDE_CONFIG,
     GatedMLPCase,
@@ -36,7 +36,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
-@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *TURNED_CASES], ids=case_id)
+@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *SWAP_AB_CASES], ids=case_id)
 def test_tiles(case: GatedMLPCase, nan_memory: None) -> None:
     config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")

@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the gated_mlp room once at a small size, for compute-sanitizer."""
+"""Every CUDA kernel of the gated_mlp family once at a small size, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.cases import case_id
 from tests.support.gated_mlp_cases import (
     ACTIVATIONS,
     GRADIENT_CASES,
+    SWAP_AB_CASES,
     TILE_CASES,
-    TURNED_CASES,
     WIDE_CASES,
     WIDE_CONFIG,
     GatedMLPCase,
@@ -51,7 +51,7 @@ def test_configurations(config: tuple[int, ...]) -> None:
         assert_forward(torch.ops.htree.gated_mlp(*inputs, list(config)), inputs)
 
 
-@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *TURNED_CASES[:4]], ids=case_id)
+@pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *SWAP_AB_CASES[:4]], ids=case_id)
 def test_tiles(case: GatedMLPCase) -> None:
     config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")

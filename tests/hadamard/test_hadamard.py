@@ -354,10 +354,10 @@ def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: st
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (6, 9):
         x = normal((2, length, 4, 8), torch.float64, device, length).requires_grad_()
-        twin = x.detach().clone().requires_grad_()
+        other = x.detach().clone().requires_grad_()
         compiled(x).sum().backward()
-        model(twin).sum().backward()
-        assert_close_spec(x.grad, twin.grad, 1e-12, 1e-14)
+        model(other).sum().backward()
+        assert_close_spec(x.grad, other.grad, 1e-12, 1e-14)
 
 
 def test_compile_in_place(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the hadamard room once at a small size, for compute-sanitizer (`make sanitize`)."""
+"""Every CUDA kernel of the hadamard family once at a small size, for compute-sanitizer (`make sanitize`)."""
 
 from __future__ import annotations
 

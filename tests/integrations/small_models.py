@@ -1,4 +1,4 @@
-"""Small random models of transformers, in the exact regime: texts no longer than max_top_nodes."""
+"""Small random models of transformers, in the exact regime: sequences no longer than max_top_nodes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_other(
     return found.eval()
 
 
-def make_text(batch: int = 2, length: int = 40, device: str = "cpu") -> torch.Tensor:
+def make_ids(batch: int = 2, length: int = 40, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator).to(device)
 

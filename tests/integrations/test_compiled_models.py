@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import SPARSE, logits_and_gradients, make_model, make_text
+from small_models import SPARSE, logits_and_gradients, make_ids, make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import _nan_where_packed
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +27,7 @@ def test_compiled_models_give_what_uncompiled_ones_give(
     model = make_model(options=SPARSE | {"positions": positions}, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=len(lengths) > 1)
     for length in lengths:
-        ids = make_text(length=length)
+        ids = make_ids(length=length)
         mask = torch.ones_like(ids)
         mask[0, :9] = 0
         call = {"attention_mask": mask} if padded else {}
@@ -51,7 +49,7 @@ def test_steps_behind_the_default_cache_compile_once(
 ) -> None:
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"importance": importance}, num_hidden_layers=1)
-    ids = make_text()
+    ids = make_ids()
     mask = torch.ones_like(ids)
     mask[0, : STEPS[padding] or 0] = 0
     graphs = CompileCounterWithBackend(backend)
@@ -73,7 +71,7 @@ def test_steps_behind_the_default_cache_compile_once(
 @pytest.mark.parametrize("padding", STEPS)
 def test_steps_behind_the_default_cache_are_exported(padding: str) -> None:
     """With the length of the cache as a dynamic one; with strict=True transformers itself fails at that."""
-    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
+    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     mask = torch.ones_like(ids)
     mask[0, : STEPS[padding] or 0] = 0
 
@@ -100,7 +98,7 @@ def test_steps_behind_the_default_cache_are_exported(padding: str) -> None:
 
 def test_a_compiled_model_tells_padding_from_documents() -> None:
     torch._dynamo.reset()
-    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
+    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -117,12 +115,12 @@ def test_a_compiled_model_tells_padding_from_documents() -> None:
 def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded: bool, positions: str) -> None:
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"positions": positions, "packed": True}, num_hidden_layers=1)
-    compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), make_text()
+    compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), make_ids()
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     mask[1, 35:] = 0
     whole = mask.cumsum(1) - 1 if padded else torch.arange(40).expand(2, 40)
-    for period in (64, 17, 5, 1):  # 64: no document ends before its text
+    for period in (64, 17, 5, 1):  # 64: no document ends before its sequence
         call = {"position_ids": (whole % period).masked_fill(mask == 0, 1) if padded else whole % period}
         call |= {"attention_mask": mask} if padded else {}
         got, wanted = (logits_and_gradients(m, ids, **call) for m in (compiled, model))
@@ -144,7 +142,7 @@ def test_packed_models_compile_once_for_all_lengths(padded: bool) -> None:
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for length in (40, 41, 57, 33, 64):
-        ids = make_text(length=length)
+        ids = make_ids(length=length)
         mask = torch.ones_like(ids)
         mask[0, :9] = 0
         call = {"position_ids": torch.arange(length).remainder(17).repeat(2, 1), "use_cache": False}
@@ -161,17 +159,17 @@ def test_packed_models_compile_once_for_all_lengths(padded: bool) -> None:
 
 def test_documents_behind_a_cache_are_refused_with_what_to_do() -> None:
     torch._dynamo.reset()
-    model, ids = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1), make_text()
+    model, ids = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     positions = torch.arange(40)[None]
     cache = model(ids[:, :20], position_ids=positions[:, :20])[CACHE]
-    with pytest.raises(RuntimeError, match="htree: a cache holds one text per sequence"):
+    with pytest.raises(RuntimeError, match="htree: a cache holds one document per sequence"):
         compiled(ids[:, 20:], position_ids=positions[:, :20] % 7, **{CACHE: cache})
 
 
 def test_the_word_packed_is_a_bool() -> None:
     with pytest.raises(TypeError, match=r"config.htree\['packed'\] must be a bool, got int"):
-        make_model(options={"packed": 1})(make_text())
+        make_model(options={"packed": 1})(make_ids())
 
 
 def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
@@ -185,7 +183,7 @@ def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
 
 def test_a_compiled_model_takes_packed_documents_between_boundaries() -> None:
     torch._dynamo.reset()
-    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_text()
+    model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     whole = torch.arange(40)[None]
     torch.testing.assert_close(

@@ -12,18 +12,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import SPARSE, make_model, make_text
+from small_models import SPARSE, make_ids, make_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
+from htree_ops import TreeOptions
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.leaders import LeaderLayer
 from htree_ops.integrations.transformers import TreeCache, attention, register
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 STRIDED = SPARSE | {"selection_stride": 4}
 GREEDY = {"do_sample": False, "eos_token_id": 60, "max_new_tokens": 16}
@@ -44,8 +43,8 @@ def tree_cache(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("own", ["tree", "dynamic"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_drafts_of_an_assistant_with_a_stride(layers: int, own: str, device: str) -> None:
-    """The assistant is another model, or one whose drafts are all right, which goes far ahead."""
-    model, ids = strided_model(device), make_text(1, 12, device).repeat(1, 3)
+    """The assistant is another model, or one whose speculative tokens are all right, which goes far ahead."""
+    model, ids = strided_model(device), make_ids(1, 12, device).repeat(1, 3)
     assistant = make_model(options=STRIDED, device=device, num_hidden_layers=layers)
     assistant.generation_config.num_assistant_tokens = 8
     assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -55,7 +54,7 @@ def test_drafts_of_an_assistant_with_a_stride(layers: int, own: str, device: str
 
 
 def test_drafts_of_the_first_layers(device: str) -> None:
-    model, ids = strided_model(device), make_text(1, 12, device).repeat(1, 3)
+    model, ids = strided_model(device), make_ids(1, 12, device).repeat(1, 3)
     wanted = model.generate(ids, use_cache=False, **GREEDY)
     found = model.generate(ids, assistant_early_exit=1, **tree_cache(model), **GREEDY)
     assert torch.equal(found, wanted)
@@ -64,8 +63,8 @@ def test_drafts_of_the_first_layers(device: str) -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_guidance_by_a_second_prompt(padded: bool, device: str) -> None:
     """The second prompt has a cache of its own, with its own padding."""
-    model, ids = strided_model(device), make_text(2, 30, device)
-    call: dict[str, Any] = {"guidance_scale": 1.7, "negative_prompt_ids": make_text(2, 23, device)}
+    model, ids = strided_model(device), make_ids(2, 30, device)
+    call: dict[str, Any] = {"guidance_scale": 1.7, "negative_prompt_ids": make_ids(2, 23, device)}
     if padded:
         call["negative_prompt_attention_mask"] = torch.ones_like(call["negative_prompt_ids"])
         call["negative_prompt_attention_mask"][0, :5] = 0
@@ -76,7 +75,7 @@ def test_guidance_by_a_second_prompt(padded: bool, device: str) -> None:
 
 
 def test_a_prompt_that_is_kept(device: str) -> None:
-    model, ids = strided_model(device), make_text(device=device)
+    model, ids = strided_model(device), make_ids(device=device)
     wanted = model.generate(ids, use_cache=False, **GREEDY)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -95,7 +94,7 @@ def test_no_name_of_an_argument_is_one_that_transformers_warns_of() -> None:
     model = strided_model("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        model.generate(make_text(), **tree_cache(model), **GREEDY)
+        model.generate(make_ids(), **tree_cache(model), **GREEDY)
 
 
 # ---- rows
@@ -126,7 +125,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.Data
     while done < columns:
         n = data.draw(st.integers(1, columns - done))
         part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, layer.config.htree | {"rope_base": None})[:, part]
+        wanted = attend_padded(q, k, v, real, TreeOptions(**layer.config.htree, rope_base=None))[:, part]
         handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
         mask = None if bool(real.all()) else real[:, : done + n]
         got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
@@ -154,7 +153,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.Data
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_steps_compile_once(padded: bool) -> None:
     torch._dynamo.reset()
-    model, ids = strided_model("cpu", num_hidden_layers=1), make_text()
+    model, ids = strided_model("cpu", num_hidden_layers=1), make_ids()
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     graphs = CompileCounterWithBackend("eager")
@@ -172,7 +171,7 @@ def test_steps_compile_once(padded: bool) -> None:
 def test_a_compiled_model_gives_nan_where_the_mask_has_changed() -> None:
     """It cannot look, as on a GPU."""
     torch._dynamo.reset()
-    model, ids = strided_model("cpu", num_hidden_layers=1), make_text(length=23)
+    model, ids = strided_model("cpu", num_hidden_layers=1), make_ids(length=23)
     cache = DynamicCache(config=model.config)
     mask = torch.ones(2, 24, dtype=torch.long)
     mask[0, :9] = 0
@@ -184,7 +183,7 @@ def test_a_compiled_model_gives_nan_where_the_mask_has_changed() -> None:
 
 
 def test_whole_sequences_are_exported_and_steps_are_not() -> None:
-    model, ids = strided_model("cpu", num_hidden_layers=1), make_text()
+    model, ids = strided_model("cpu", num_hidden_layers=1), make_ids()
     register_dynamic_cache_export_support()
     with torch.no_grad():
         exported = torch.export.export(model, (ids,), strict=False).module()
@@ -212,7 +211,7 @@ def test_only_layers_of_a_strided_tree_keep_queries() -> None:
 
 
 def test_training_with_a_cache_that_nobody_asked_for_is_training_without() -> None:
-    model, ids = strided_model("cpu"), make_text()
+    model, ids = strided_model("cpu"), make_ids()
     gradients = []
     for use_cache in (True, False):
         loss = model(ids, labels=ids, use_cache=use_cache).loss
@@ -222,8 +221,8 @@ def test_training_with_a_cache_that_nobody_asked_for_is_training_without() -> No
 
 def step_behind(cache: Any, model: Any, mask: Tensor | None = None) -> None:
     with torch.no_grad():
-        model(make_text(length=23), **{CACHE: cache})
-        model(make_text(length=1), attention_mask=mask, **{CACHE: cache})
+        model(make_ids(length=23), **{CACHE: cache})
+        model(make_ids(length=1), attention_mask=mask, **{CACHE: cache})
 
 
 def filled_by_another() -> None:
@@ -232,9 +231,9 @@ def filled_by_another() -> None:
     cache = DynamicCache(config=model.config)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        model(make_text(length=23), **{CACHE: cache})
+        model(make_ids(length=23), **{CACHE: cache})
         model.set_attn_implementation("htree")
-        model(make_text(length=1), **{CACHE: cache})
+        model(make_ids(length=1), **{CACHE: cache})
 
 
 def with_another_stride() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import EXACT, SIZES, SPARSE, make_model, make_other, make_text
+from small_models import EXACT, SIZES, SPARSE, make_ids, make_model, make_other
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
@@ -15,8 +15,6 @@ from transformers.masking_utils import create_causal_mask
 from htree_ops.integrations import patch_model_, unpatch_model_
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import TreeCache, attention
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 FULL = {"layer_types": ["full_attention"] * 2}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
@@ -78,7 +76,7 @@ def logits_and_gradients(model: PreTrainedModel, ids: Tensor, call: dict[str, Te
 def test_causal_families_equal_their_own_attention(family: str, gaps: str) -> None:
     call = {name: torch.tensor(value) for name, value in GAPS[gaps].items()}
     ours, theirs = (
-        logits_and_gradients(make_other(*CAUSAL[family], attention=name), make_text(), call)
+        logits_and_gradients(make_other(*CAUSAL[family], attention=name), make_ids(), call)
         for name in ("htree", "eager")
     )
     for got, want in zip(ours, theirs, strict=True):
@@ -90,7 +88,7 @@ OPT = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 
 
 def test_documents_are_kept_apart_where_the_models_own_mask_does_not_do_it() -> None:
     """OPT makes its mask without positions, any model does so with a cache: restarting positions are enough."""
-    ids = make_text(1, 24)
+    ids = make_ids(1, 24)
     positions = torch.cat([torch.arange(13), torch.arange(11)])[None]
     opt = make_other("OPTConfig", "OPTForCausalLM", {**OPT, "word_embed_proj_dim": 32})
     for model, use_cache in ((opt, False), (make_model(), True)):
@@ -107,7 +105,7 @@ def test_documents_in_a_padded_batch(importance: str, device: str) -> None:
     """Real tokens that start again are a document; positions of padding, 1 in generate(), say nothing."""
     model, ids = (
         make_model(options=SPARSE | {"importance": importance}, device=device),
-        make_text(device=device),
+        make_ids(device=device),
     )
     column = torch.arange(40, device=device)
     positions = torch.stack((column % 17, (column - 9).clamp(min=0) % 17))
@@ -127,7 +125,7 @@ JUMPS = {"gap": [*range(20), *range(25, 45)], "twice": [*range(20), *range(19, 3
 @pytest.mark.parametrize("jump", JUMPS)
 @pytest.mark.parametrize("call", ["cache", "no cache", "ones", "padding"])
 def test_positions_that_jump_count_as_in_the_models_own_attention(jump: str, call: str) -> None:
-    ids, keywords = make_text(), {"position_ids": torch.tensor([JUMPS[jump]]), "use_cache": call == "cache"}
+    ids, keywords = make_ids(), {"position_ids": torch.tensor([JUMPS[jump]]), "use_cache": call == "cache"}
     if call in ("ones", "padding"):
         keywords["attention_mask"] = torch.ones_like(ids)
         keywords["attention_mask"][0, : 3 * (call == "padding")] = 0
@@ -163,7 +161,7 @@ OSS = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 LLAMA4 = {**SIZES, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 16}
 MLLAMA = {**SIZES, "cross_attention_layers": [1]}
 IMAGE = torch.zeros(1, 3, 32, 32)
-TEXT = make_text(1, 24)
+IDS = make_ids(1, 24)
 #: Config, model, sizes, a call, and what is said.
 REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor], str]] = {
     "bloom": ("BloomConfig", "BloomForCausalLM", {"vocab_size": 61, "hidden_size": 32}, {}, NO_INTERFACE),
@@ -173,39 +171,39 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor], str]] = {
     "gpt-neox-japanese": ("GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", SMALL, {}, NO_INTERFACE),
     "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {"vocab_size": 61, "d_model": 32}, {}, NO_INTERFACE),
     "deberta": ("DebertaV2Config", "DebertaV2ForMaskedLM", ENCODER, {}, NO_INTERFACE),
-    "gemma3 with windows": ("Gemma3TextConfig", "Gemma3ForCausalLM", SIZES, {"input_ids": TEXT}, WINDOW),
-    "llama4 in chunks": ("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4, {"input_ids": TEXT}, WINDOW),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**SIZES, **FULL}, {"input_ids": TEXT}, "a soft cap"),
-    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {**OSS, **FULL}, {"input_ids": TEXT}, "sinks"),
+    "gemma3 with windows": ("Gemma3TextConfig", "Gemma3ForCausalLM", SIZES, {"input_ids": IDS}, WINDOW),
+    "llama4 in chunks": ("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4, {"input_ids": IDS}, WINDOW),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**SIZES, **FULL}, {"input_ids": IDS}, "a soft cap"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {**OSS, **FULL}, {"input_ids": IDS}, "sinks"),
     "vit": ("ViTConfig", "ViTModel", PATCHES, {"pixel_values": IMAGE}, NOT_CAUSAL),
     "clip": ("CLIPVisionConfig", "CLIPVisionModel", PATCHES, {"pixel_values": IMAGE}, NOT_CAUSAL),
-    "roberta": ("RobertaConfig", "RobertaForMaskedLM", ENCODER, {"input_ids": TEXT}, NOT_CAUSAL),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", ENCODER, {"input_ids": IDS}, NOT_CAUSAL),
     "bert beside an encoder": (
         "BertConfig",
         "BertLMHeadModel",
         {**ENCODER, "is_decoder": True, "add_cross_attention": True},
-        {"input_ids": TEXT, "encoder_hidden_states": torch.zeros(1, 9, 32)},
+        {"input_ids": IDS, "encoder_hidden_states": torch.zeros(1, 9, 32)},
         NOT_CAUSAL,
     ),
     "t5": (
         "T5Config",
         "T5ForConditionalGeneration",
         T5,
-        {"input_ids": TEXT, "decoder_input_ids": TEXT},
+        {"input_ids": IDS, "decoder_input_ids": IDS},
         NOT_CAUSAL,
     ),
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
         {**SEQ2SEQ, "max_source_positions": 50},
-        {"input_features": torch.zeros(1, 80, 100), "decoder_input_ids": TEXT},
+        {"input_features": torch.zeros(1, 80, 100), "decoder_input_ids": IDS},
         NOT_CAUSAL,
     ),
     "mllama beside an image": (
         "MllamaTextConfig",
         "MllamaForCausalLM",
         MLLAMA,
-        {"input_ids": TEXT, "cross_attention_states": torch.zeros(1, 24, 32)},
+        {"input_ids": IDS, "cross_attention_states": torch.zeros(1, 24, 32)},
         "MllamaTextCrossAttention must say whether its attention is causal, in is_causal",
     ),
 }
@@ -241,9 +239,7 @@ def make_llava(attention: Any) -> PreTrainedModel:
 
 
 def test_the_language_model_of_a_model_with_several_parts() -> None:
-    ids = torch.cat(
-        [make_text(1, 4).clamp(max=59), torch.full((1, 16), 60), make_text(1, 5).clamp(max=59)], 1
-    )
+    ids = torch.cat([make_ids(1, 4).clamp(max=59), torch.full((1, 16), 60), make_ids(1, 5).clamp(max=59)], 1)
     call = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32)}
     parts = {"text_config": "htree", "vision_config": "eager"}
     ours, theirs = make_llava(parts), make_llava("eager")
@@ -303,7 +299,7 @@ SQUARE = torch.ones(1, 1, 40, 40, dtype=torch.bool)
 )
 def test_what_boundaries_would_hide_is_refused(call: dict[str, Tensor], message: str) -> None:
     with pytest.raises(NotImplementedError, match=f"htree: packed documents .*{message}"):
-        make_model()(make_text(1), use_cache=False, **call)
+        make_model()(make_ids(1), use_cache=False, **call)
 
 
 def test_boundaries_behind_a_cache_name_the_keys() -> None:
@@ -319,7 +315,7 @@ def test_boundaries_behind_a_cache_name_the_keys() -> None:
 
 def test_weights_that_the_config_asks_for_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="there are no weights to return"):
-        make_model(output_attentions=True)(make_text())
+        make_model(output_attentions=True)(make_ids())
 
 
 # ---- caches
@@ -336,7 +332,7 @@ def test_a_tree_cache_is_for_layers_of_full_attention() -> None:
 def test_a_model_that_changes_what_its_cache_returns_is_refused() -> None:
     model = make_other("DiffLlamaConfig", "DiffLlamaForCausalLM", SIZES)
     with pytest.raises(NotImplementedError, match="hands what its cache returns to its attention unchanged"):
-        model(make_text(), **{CACHE: TreeCache(model.config, max_cache_len=64)})
+        model(make_ids(), **{CACHE: TreeCache(model.config, max_cache_len=64)})
     for function in (torch.cat, nn.functional.dropout):
         with pytest.raises(NotImplementedError, match="use a DynamicCache"):
-            function(TreeCache(model.config, 64).update(TEXT, TEXT, 0)[0])
+            function(TreeCache(model.config, 64).update(IDS, IDS, 0)[0])

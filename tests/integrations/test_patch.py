@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, MODELS, make_model, make_text
+from small_models import EXACT, MODELS, make_ids, make_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -19,8 +19,6 @@ from htree_ops import FP8Linear, quantize_model_
 from htree_ops.integrations import patch_model_, unpatch_model_
 from htree_ops.integrations.patch import FusedQwen3Attention, _trained_norm, rotate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def classes(model: nn.Module) -> list[type]:
     return [type(part) for part in model.modules()]
@@ -28,7 +26,7 @@ def classes(model: nn.Module) -> list[type]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_patched_model_is_the_same_model(kind: str, device: str) -> None:
-    model, ids = make_model(kind, attention="eager", device=device), make_text(device=device)
+    model, ids = make_model(kind, attention="eager", device=device), make_ids(device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
 
@@ -119,7 +117,7 @@ def test_rotary_positions_of_any_kind(scaling: str, kind: str, device: str) -> N
     rope = {"rope_type": scaling, "rope_theta": 10000.0}
     rope |= {} if scaling == "default" else {"factor": 4.0, "original_max_position_embeddings": 32}
     model = make_model(kind, attention="eager", device=device, rope_parameters=rope)
-    ids = make_text(device=device)
+    ids = make_ids(device=device)
     positions = torch.stack((torch.arange(40), (7 * torch.arange(40) + 3) % 60)).to(device)
     with torch.no_grad():
         wanted = model(ids, position_ids=positions, use_cache=False).logits
@@ -129,7 +127,7 @@ def test_rotary_positions_of_any_kind(scaling: str, kind: str, device: str) -> N
 
 
 def test_where_the_tree_rotates_nothing_else_does() -> None:
-    model, ids = make_model(options={**EXACT, "positions": "compact"}), make_text()
+    model, ids = make_model(options={**EXACT, "positions": "compact"}), make_ids()
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
         patch_model_(model, norms=False, mlp=False)
@@ -170,7 +168,7 @@ def test_what_has_no_fused_form_stays() -> None:
 
 
 def test_generation_of_a_patched_model() -> None:
-    ids = make_text(length=30)
+    ids = make_ids(length=30)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     model = make_model("qwen3", attention="eager")
@@ -184,7 +182,7 @@ def test_generation_of_a_patched_model() -> None:
 @pytest.mark.parametrize("norms", [False, True])
 def test_a_patched_model_compiles(norms: bool, kind: str) -> None:
     torch._dynamo.reset()
-    model, ids = make_model(kind, num_hidden_layers=1), make_text()
+    model, ids = make_model(kind, num_hidden_layers=1), make_ids()
     patch_model_(model, norms=norms)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
@@ -199,7 +197,7 @@ def test_a_patched_model_compiles(norms: bool, kind: str) -> None:
 
 
 def test_fp8_is_for_good() -> None:
-    model, ids = make_model(attention="eager"), make_text()
+    model, ids = make_model(attention="eager"), make_ids()
     with torch.no_grad():
         before = model(ids).logits
         changed = patch_model_(model, fp8=True)
@@ -290,7 +288,7 @@ CHANGES = [
 def test_what_changes_after_the_patch_counts(kind: str, change: Any, device: str) -> None:
     model, patched = (make_model(kind, attention="eager", device=device) for _ in range(2))
     patch_model_(patched)
-    ids = make_text(device=device)
+    ids = make_ids(device=device)
     with torch.no_grad():
         before = model(ids).logits
         for x in (model, patched):
@@ -307,7 +305,7 @@ def test_what_changes_after_a_compiled_call_counts(change: Any) -> None:
     torch._dynamo.reset()
     model, patched = (make_model(attention="eager", num_hidden_layers=1) for _ in range(2))
     patch_model_(patched, attention=False)
-    compiled, ids = torch.compile(patched, fullgraph=True, backend="eager"), make_text()
+    compiled, ids = torch.compile(patched, fullgraph=True, backend="eager"), make_ids()
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
         change(model)
@@ -354,7 +352,7 @@ def test_fp8_names_what_a_call_has_quantised() -> None:
 def test_a_quantised_model_is_loaded_with_its_scales(
     dtype: torch.dtype, static: bool, tmp_path: Path
 ) -> None:
-    model, ids = make_model("qwen3").to(dtype), make_text()
+    model, ids = make_model("qwen3").to(dtype), make_ids()
     names = [name for name, part in model.named_modules() if type(part) is nn.Linear and name != "lm_head"]
     quantize_model_(
         model,

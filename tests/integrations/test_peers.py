@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, SIZES, SPARSE, make_other, make_text
+from small_models import EXACT, SIZES, SPARSE, make_ids, make_other
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import TreeCache
 from tests.support.compare import assert_no_worse_than_eager, compare
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: The default of transformers multiplies no float64.
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
@@ -66,7 +64,7 @@ def model_of(
 
 def call_of(name: str) -> dict[str, Tensor]:
     arguments = {argument: torch.tensor(values) for argument, values in CALLS[name].items()}
-    return {"input_ids": make_text(), **arguments}
+    return {"input_ids": make_ids(), **arguments}
 
 
 def logits_of(model: PreTrainedModel, calls: list[dict[str, Tensor]]) -> Tensor:
@@ -129,7 +127,7 @@ def test_logits_and_gradients_are_those_of_eager(family: str, name: str) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_eager(family: str) -> None:
     """Of whole and of left-padded prompts, from the default cache, a tree cache, and no cache."""
-    ids = make_text(length=30)
+    ids = make_ids(length=30)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     ours, eager = model_of(family, "htree"), model_of(family)
@@ -175,7 +173,7 @@ def test_neither_padding_nor_a_cache_changes_anything(family: str, regime: str, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_changes_nothing(family: str, regime: str) -> None:
     """Greedy tokens with either cache, padded, in chunks, with beams and with drafts are those without a cache."""
-    model, ids = model_of(family, "htree", regime), make_text(length=30)
+    model, ids = model_of(family, "htree", regime), make_ids(length=30)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     for call in ({}, {"attention_mask": mask, "num_beams": 2}):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, MODELS, SPARSE, logits_and_gradients, make_model, make_text
+from small_models import EXACT, MODELS, SPARSE, logits_and_gradients, make_ids, make_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -32,8 +32,6 @@ from htree_ops.integrations.transformers import (
     attention,
     register,
 )
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def assert_equal_models(ours: Any, theirs: Any, ids: Tensor, **call: Any) -> None:
@@ -66,20 +64,20 @@ def test_exact_regimes_equal_the_models_own_attention(
     ours = make_model(kind, EXACT | {"positions": positions}, device=device)
     theirs = make_model(kind, attention="eager", device=device)
     call = {name: torch.tensor(value, device=device) for name, value in BATCHES[batch].items()}
-    assert_equal_models(ours, theirs, make_text(device=device), **call)
+    assert_equal_models(ours, theirs, make_ids(device=device), **call)
 
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
 def test_documents_between_boundaries(positions: str, device: str) -> None:
     """What DataCollatorWithFlattening makes: one row, restarting positions, boundaries."""
-    texts = [make_text(1, n)[0].tolist() for n in (13, 1, 26)]
+    sequences = [make_ids(1, n)[0].tolist() for n in (13, 1, 26)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    batch = collate([{"input_ids": text} for text in texts])
+    batch = collate([{"input_ids": ids} for ids in sequences])
     batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
     batch.pop("labels")
     ours = make_model(options=SPARSE | {"positions": positions}, device=device)
     packed = ours(**batch, use_cache=False).logits[0]
-    alone = [ours(torch.tensor([text], device=device), use_cache=False).logits[0] for text in texts]
+    alone = [ours(torch.tensor([ids], device=device), use_cache=False).logits[0] for ids in sequences]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-4)
     del batch["cu_seq_lens_q"], batch["cu_seq_lens_k"], batch["max_length_q"], batch["max_length_k"]
     torch.testing.assert_close(ours(**batch, use_cache=False).logits[0], packed)
@@ -89,11 +87,11 @@ def test_documents_between_boundaries(positions: str, device: str) -> None:
 def test_beyond_the_exact_regime_padding_changes_nothing(side: str, device: str) -> None:
     """Logits and gradients of padded sequences are those of the sequences alone, and NaN of padding stays there."""
     model = make_model(options=SPARSE, device=device)
-    text = make_text(1, 33, device)
-    out, gradients = logits_and_gradients(model, text)
+    ids = make_ids(1, 33, device)
+    out, gradients = logits_and_gradients(model, ids)
     pad = torch.full((1, 9), 5, device=device)
-    parts = (pad, text) if side == "left" else (text, pad)
-    mask = torch.cat([torch.full_like(x, x is text) for x in parts], 1)
+    parts = (pad, ids) if side == "left" else (ids, pad)
+    mask = torch.cat([torch.full_like(x, x is ids) for x in parts], 1)
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     both = logits_and_gradients(model, torch.cat(parts, 1), attention_mask=mask, position_ids=position_ids)
     torch.testing.assert_close(both[0], out[0], rtol=1e-4, atol=1e-4)
@@ -130,7 +128,7 @@ def test_padding_changes_nothing_where_later_tokens_count(device: str) -> None:
 def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
     """The layer's own queries and keys, unrotated, through the function with its own rotation."""
     model = make_model(options=SPARSE | {"positions": "compact"}, num_hidden_layers=1, device=device)
-    layer, ids = model.model.layers[0], make_text(device=device)
+    layer, ids = model.model.layers[0], make_ids(device=device)
     x = layer.input_layernorm(model.model.embed_tokens(ids))
     q, k, v = (
         p(x).unflatten(-1, (-1, 8))
@@ -183,11 +181,11 @@ def test_compact_positions_have_the_frequencies_of_the_model(
     ours = make_model(kind, EXACT | {"positions": "compact"}, device=device, **rope)
     theirs = make_model(kind, attention="eager", device=device, **rope)
     call = {name: torch.tensor(value, device=device) for name, value in BATCHES[batch].items()}
-    assert_equal_models(ours, theirs, make_text(device=device), **call)
+    assert_equal_models(ours, theirs, make_ids(device=device), **call)
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": SCALED[scaling]["rope_theta"]}}
     other = make_model(kind, attention="eager", device=device, **plain)
-    text = make_text(device=device)
-    assert not torch.allclose(other(text).logits, theirs(text).logits, atol=1e-3)
+    ids = make_ids(device=device)
+    assert not torch.allclose(other(ids).logits, theirs(ids).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -207,7 +205,7 @@ def test_scaled_positions_are_compiled_exported_and_served() -> None:
     torch._dynamo.reset()
     options = SPARSE | {"positions": "compact"}
     model = make_model(options=options, num_hidden_layers=1, rope_parameters=SCALED["yarn"])
-    ids = make_text()
+    ids = make_ids()
     _computed_rotation.cache_clear()
     with torch.no_grad():
         exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
@@ -230,7 +228,7 @@ def test_scaled_positions_are_compiled_exported_and_served() -> None:
     ("kind", "positions"), [("llama", "own"), ("llama", "compact"), ("mistral", "own"), ("qwen3", "compact")]
 )
 def test_generation_equals_that_of_the_models_own_attention(kind: str, positions: str, device: str) -> None:
-    ids = make_text(length=30, device=device)
+    ids = make_ids(length=30, device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     keywords = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
@@ -240,8 +238,8 @@ def test_generation_equals_that_of_the_models_own_attention(kind: str, positions
         assert torch.equal(ours.generate(ids, **call, **keywords), theirs.generate(ids, **call, **keywords))
 
 
-def test_a_cache_gives_what_the_whole_text_gives(device: str) -> None:
-    model, ids = make_model(options=SPARSE, device=device), make_text(device=device)
+def test_a_cache_gives_what_the_whole_sequence_gives(device: str) -> None:
+    model, ids = make_model(options=SPARSE, device=device), make_ids(device=device)
     whole = model(ids, use_cache=False).logits
     first = model(ids[:, :23], use_cache=True)
     rest = model(ids[:, 23:], **{CACHE: first[CACHE]})
@@ -254,7 +252,7 @@ def test_a_cache_gives_what_the_whole_text_gives(device: str) -> None:
 
 def test_a_padded_prompt_in_chunks_through_the_default_cache(device: str) -> None:
     """The first chunk of a sequence may be padding alone; its positions start in a later one."""
-    model, ids = make_model(options=SPARSE, device=device), make_text(device=device)
+    model, ids = make_model(options=SPARSE, device=device), make_ids(device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     call = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
@@ -267,14 +265,14 @@ def test_a_padded_prompt_in_chunks_through_the_default_cache(device: str) -> Non
 
 
 def test_a_small_model_learns_the_same_both_ways(device: str) -> None:
-    """And beyond the exact regime: what a text says again is found through nodes that are opened."""
+    """And beyond the exact regime: what a sequence says again is found through nodes that are opened."""
     losses = {}
     sparse = {"compression_rate": 4, "top_k": 4, "max_top_nodes": 16}
     for name, options in {"eager": EXACT, "htree": EXACT, "sparse": sparse}.items():
         attention = "eager" if name == "eager" else "htree"
         model = make_model(options=options, attention=attention, num_hidden_layers=1, device=device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        ids = make_text(4, 16, device).repeat(1, 3)
+        ids = make_ids(4, 16, device).repeat(1, 3)
         losses[name] = []
         for _ in range(25):
             loss = model(ids, labels=ids, use_cache=False).loss
@@ -289,7 +287,7 @@ def test_a_small_model_learns_the_same_both_ways(device: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_nothing(reentrant: bool, device: str) -> None:
-    model, ids = make_model(options=SPARSE, device=device).train(), make_text(device=device)
+    model, ids = make_model(options=SPARSE, device=device).train(), make_ids(device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     for call in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(40, device=device)[None] % 17}):
@@ -324,7 +322,7 @@ def test_the_trainer_trains(packed: str, tmp_path: Any) -> None:
             "labels": ids.masked_fill(ids == 0, -100),
         }
 
-    texts = [{"input_ids": (make_text(1, 7)[0].tolist() * 6)[: 30 + i % 9]} for i in range(16)]
+    sequences = [{"input_ids": (make_ids(1, 7)[0].tolist() * 6)[: 30 + i % 9]} for i in range(16)]
     model = make_model(options=SPARSE)
     arguments = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=8, learning_rate=5e-3, report_to=[],
@@ -336,7 +334,7 @@ def test_the_trainer_trains(packed: str, tmp_path: Any) -> None:
         "packed": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
         "padding-free": PaddingFree(),
     }
-    trainer = Trainer(model=model, args=arguments, train_dataset=texts, data_collator=collators[packed])
+    trainer = Trainer(model=model, args=arguments, train_dataset=sequences, data_collator=collators[packed])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8
@@ -346,7 +344,7 @@ def test_the_trainer_trains(packed: str, tmp_path: Any) -> None:
 def test_threads_do_not_disturb_each_other() -> None:
     """Two models with different options and differently padded batches at once."""
     models = [make_model(options=options) for options in (SPARSE, EXACT)]
-    ids = make_text()
+    ids = make_ids()
     masks = [torch.ones_like(ids), torch.ones_like(ids)]
     masks[0][0, :9], masks[1][1, :20] = 0, 0
     with torch.no_grad():
@@ -372,7 +370,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_options_are_saved_with_the_model(tmp_path: Any) -> None:
-    model, ids = make_model(options=SPARSE | {"positions": "compact"}), make_text()
+    model, ids = make_model(options=SPARSE | {"positions": "compact"}), make_ids()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="htree")
     assert again.config.htree == SPARSE | {"positions": "compact"}
@@ -382,7 +380,7 @@ def test_options_are_saved_with_the_model(tmp_path: Any) -> None:
 
 
 def test_register_gives_the_default_of_positions() -> None:
-    model, ids = make_model(options=SPARSE), make_text()
+    model, ids = make_model(options=SPARSE), make_ids()
     own = model(ids).logits
     register(positions="compact")
     compact = model(ids).logits
@@ -400,14 +398,14 @@ def test_register_gives_the_default_of_positions() -> None:
 
 
 def call_with(changes: dict[str, Any], **call: Any) -> None:
-    make_model(**changes)(make_text(), **call)
+    make_model(**changes)(make_ids(), **call)
 
 
 def encoder() -> None:
     config = BertConfig(
         vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
-    BertModel._from_config(config, attn_implementation="htree").eval()(make_text())
+    BertModel._from_config(config, attn_implementation="htree").eval()(make_ids())
 
 
 def no_dict() -> Any:
@@ -418,12 +416,12 @@ def no_dict() -> Any:
 
 def behind_a_cache(**call: Any) -> None:
     model = make_model()
-    model(make_text(), **{CACHE: model(make_text())[CACHE]}, **call)
+    model(make_ids(), **{CACHE: model(make_ids())[CACHE]}, **call)
 
 
 def packed_with(**call: Any) -> None:
     bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
-    make_model()(make_text(1), use_cache=False, **{"cu_seq_lens_q": bounds} | call)
+    make_model()(make_ids(1), use_cache=False, **{"cu_seq_lens_q": bounds} | call)
 
 
 COMPACT = EXACT | {"positions": "compact"}
@@ -450,7 +448,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         "layer_types",
     ),
     "dropout": (
-        lambda: make_model(attention_dropout=0.1).train()(make_text()),
+        lambda: make_model(attention_dropout=0.1).train()(make_ids()),
         NotImplementedError,
         r"dropout .* got 0.1: set config.attention_dropout = 0.0",
     ),
@@ -465,7 +463,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         "static cache .* DynamicCache",
     ),
     "static cache of generate": (
-        lambda: make_model().generate(make_text(), max_new_tokens=2, cache_implementation="static"),
+        lambda: make_model().generate(make_ids(), max_new_tokens=2, cache_implementation="static"),
         NotImplementedError,
         "static cache",
     ),
@@ -492,7 +490,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "documents behind a cache": (
         lambda: behind_a_cache(position_ids=(40 + torch.arange(40) % 17)[None]),
         NotImplementedError,
-        "one text per sequence: give packed documents to a call without a cache",
+        "one document per sequence: give packed documents to a call without a cache",
     ),
     "a document behind a cache, in a padded batch": (
         lambda: behind_a_cache(
@@ -500,7 +498,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
             attention_mask=torch.cat([torch.zeros(2, 9), torch.ones(2, 71)], 1),
         ),
         NotImplementedError,
-        "one text per sequence",
+        "one document per sequence",
     ),
     "wide boundaries": (
         lambda: packed_with(cu_seq_lens_q=torch.tensor([0, 17, 40])),
@@ -559,12 +557,12 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "dynamic positions": (
         lambda: call_with({"options": COMPACT, "rope_parameters": DYNAMIC}),
         NotImplementedError,
-        "do not follow the length of the text, .*got 'dynamic': use positions='own'",
+        "do not follow the sequence length, .*got 'dynamic': use positions='own'",
     ),
     "longrope": (
         lambda: call_with({"options": COMPACT, "rope_parameters": LONG}),
         NotImplementedError,
-        "do not follow the length of the text, .*got 'longrope': use positions='own'",
+        "do not follow the sequence length, .*got 'longrope': use positions='own'",
     ),
     "partial positions": (
         lambda: call_with({"options": COMPACT, "rope_parameters": PARTIAL}),
@@ -617,7 +615,7 @@ def test_keywords_of_losses_and_collators_change_nothing() -> None:
     wanted = attention(layer, q, k, k, None)[0]
     for name in listed | loss:
         assert torch.equal(attention(layer, q, k, k, None, **{name: torch.ones(1, 6)})[0], wanted)
-    ids = make_text()
+    ids = make_ids()
     shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     wanted_loss = model(ids, labels=ids).loss
     torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, wanted_loss)

@@ -11,20 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import EXACT, SPARSE, make_model, make_text
+from small_models import EXACT, SPARSE, make_ids, make_model
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel
 
 import htree_ops
+from htree_ops import TreeOptions
 from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.transformers import TreeCache, attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STRIDED = SPARSE | {"selection_stride": 4}
 COMPACT = {"positions": "compact"}
-#: No token ends a text early.
+#: No token ends a sequence early.
 GREEDY = {"do_sample": False, "eos_token_id": 60}
 
 
@@ -58,7 +57,7 @@ def generate(
     ids=["llama", "llama-compact", "mistral-stride", "mistral-exact", "qwen3-heads", "qwen3-span"],
 )
 def test_generation_needs_no_tree_built_again(kind: str, options: dict[str, Any], device: str) -> None:
-    model, ids = make_model(kind, options, device=device), make_text(length=30, device=device)
+    model, ids = make_model(kind, options, device=device), make_ids(length=30, device=device)
     mask = padded_mask(ids)
     for call in ({}, {"attention_mask": mask}, {"attention_mask": mask, "num_beams": 3}):
         assert torch.equal(generate(model, ids, **call), generate(model, ids, cached=False, **call))
@@ -67,7 +66,7 @@ def test_generation_needs_no_tree_built_again(kind: str, options: dict[str, Any]
 def test_neighbours_are_opened_in_models_too() -> None:
     """A layer asks its cache for what the model's config says."""
     wide = STRIDED | {"top_k": 4, "max_top_nodes": 12}
-    ids = make_text(length=60)
+    ids = make_ids(length=60)
     model = make_model(options=wide | {"open_next": True})
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -81,7 +80,7 @@ def test_neighbours_are_opened_in_models_too() -> None:
 def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
     """Assisted generation by another model and by the prompt itself, of a model that repeats itself now and then."""
     model = make_model(options=options, device=device)
-    ids = make_text(1, 12, device).repeat(1, 3)
+    ids = make_ids(1, 12, device).repeat(1, 3)
     wanted = generate(model, ids, cached=False, max_new_tokens=24)
     assistant = make_model(num_hidden_layers=1, device=device)
     assistant.generation_config.num_assistant_tokens = 8
@@ -92,8 +91,8 @@ def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
-    """Near to 16 bits, in less memory, and with drafts and chunks the same tokens as step by step."""
-    model, ids = make_model(options=SPARSE, device=device, head_dim=64), make_text(length=30, device=device)
+    """Near to 16 bits, in less memory, and with speculative decoding and chunks the same tokens as step by step."""
+    model, ids = make_model(options=SPARSE, device=device, head_dim=64), make_ids(length=30, device=device)
     plain, packed = (TreeCache(model.config, 96, page_size=16, leaf_bits=x) for x in (None, bits))
     wanted, found = (model(ids, **{CACHE: cache}).logits for cache in (plain, packed))
     assert not torch.equal(found, wanted)
@@ -114,7 +113,7 @@ def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
 
 @pytest.mark.parametrize("options", [SPARSE, STRIDED | COMPACT], ids=["stride1", "stride4"])
 def test_prompts_in_chunks_and_prompts_that_are_kept(options: dict[str, Any], device: str) -> None:
-    model, ids = make_model(options=options, device=device), make_text(length=40, device=device)
+    model, ids = make_model(options=options, device=device), make_ids(length=40, device=device)
     wanted = generate(model, ids, cached=False)
     assert torch.equal(generate(model, ids, prefill_chunk_size=7), wanted)
     mask = padded_mask(ids)
@@ -150,7 +149,7 @@ def make_attention(stride: int) -> torch.nn.Module:
 
 @pytest.mark.filterwarnings("ignore:tree_attention. q is")
 @given(data=st.data())
-def test_however_columns_come_rows_are_those_of_the_whole_text(data: st.DataObject) -> None:
+def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.DataObject) -> None:
     """Any mask, any cuts, columns that are taken back, sequences that become others."""
     batch, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
     stride = data.draw(st.sampled_from([1, 2, 4]))
@@ -165,7 +164,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_text(data: st.DataObje
     while done < columns:
         n = data.draw(st.integers(1, columns - done))
         part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, layer.config.htree | {"rope_base": None})[:, part]
+        wanted = attend_padded(q, k, v, real, TreeOptions(**layer.config.htree, rope_base=None))[:, part]
         handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
         mask = None if bool(real.all()) else real[:, : done + n]
         got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
@@ -196,7 +195,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_text(data: st.DataObje
 
 def test_two_threads_with_a_cache_each() -> None:
     models = [make_model(options=options) for options in (SPARSE, STRIDED)]
-    ids = make_text(length=30)
+    ids = make_ids(length=30)
     masks = [padded_mask(ids), padded_mask(ids, 20)]
     wanted = [generate(m, ids, attention_mask=mask) for m, mask in zip(models, masks, strict=True)]
     found: list[list[Tensor]] = [[], []]
@@ -215,9 +214,9 @@ def test_two_threads_with_a_cache_each() -> None:
 
 
 def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device: str) -> None:
-    model, ids = make_model(options=SPARSE, device=device).train(), make_text(device=device)
+    model, ids = make_model(options=SPARSE, device=device).train(), make_ids(device=device)
     cache = TreeCache(model.config, 64)
-    with pytest.raises(RuntimeError, match="derivative for htree::tree_cache_attention is not implemented"):
+    with pytest.raises(RuntimeError, match="derivative for htree::_tree_cache_attention is not implemented"):
         model(ids, labels=ids, **{CACHE: cache}).loss.backward()
     cache.reset()
     model.zero_grad()
@@ -234,7 +233,7 @@ def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device:
 def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
     torch._dynamo.reset()
     model = make_model(options=STRIDED, num_hidden_layers=1, device=device)
-    ids = make_text(device=device)
+    ids = make_ids(device=device)
     mask = padded_mask(ids)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     caches = [TreeCache(model.config, 64) for _ in range(2)]
@@ -260,7 +259,7 @@ def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
 
 def test_a_cache_follows_autocast(device: str) -> None:
     """Qwen3 normalises heads in float32 there, and its values are bfloat16."""
-    model, ids = make_model("qwen3", SPARSE, device=device), make_text(length=30, device=device)
+    model, ids = make_model("qwen3", SPARSE, device=device), make_ids(length=30, device=device)
     with torch.autocast(device, torch.bfloat16):
         cache = TreeCache(model.config, 64)
         with torch.no_grad():
@@ -283,13 +282,13 @@ def filled(
     model = make_model(options=options, num_hidden_layers=1, head_dim=head_dim)
     cache = TreeCache(model.config, size, **memory)
     with torch.no_grad():
-        model(make_text(length=30), **{CACHE: cache}, attention_mask=mask)
+        model(make_ids(length=30), **{CACHE: cache}, attention_mask=mask)
     return model, cache
 
 
 def go_on(model: Any, cache: TreeCache, columns: int = 1, **call: Any) -> None:
     with torch.no_grad():
-        model(make_text(call.pop("batch", 2), columns), **{CACHE: cache}, **call)
+        model(make_ids(call.pop("batch", 2), columns), **{CACHE: cache}, **call)
 
 
 def with_other_options() -> None:
@@ -300,10 +299,10 @@ def with_other_options() -> None:
 
 def with_other_attention(name: str) -> None:
     model = make_model(attention=name)
-    generate(model, make_text())
+    generate(model, make_ids())
 
 
-PADDING = padded_mask(make_text(length=30))
+PADDING = padded_mask(make_ids(length=30))
 DOCUMENTS = torch.arange(30)[None] % 17
 BOUNDS = torch.tensor([0, 17, 30], dtype=torch.int32)
 REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -332,7 +331,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         r"as many ones .* as the cache holds, \[21, 30\], got \[30, 30\]",
     ),
     "mask that changes": (
-        lambda: go_on(*filled(), attention_mask=padded_mask(make_text(length=31))),
+        lambda: go_on(*filled(), attention_mask=padded_mask(make_ids(length=31))),
         ValueError,
         r"as the cache holds, \[30, 30\], got \[21, 30\]",
     ),
@@ -343,32 +342,32 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "documents": (
         lambda: make_model()(
-            make_text(length=30), position_ids=DOCUMENTS, **{CACHE: TreeCache(make_model().config, 64)}
+            make_ids(length=30), position_ids=DOCUMENTS, **{CACHE: TreeCache(make_model().config, 64)}
         ),
         NotImplementedError,
-        "one text per sequence",
+        "one document per sequence",
     ),
     "documents in a padded batch": (
         lambda: make_model()(
-            make_text(length=30),
+            make_ids(length=30),
             position_ids=DOCUMENTS,
             attention_mask=PADDING,
             **{CACHE: TreeCache(make_model().config, 64)},
         ),
         NotImplementedError,
-        "one text per sequence",
+        "one document per sequence",
     ),
     "a document behind the tokens": (
         lambda: go_on(*filled(), 5, position_ids=torch.arange(5)[None]),
         NotImplementedError,
-        "one text per sequence",
+        "one document per sequence",
     ),
     "boundaries": (
         lambda: make_model()(
-            make_text(1, 30), cu_seq_lens_q=BOUNDS, **{CACHE: TreeCache(make_model().config, 64)}
+            make_ids(1, 30), cu_seq_lens_q=BOUNDS, **{CACHE: TreeCache(make_model().config, 64)}
         ),
         NotImplementedError,
-        "one text per sequence",
+        "one document per sequence",
     ),
     "mask of 4 dims": (
         lambda: go_on(*filled(), attention_mask=torch.ones(2, 1, 1, 31, dtype=torch.bool)),
@@ -403,7 +402,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         "must be None, 8 or 4, got 5",
     ),
     "bits of narrow heads": (
-        lambda: generate(make_model(options=SPARSE), make_text(length=9), leaf_bits=8),
+        lambda: generate(make_model(options=SPARSE), make_ids(length=9), leaf_bits=8),
         htree_ops.errors.ShapeMismatchError,
         "head_dim must be a multiple of 64 up to 512 with leaf_bits, got 8",
     ),
@@ -453,7 +452,7 @@ def test_a_cache_says_what_it_holds() -> None:
     assert list(cache) == [(None, None, None)] * 2
     assert repr(cache) == "TreeCache(layers=2, tokens=0, max_cache_len=64, page_size=16)"
     with torch.no_grad():
-        model(make_text(length=30), attention_mask=PADDING, **{CACHE: cache})
+        model(make_ids(length=30), attention_mask=PADDING, **{CACHE: cache})
     assert cache.is_initialized
     assert repr(cache) == "TreeCache(layers=2, batch=2, tokens=30, max_cache_len=64, page_size=16)"
     held, layers = cache.num_bytes(), [layer.cache.num_bytes() for layer in cache.layers]
@@ -467,7 +466,7 @@ def test_a_cache_says_what_it_holds() -> None:
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_keys_and_values_move_to_another_cache(padded: bool, device: str) -> None:
     """The model goes on with them, with tree attention or with its own."""
-    model, ids = make_model(device=device), make_text(length=40, device=device)
+    model, ids = make_model(device=device), make_ids(length=40, device=device)
     mask = padded_mask(ids) if padded else torch.ones_like(ids)
     caches = TreeCache(model.config, 64, page_size=16), DynamicCache(config=model.config)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The Python layer of the rmsnorm_rope room: validation, module, dataclass, configurations (docs/semantics §3.4)."""
+"""The Python layer of the rmsnorm_rope family: validation, module, dataclass, configurations (docs/semantics §3.4)."""
 
 from __future__ import annotations
 

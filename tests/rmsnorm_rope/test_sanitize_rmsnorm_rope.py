@@ -1,4 +1,4 @@
-"""Every CUDA kernel of the rmsnorm_rope room once at a small size, for compute-sanitizer."""
+"""Every CUDA kernel of the rmsnorm_rope family once at a small size, for compute-sanitizer."""
 
 from __future__ import annotations
 

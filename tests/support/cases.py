@@ -1,4 +1,4 @@
-"""The common base of case lists: a room's list feeds its tests, opcheck and benchmarks."""
+"""The common base of case lists: a family's list feeds its tests, opcheck and benchmarks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Case(abc.ABC):
 
     @property
     def shapes(self) -> str:
-        """Sizes for a results table; a room says more where one word is not enough."""
+        """Sizes for a results table; a family says more where one word is not enough."""
         return self.name
 
 

@@ -151,8 +151,8 @@ CASES = [
 ]
 
 #: A case for every kernel of Hopper (tests/test_matrix_configs.py), ragged in all directions. Rings are filled more
-#: than once. Transposing kernels get rows of c that tensor copies store, and others that they do not. Pairs of blocks
-#: share tiles after whole waves, without any before, and a single tile.
+#: than once. Kernels with swap AB get rows of c that tensor copies store, and others that they do not. Pairs of blocks
+#: split tiles along K after whole waves, without any before, and a single tile.
 KERNEL_CASES = [
     FP8GemmCase(
         name=f"{m}x{n}x{k}", dtype=OUTPUTS[i % 3], m=m, n=n, k=k, scales="channel" if i % 2 else "tensor"
@@ -196,7 +196,7 @@ KERNEL_CASES = [
             (500, 4994, 700),
             (150, 8456, 700),
             (770, 3074, 520),
-            # transposed tiles
+            # tiles with swap AB
             (770, 3586, 144),
             (450, 12568, 144),
             (1030, 5636, 144),
@@ -207,20 +207,20 @@ KERNEL_CASES = [
             (1030, 7496, 144),
             (600, 4232, 520),
             (1500, 2056, 520),
-            # transposed tiles in clusters
+            # tiles with swap AB in clusters
             (129, 5336, 1100),
             (450, 12674, 144),
             (570, 13442, 1100),
             (600, 11176, 144),
             (2000, 4456, 144),
-            # shared tiles
+            # tiles split along K
             (500, 578, 2100),
             (33825, 10, 1100),
             (81, 5950, 3100),
             (500, 10120, 2100),
             (524, 16904, 2100),
             (50690, 90, 520),
-            # a stream of 160 rows; transposed tiles of 160 and 200
+            # a stream of 160 rows; tiles with swap AB of 160 and 200
             (150, 3586, 3100),
             (630, 4168, 520),
             (1190, 2502, 2100),

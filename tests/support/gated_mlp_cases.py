@@ -24,8 +24,8 @@ __all__ = [
     "LAYOUT_CASES",
     "RTOL",
     "SIDES",
+    "SWAP_AB_CASES",
     "TILE_CASES",
-    "TURNED_CASES",
     "WIDE_CASES",
     "WIDE_CONFIG",
     "GatedMLPBackwardCase",
@@ -291,10 +291,10 @@ TILE_CASES = _half_cases(
         (65, 12000, 1088),
     )
 )
-#: For the tiles of Hopper whose rows of x are the n side, of 144 and 160 rows, which these sizes get by default: a
-#: cluster whose second block has no columns, whole and partial rows of tiles, shared k of the last tiles, and rows of
+#: For the tiles of Hopper with swap AB, of 144 and 160 rows of x, which these sizes get by default: a
+#: cluster whose second block has no columns, whole and partial rows of tiles, a stream-K tail, and rows of
 #: the result that begin at any address.
-TURNED_CASES = _half_cases(
+SWAP_AB_CASES = _half_cases(
     (
         (130, 11900, 520),
         (260, 11302, 328),

@@ -1,4 +1,4 @@
-"""A small call of every op that is not one of tree attention over whole texts (tree_attention_calls.py has those)."""
+"""A small call of every op but those of tree attention over whole sequences (tree_attention_calls.py has those)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["row_calls"]
 
 
 def row_calls(device: str) -> list[Call]:
-    """Calls of every op that is not one of tree attention over whole texts, most of them in float32."""
+    """Calls of every op that is not one of tree attention over whole sequences, most of them in float32."""
     x = normal((2, 5, 9), torch.float32, device, 0)
     y = torch.ops.htree.causal_softmax(x)
     wide, weight = normal((2, 3, 16), torch.float32, device, 1), normal((16,), torch.float32, device, 2)

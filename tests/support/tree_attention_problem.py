@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from htree_ops.ops.tree_attention.options import DEFAULTS, OF_OPS, Importance, TreeOptions, pack
+from htree_ops.ops.tree_attention.options import DEFAULTS, OP_KWARGS, Importance, TreeOptions, pack
 from htree_ops.reference import tree_attention as reference
 from tests.support import layouts
 from tests.support.cases import Case, normal
@@ -29,7 +29,7 @@ __all__ = [
 #: Options by their letters in the documentation, as cases of few tokens have them.
 SHORT = {"compression_rate": "r", "max_top_nodes": "M"}
 #: Options that are on or off, which drawn problems have in every mix.
-SWITCHES = tuple(name for name, kind, _ in OF_OPS if kind == "bool")
+SWITCHES = tuple(name for name, kind, _ in OP_KWARGS if kind == "bool")
 
 
 def _fused_projection(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,11 +95,13 @@ def packed(*documented: Any, **others: Any) -> tuple[list[int], list[float]]:
 
     Options that no op takes are packed too, so that the op refuses them.
     """
-    names = [name for name, _, _ in OF_OPS]
+    names = [name for name, _, _ in OP_KWARGS]
     given = dict(zip(names, documented, strict=False)) | others
     if "top_k_per_layer" in given:
         given["top_k"] = given.pop("top_k_per_layer")
-    ints, floats = pack(SimpleNamespace(**(vars(DEFAULTS) | given)))  # type: ignore[arg-type]
+    options: Any = SimpleNamespace(**(vars(DEFAULTS) | given))
+    options.top_nodes = TreeOptions.top_nodes.fget(options)  # type: ignore[attr-defined]
+    ints, floats = pack(options)
     return list(ints), list(floats)
 
 
@@ -117,7 +119,7 @@ class OptionFields:
 
     def keywords(self) -> dict[str, Any]:
         """Keywords of ``tree_attention``: all options that ops take."""
-        attributes = {name: SHORT[name] if name not in vars(self) else name for name, _, _ in OF_OPS}
+        attributes = {name: SHORT[name] if name not in vars(self) else name for name, _, _ in OP_KWARGS}
         return {name: getattr(self, attribute) for name, attribute in attributes.items()}
 
     def tree_options(self) -> TreeOptions:

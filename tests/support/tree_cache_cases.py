@@ -90,7 +90,7 @@ class TreeCacheCase(OptionFields, Case):
         """q of the last tokens, packed."""
         return normal((sum(self.queries), self.heads, self.key_dim), self.dtype, device, seed)
 
-    def texts(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def sequences(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of all tokens."""
         return (replace(self, queries=self.lengths).last_queries(device, seed), *self.tokens(device, seed))
 
@@ -446,8 +446,8 @@ def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
     )
 
 
-#: Decoding with one graph per layer in mind: a long text, a longer one, batches, a narrow selection, span means, and a
-#: short text in pages for a long one, which must not cost more than in pages of its own.
+#: Decoding with one graph per layer in mind: a long sequence, a longer one, batches, a narrow selection, span means,
+#: and a short sequence in pages for a long one, which must not cost more than in pages of its own.
 BENCHMARK_CASES = {
     "cuda": [
         _served("B=1 T=131072", 1, 1 << 17),
@@ -498,14 +498,14 @@ def op_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of a small call of every op of the room, and options as :func:`op_options` takes them."""
+    """Arguments of a small call of every op of the family, and options as :func:`op_options` takes them."""
     case = replace(CASES[2], lengths=(21, 9), queries=(5, 9))
     inputs = case.make_inputs(device)
     k_pool, v_pool, table, lengths = inputs[1:5]
-    _, k, v = case.texts(device)
+    _, k, v = case.sequences(device)
     state = state_of(device)
     in_bits = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
-    _, packed_k, packed_v = in_bits.texts(device)
+    _, packed_k, packed_v = in_bits.sequences(device)
     pools, packed_table = filled_packed_pools(in_bits, 4, packed_k, packed_v)
     prompt = replace(case, lengths=(21, 21), queries=(13, 13))
     prompt_q, *prompt_pools = prompt.make_inputs(device)[:4]

@@ -1,4 +1,4 @@
-"""The copies of a text that grows by chunks (csrc/ops/tree/plan/growing_tree.h), on the host.
+"""The copies of a sequence that grows by chunks (csrc/ops/tree/plan/growing_tree.h), on the host.
 
 A copy is a row of units. Here a unit holds, for each of its nodes, whether it was finished when the unit was written;
 after every chunk the units must be those of copies that are made at once.
@@ -27,8 +27,8 @@ Copies = dict[tuple[str, int], dict[int, tuple[bool, ...]]]
 
 
 @dataclass(frozen=True)
-class Text:
-    """Options of a text, whose lengths vary."""
+class GrowingSequence:
+    """Options of a sequence, whose lengths vary."""
 
     group: int = 8
     kv_heads: int = 2
@@ -57,27 +57,27 @@ class Text:
         return TILE // in_tile, means // in_tile
 
 
-def nodes_of_unit(text: Text, name: str, layer: int, unit: int) -> range:
+def nodes_of_unit(sequence: GrowingSequence, name: str, layer: int, unit: int) -> range:
     if name in ("packed", "spans"):
         return range(unit * RATE, (unit + 1) * RATE)
     if name == "top":
         return range(unit * TILE, (unit + 1) * TILE)
-    nodes, tiles = text.span_nodes(layer)
+    nodes, tiles = sequence.span_nodes(layer)
     return range(unit // tiles * nodes, (unit // tiles + 1) * nodes)
 
 
-def write(text: Text, copies: Copies, begin: int, end: int) -> set[tuple[str, int]]:
-    """Writes what tokens [begin, end) change; returns the copies that a text of ``end`` tokens has."""
-    packed, spans, top, top_spans = text.call(end).growing_change(begin)
+def write(sequence: GrowingSequence, copies: Copies, begin: int, end: int) -> set[tuple[str, int]]:
+    """Writes what tokens [begin, end) change; returns the copies that a sequence of ``end`` tokens has."""
+    packed, spans, top, top_spans = sequence.call(end).growing_change(begin)
     last = len(packed) - 1
-    assert last + 1 == text.layers(end)
+    assert last + 1 == sequence.layers(end)
     ranges = {("packed", layer): units for layer, units in enumerate(packed)}
     ranges |= {("spans", layer): units for layer, units in enumerate(spans)}
     ranges |= {("top", last): top, ("top_spans", last): top_spans}
     for (name, layer), (first, stop) in ranges.items():
         finished = end // RATE**layer
         for unit in range(first, stop):
-            nodes = nodes_of_unit(text, name, layer, unit)
+            nodes = nodes_of_unit(sequence, name, layer, unit)
             copies.setdefault((name, layer), {})[unit] = tuple(node < finished for node in nodes)
     # Tiles of another top stand in the same memory.
     for key in [key for key in copies if key[0].startswith("top") and key[1] != last]:
@@ -86,7 +86,7 @@ def write(text: Text, copies: Copies, begin: int, end: int) -> set[tuple[str, in
 
 
 OPTIONS = st.builds(
-    Text,
+    GrowingSequence,
     group=st.sampled_from([1, 3, 8, 16]),
     max_top_nodes=st.sampled_from([64, 100, 128]),
     top_k=st.sampled_from([8, 9]),
@@ -96,58 +96,62 @@ OPTIONS = st.builds(
 )
 
 
-@given(text=OPTIONS, chunks=st.lists(st.integers(1, 6000), min_size=1, max_size=8), more=st.integers(0, 5000))
-def test_a_text_in_chunks_has_the_copies_of_one_call(text: Text, chunks: list[int], more: int) -> None:
-    parents, span_rows, top_tiles, top_span_tiles = text.call(sum(chunks) + more).growing_room()
+@given(
+    sequence=OPTIONS, chunks=st.lists(st.integers(1, 6000), min_size=1, max_size=8), more=st.integers(0, 5000)
+)
+def test_a_sequence_in_chunks_has_the_copies_of_one_call(
+    sequence: GrowingSequence, chunks: list[int], more: int
+) -> None:
+    parents, span_rows, top_tiles, top_span_tiles = sequence.call(sum(chunks) + more).growing_room()
     grown: Copies = {}
     begin = 0
     for chunk in chunks:
         end = begin + chunk
         at_once: Copies = {}
-        wanted = write(text, at_once, 0, end)
-        assert write(text, grown, begin, end) == wanted
-        assert ("packed", text.layers(end) - 1) in wanted
+        wanted = write(sequence, at_once, 0, end)
+        assert write(sequence, grown, begin, end) == wanted
+        assert ("packed", sequence.layers(end) - 1) in wanted
         for name, layer in wanted:
             units = at_once[name, layer]
             assert units.keys() == set(range(len(units)))
             assert {unit: grown[name, layer][unit] for unit in units} == units, (name, layer, begin, end)
-            covered = nodes_of_unit(text, name, layer, len(units) - 1)[-1] + 1
-            assert covered >= -(-end // RATE**layer) > covered - len(nodes_of_unit(text, name, layer, 0))
+            covered = nodes_of_unit(sequence, name, layer, len(units) - 1)[-1] + 1
+            assert covered >= -(-end // RATE**layer) > covered - len(nodes_of_unit(sequence, name, layer, 0))
             room = {"packed": parents[layer], "spans": parents[layer], "top": top_tiles}
             assert len(units) <= room.get(name, top_span_tiles)
-            assert name != "spans" or span_rows[layer] == RATE**layer // text.span
+            assert name != "spans" or span_rows[layer] == RATE**layer // sequence.span
         begin = end
 
 
 @pytest.mark.parametrize("span", [0, 2])
 def test_a_chunk_changes_what_it_adds(span: int) -> None:
     """Of 128k tokens in chunks of 4096 each chunk writes its own units, and what was open before."""
-    text = Text(max_top_nodes=8192, top_k=512, dim=128, kv_heads=4, stride=16, span=span)
+    sequence = GrowingSequence(max_top_nodes=8192, top_k=512, dim=128, kv_heads=4, stride=16, span=span)
     for end in range(16_384, 131_073, 4096):
-        packed, spans, top, top_spans = text.call(end).growing_change(end - 4096)
+        packed, spans, top, top_spans = sequence.call(end).growing_change(end - 4096)
         assert [stop - first for first, stop in packed] == [256, 16]
         assert not any(stop for _, stop in spans)
         assert top[1] - top[0] == 2
         assert top_spans[1] - top_spans[0] == (16 if span else 0)
-    unaligned = text.call(20_001).growing_change(16_390)[0]
+    unaligned = sequence.call(20_001).growing_change(16_390)[0]
     assert unaligned == [(1024, 1251), (64, 79)]
 
 
-@given(text=OPTIONS, capacity=st.integers(1, 40_000))
-def test_copies_lie_one_behind_the_other(text: Text, capacity: int) -> None:
-    call = text.call(capacity)
+@given(sequence=OPTIONS, capacity=st.integers(1, 40_000))
+def test_copies_lie_one_behind_the_other(sequence: GrowingSequence, capacity: int) -> None:
+    call = sequence.call(capacity)
     parents, span_rows, top_tiles, top_span_tiles = call.growing_room()
-    parent_bytes, span_bytes = RATE * (4 * text.dim + 4), RATE * (2 * text.dim + 4)
-    tile_bytes = -(-text.dim // 64) * TILE * 128
+    parent_bytes, span_bytes = RATE * (4 * sequence.dim + 4), RATE * (2 * sequence.dim + 4)
+    tile_bytes = -(-sequence.dim // 64) * TILE * 128
     sizes = {
-        "inv_freq": 4 * text.dim,
-        "rope": (text.top_k * RATE + 1) * text.dim * 4,
-        "fragment_rotations": (text.top_k + 1) * text.dim * 2,
-        "dim_rotations": (text.top_k + 1) * text.dim * 2,
-        "top": text.kv_heads * top_tiles * (2 * tile_bytes + TILE * 4 + 4),
-        "top_span_keys": text.kv_heads * top_span_tiles * tile_bytes,
-        "top_span_scales": text.kv_heads * top_span_tiles * TILE * 4,
-        "top_span_scaled": text.kv_heads * top_span_tiles * 4,
+        "inv_freq": 4 * sequence.dim,
+        "rope": (sequence.top_k * RATE + 1) * sequence.dim * 4,
+        "fragment_rotations": (sequence.top_k + 1) * sequence.dim * 2,
+        "dim_rotations": (sequence.top_k + 1) * sequence.dim * 2,
+        "top": sequence.kv_heads * top_tiles * (2 * tile_bytes + TILE * 4 + 4),
+        "top_span_keys": sequence.kv_heads * top_span_tiles * tile_bytes,
+        "top_span_scales": sequence.kv_heads * top_span_tiles * TILE * 4,
+        "top_span_scaled": sequence.kv_heads * top_span_tiles * 4,
     }
     base = 1 << 20
     end = base
@@ -158,8 +162,8 @@ def test_copies_lie_one_behind_the_other(text: Text, capacity: int) -> None:
         assert address % 256 == 0
         assert address >= end, name
         if name == "packed":
-            end = address + text.kv_heads * parents[layer] * parent_bytes
+            end = address + sequence.kv_heads * parents[layer] * parent_bytes
         elif name == "spans":
-            end = address + text.kv_heads * parents[layer] * span_rows[layer] * span_bytes
+            end = address + sequence.kv_heads * parents[layer] * span_rows[layer] * span_bytes
         else:
             end = address + sizes.get(name, 0)

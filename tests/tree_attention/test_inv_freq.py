@@ -36,7 +36,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 FREQUENCIES = (1.0, -0.3, 0.01, 0.0)
 
@@ -117,7 +116,7 @@ def test_zeros_rotate_nothing(data, seed, device):
     span=st.sampled_from((None, 1, 2)),
     base=st.sampled_from((None, 10000.0)),
 )
-def test_a_cache_has_the_bits_of_the_whole_text(seed, width, data, stride, span, base):
+def test_a_cache_has_the_bits_of_the_whole_sequence(seed, width, data, stride, span, base):
     numbers = st.one_of(st.just(0.0), st.floats(-4, 4))
     inv_freq = (
         None if base is None else data.draw(st.lists(numbers, min_size=width // 2, max_size=width // 2))

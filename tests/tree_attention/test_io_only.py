@@ -1,4 +1,4 @@
-"""The IO-only twins against their formulas: integers exactly, scores to rounding (docs/semantics §2.2, §2.3)."""
+"""The IO-only variants against their formulas: integers exactly, scores to rounding (docs/semantics §2.2, §2.3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.compare import assert_close_spec
 from tests.support.tree_attention_cases import LAYOUTS, SHAPES, TreeAttentionCase
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 FILLED = [
     shape.with_dtype(dtype)

@@ -32,7 +32,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def forward(q, k, v, case):
@@ -40,7 +39,7 @@ def forward(q, k, v, case):
         return ops.attention_forward(q, k, v, **case.reference_options())
 
 
-def named(name):
+def case_named(name):
     return next(shape for shape in NEXT_SHAPES if shape.name == f"{name}_next")
 
 
@@ -115,7 +114,7 @@ def test_more_candidates_than_a_block_has_threads(device):
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_two_and_fewer_change_nothing(top_k, device):
-    case = dataclasses.replace(named("pairs"), top_k=top_k, M=4)
+    case = dataclasses.replace(case_named("pairs"), top_k=top_k, M=4)
     inputs = case.make_qkv(device)
     plain = forward(*inputs, dataclasses.replace(case, open_next=False))
     ours = forward(*inputs, case)
@@ -123,7 +122,7 @@ def test_two_and_fewer_change_nothing(top_k, device):
 
 
 def test_a_reader_finds_the_next_node(device):
-    """Sixteen queries share what the first one looked for. The text that they come to stands behind it."""
+    """Sixteen queries share what the first one looked for. The tokens that they come to stand behind it."""
     r, T, K = 16, 1024, 32
     q, k, v = (torch.zeros(1, T, 1, K, device=device) for _ in range(3))
     k[0, 320:336, 0, 0] = 6.0  # what the leader of the last sixteen looks for: node 20
@@ -180,7 +179,7 @@ def test_output_and_lists_against_the_reference(case, device):
 @pytest.mark.parametrize("store_parents", [True, False])
 def test_gradcheck(store_parents):
     case = dataclasses.replace(
-        named("k3"), dtype=torch.float64, T=40, H=2, H_kv=1, K=2, V=2, top_k=3, M=12, selection_stride=2
+        case_named("k3"), dtype=torch.float64, T=40, H=2, H_kv=1, K=2, V=2, top_k=3, M=12, selection_stride=2
     )
     inputs = [x.requires_grad_() for x in case.make_separated("cpu")]
     options = case.reference_options()
@@ -191,7 +190,7 @@ def test_gradcheck(store_parents):
 
 def test_the_judge_of_lists_sees_a_neighbour_that_is_lacking():
     """And an entry that is neither of the best, nor behind them, nor next: the tests above rest on it."""
-    case = dataclasses.replace(named("three_layers"), T=48, dtype=torch.float32)
+    case = dataclasses.replace(case_named("three_layers"), T=48, dtype=torch.float32)
     q, k, v = case.make_qkv("cpu")
     options = case.reference_options()
     plain = forward(q, k, v, dataclasses.replace(case, open_next=False))[3]
@@ -203,7 +202,7 @@ def test_the_judge_of_lists_sees_a_neighbour_that_is_lacking():
 
 def test_later_tokens_change_no_row(device):
     for name in ("three_layers", "stride16_c2", "joint"):
-        case = named(name)
+        case = case_named(name)
         q, k, v = case.make_qkv(device)
         before = forward(q, k, v, case)[0]
         for token in (50, case.T // 2, case.T - 2):
@@ -248,7 +247,7 @@ def test_modules_options_and_states(device):
 
 @pytest.mark.parametrize("name", ["three_layers", "stride4_suffix", "stride16_c2", "misaligned"])
 def test_opcheck(name, device):
-    found = calls_with(named(name), device, "open_next")
+    found = calls_with(case_named(name), device, "open_next")
     assert len(found) == 13
     for call in found:
         torch.library.opcheck(call.overload, call.args, call.kwargs)

@@ -1,4 +1,4 @@
-"""Small calls of the kernels of the IO-only twins, for compute-sanitizer (`make sanitize`)."""
+"""Small calls of the kernels of the IO-only variants, for compute-sanitizer (`make sanitize`)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def to_cuda(value: object) -> object:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [shape for shape in SHAPES if shape.name in NAMES], ids=lambda c: c.name)
-def test_every_twin(case, dtype) -> None:
+def test_every_io_only_variant(case, dtype) -> None:
     prepared = [call for call in calls(case.with_dtype(dtype), "cpu") if call.op.startswith("io_")]
-    twins = {call.op: replace(call, args=tuple(map(to_cuda, call.args))) for call in prepared}
-    assert len(twins) == 5
-    results = {op: call() for op, call in twins.items()}
+    variants = {call.op: replace(call, args=tuple(map(to_cuda, call.args))) for call in prepared}
+    assert len(variants) == 5
+    results = {op: call() for op, call in variants.items()}
     assert not results["io_compute_scores"][0].isnan().any()
     assert results["io_attention_forward"].isfinite().all()
-    scores, num, top_k, _, _, t0 = twins["io_select_topk"].args
-    lists, _, rate = twins["io_compute_next_parents"].args
+    scores, num, top_k, _, _, t0 = variants["io_select_topk"].args
+    lists, _, rate = variants["io_compute_next_parents"].args
     for select in ("lcg", "stratified"):
         positions = torch.ops.htree.io_select_topk(scores, num, top_k, 1, select, t0)
         mapped = torch.ops.htree.io_compute_next_parents(lists, positions, rate, True)

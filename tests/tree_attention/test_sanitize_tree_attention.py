@@ -139,7 +139,7 @@ def test_backward_under_lists_that_break_the_rules(stride: int, rope_base: float
 
 
 @pytest.mark.parametrize("span", [None, 2])
-def test_rows_before_the_first_selection_of_a_long_text(span: int | None) -> None:
+def test_rows_before_the_first_selection_of_a_long_sequence(span: int | None) -> None:
     """The tables of such a call end before the nodes of the top do."""
     case = tensor_core("rows", torch.bfloat16, T=4000, H=4, M=256, top_k=16, K=128, V=128)
     q, k, v = case.make_qkv("cuda")

@@ -42,7 +42,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = st.sampled_from(CPU_DTYPES)
 
 
@@ -198,7 +197,7 @@ def test_a_span_of_r_is_no_span_on_two_layers(case, device):
 @pytest.mark.parametrize("name", ["ragged_mean", "stride16", "group_of_3", "three_layers_r16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e4])
 def test_the_open_node_has_no_influence(name, value, device):
-    """Every later token, and the tokens of the query's own nodes after it, one query at a time."""
+    """Every later token, and the tokens of the query's diagonal blocks after it, one query at a time."""
     case = spanned(name)
     q, k, v = case.make_qkv(device)
     before = forward(q, k, v, case)

@@ -147,7 +147,7 @@ def test_a_value_that_no_gradient_reads(
 def test_keys_of_zeros_alone(
     family: str, zeros: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a text begins that was padded with zeros: the first rows see no other keys."""
+    """As a sequence begins that was padded with zeros: the first rows see no other keys."""
     case, alone = FAMILIES[family]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
     q, k, v = case.make_qkv("cuda")
@@ -207,7 +207,7 @@ def test_values_far_above_the_others(family: str, nan_memory: None, monkeypatch:
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("t", [15, 100, 643])
 def test_a_future_that_is_not_finite(stride: int, t: int) -> None:
-    """dq of a query is finite whatever later tokens hold, also those under its own parent."""
+    """dq of a query is finite whatever later tokens hold, also those under its diagonal parent."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()

@@ -138,7 +138,7 @@ def test_bounds_over_several_depths_are_one_graph(backend: str, stride: int, dev
             assert torch.equal(ours, theirs)
 
 
-def test_a_query_over_texts_of_several_depths_is_one_graph(device: str) -> None:
+def test_a_query_over_sequences_of_several_depths_is_one_graph(device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS), backend="aot_eager", fullgraph=True

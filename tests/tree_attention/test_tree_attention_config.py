@@ -474,7 +474,7 @@ STEP = 4096  # queries of a piece
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("starts", [[2, 3], [0, 1, 2, 3], [4, 5, 6]])
-def test_a_text_in_neighbouring_pieces_is_one_piece(starts: list[int], backward: bool) -> None:
+def test_a_sequence_in_neighbouring_pieces_is_one_piece(starts: list[int], backward: bool) -> None:
     sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
     found, expected = (
         choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in places])

@@ -92,11 +92,13 @@ def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
 
 @pytest.mark.parametrize(("length", "width"), [(40, 128), (130, 32), (200, 64), (300, 128)])
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
-def test_a_text_among_many_has_the_bits_of_the_text_alone(group: int, length: int, width: int) -> None:
-    """A block takes ten tasks and more. A text alone is the first of its block, whose queries other warps rotate."""
+def test_a_sequence_among_many_has_the_bits_of_the_sequence_alone(
+    group: int, length: int, width: int
+) -> None:
+    """A block takes ten tasks or more. A sequence alone is first in its block, its queries rotated by other warps."""
     runs = -(-length // (128 // 2 ** (group - 1).bit_length()))
-    texts = -(-10 * torch.cuda.get_device_properties("cuda").multi_processor_count // (2 * runs))
-    case = model("texts", B=texts, T=length, H=2 * group, K=width, V=width, M=512, top_k=32)
+    sequences = -(-10 * torch.cuda.get_device_properties("cuda").multi_processor_count // (2 * runs))
+    case = model("sequences", B=sequences, T=length, H=2 * group, K=width, V=width, M=512, top_k=32)
     q, k, v = case.make_qkv("cuda")
     q[1::3, ::7] *= 2.0**-12
     q[2::7, 5, 0, 1] = math.inf
@@ -104,9 +106,9 @@ def test_a_text_among_many_has_the_bits_of_the_text_alone(group: int, length: in
     v[1::4, -1, :, 3] = math.inf
     options = case.reference_options()
     out = op.attention(q, k, v, **options)
-    for text in {*range(0, texts, max(1, texts // 40)), texts - 1}:
-        alone = op.attention(*(x[text : text + 1] for x in (q, k, v)), **options)
-        torch.testing.assert_close(out[text : text + 1], alone, rtol=0.0, atol=0.0, equal_nan=True)
+    for sequence in {*range(0, sequences, max(1, sequences // 40)), sequences - 1}:
+        alone = op.attention(*(x[sequence : sequence + 1] for x in (q, k, v)), **options)
+        torch.testing.assert_close(out[sequence : sequence + 1], alone, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])

@@ -24,10 +24,9 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def named(name, **changes):
+def case_named(name, **changes):
     case = next(shape for shape in SHAPES if shape.name == name)
     return dataclasses.replace(case, **changes)
 
@@ -125,7 +124,7 @@ def test_empty_problems(shape, device):
 @pytest.mark.parametrize("name", ["ragged_everywhere", "group_of_8", "r16", "uneven_k", "stride4", "chunk"])
 def test_equal_scores_select_the_first_positions_and_the_rightmost(name, importance, device):
     """q = 0 makes every score exactly 0, so the lists are known and out is a mean over the nodes of the cut."""
-    case = named(name, importance=importance)
+    case = case_named(name, importance=importance)
     q, k, v = case.make_qkv(device)
     q = torch.zeros_like(q)
     out, _, _, parents = ops.attention_forward(q, k, v, *case.op_options())
@@ -138,7 +137,7 @@ def test_equal_scores_select_the_first_positions_and_the_rightmost(name, importa
 
 def test_repeated_keys_tie_and_the_smaller_position_wins(device):
     """Without rotation, tokens that repeat with period 4 give parents that are all equal."""
-    case = named("uneven_k", rope_base=None)
+    case = case_named("uneven_k", rope_base=None)
     q, k, v = case.make_qkv("cpu")
     k = k[:, :4].repeat(1, 48, 1, 1)[:, : case.T].contiguous()
     q, k, v = on(device, q, k, v)
@@ -156,7 +155,7 @@ def test_repeated_keys_tie_and_the_smaller_position_wins(device):
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 @pytest.mark.parametrize("name", ["batch", "ragged_everywhere", "group_of_8", "decode", "stride4_suffix"])
 def test_nan_stays_in_its_rows(name, place, device):
-    case = named(name)
+    case = case_named(name)
     tensors = list(case.make_qkv(device))
     before = ops.attention(*tensors, *case.op_options())
     token = case.t0 + case.T_q // 2
@@ -196,7 +195,7 @@ def test_nan_stays_in_its_rows(name, place, device):
 )
 def test_an_infinite_query_or_key_reaches_no_earlier_row(name, dtype, place, value, device):
     """A score of +inf gives NaN and one of -inf has no weight; §1.9 says which rows an infinite key reaches."""
-    case = named(name, dtype=dtype)
+    case = case_named(name, dtype=dtype)
     tensors = list(case.make_qkv(device))
     before = ops.attention(*tensors, *case.op_options())
     row = case.T_q // 2
@@ -222,7 +221,7 @@ def test_an_infinite_query_or_key_reaches_no_earlier_row(name, dtype, place, val
 
 
 def test_nan_query_selects_by_position(device):
-    case = named("group_of_8", selection_stride=1)
+    case = case_named("group_of_8", selection_stride=1)
     q, k, v = case.make_qkv("cpu")
     row = 60
     q[0, row, 3] = math.nan
@@ -237,7 +236,7 @@ def test_nan_query_selects_by_position(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_large_scores_do_not_overflow(dtype, device):
-    case = named("ragged_everywhere", dtype=dtype, H=4, H_kv=2, K=4)
+    case = case_named("ragged_everywhere", dtype=dtype, H=4, H_kv=2, K=4)
     q, k, v = case.make_qkv("cpu")
     q, k = 150 * q, 150 * k  # scores of about 1e4 * sqrt(2), both signs
     out, gmax, gsum, parents = (

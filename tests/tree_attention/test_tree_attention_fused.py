@@ -30,7 +30,6 @@ from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- staged, per query head

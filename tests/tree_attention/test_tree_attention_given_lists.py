@@ -20,7 +20,6 @@ from tests.support.tree_attention_cases import SHAPES, TreeAttentionCase
 from tests.support.tree_attention_checks import assert_state
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @given(seed=seeds, extreme=st.booleans(), layer=st.integers(0, 2), stride=st.sampled_from((1, 2, 4)))

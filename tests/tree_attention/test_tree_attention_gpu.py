@@ -271,7 +271,7 @@ def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
 def test_bits_do_not_depend_on_the_length(group: int, stride: int) -> None:
-    """In texts with as many layers; with more of them before M, and if no top is dense everywhere (§1.14)."""
+    """In sequences with as many layers; with more of them before M, and if no top is dense everywhere (§1.14)."""
     case = model("lengths", T=5200, H=2 * group, top_k=13, M=200, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     two_layers, three_layers = (208, 304, 1501, 3200), (3201, 4096, 5200)

@@ -18,7 +18,6 @@ from tests.support.tree_attention_cases import CASES, GRADIENT_SHAPES
 from tests.support.tree_attention_checks import assert_gradients, reference_gradients
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 MASKS = list(itertools.product([False, True], repeat=3))
 by_small_case = pytest.mark.parametrize("case", GRADIENT_SHAPES, ids=case_id)
 

@@ -23,7 +23,7 @@ lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 100_000)), max_s
 
 
 def candidates(num_keys: int, r: int = 16, M: int = 8192, k: int = 512) -> float:
-    """What a query of a text scores on average."""
+    """What a query of a sequence scores on average."""
     total, nodes = 0.0, num_keys
     while nodes > M:
         total += min(k * r, nodes / 2)

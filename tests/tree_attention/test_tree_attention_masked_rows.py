@@ -175,7 +175,7 @@ def test_a_row_has_the_same_bits_whatever_its_block_did_before(group: int) -> No
 
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_powers_of_two_of_keys_are_those_of_the_tiles_that_are_left(width: int) -> None:
-    """Keys of a few tokens need a power of two, and the tiles of a task are not the first ones of the text."""
+    """Keys of a few tokens need a power of two, and the tiles of a task are not the first ones of the sequence."""
     case = model("sizes", T=1000, H=8, H_kv=1, K=width, V=width)
     q, k, v = case.make_qkv("cuda")
     q[:] = q[:, :1, :1] * 2.0**-10
@@ -382,10 +382,10 @@ def test_a_graph_replays_gradients_of_masked_rows() -> None:
 
 @pytest.mark.parametrize("heads", [(32, 4), (8, 8), (32, 2)], ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
-def test_gradients_of_a_text_of_many_chunks(
+def test_gradients_of_a_sequence_of_many_chunks(
     stride: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks that begin anywhere in the text, and rows on both sides of the bound, beside the kernels that gather."""
+    """Chunks that begin anywhere in the sequence, and rows on both sides of the bound, beside kernels that gather."""
     H, H_kv = heads
     case = model("chunks", T=40_000, H=H, H_kv=H_kv, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -404,8 +404,8 @@ def test_gradients_of_a_text_of_many_chunks(
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_text_of_many_chunks(stride: int) -> None:
-    """Chunks that begin anywhere in the text, and one that ends at the bound."""
+def test_a_sequence_of_many_chunks(stride: int) -> None:
+    """Chunks that begin anywhere in the sequence, and one that ends at the bound."""
     case = model("chunks", T=40_000, H=32, H_kv=4, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()

@@ -146,8 +146,8 @@ def masked_gradient_needs(call: Call, chunk: dict[str, int]) -> dict[str, int]:
         "scaled": 2 * tasks * 4,
         "bounds": heads * 8,
         **mark_needs(call, chunk),
-        "users": 2 * tasks * tiles * 4,
-        "user_counts": heads * tiles * 4,
+        "inverted_tiles": 2 * tasks * tiles * 4,
+        "inverted_tile_counts": heads * tiles * 4,
     }
 
 

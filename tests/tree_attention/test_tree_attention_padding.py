@@ -44,7 +44,6 @@ def gradients_of(layer: torch.nn.Module, x: Tensor, real: Tensor, **more: Any) -
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     data=st.data(),
@@ -55,7 +54,7 @@ def gradients_of(layer: torch.nn.Module, x: Tensor, real: Tensor, **more: Any) -
 def test_padding_at_both_ends_changes_nothing(
     lengths: list[int], data: st.DataObject, stride: int, scope: str, garbage: float, device: str
 ) -> None:
-    """Each sequence is a text of its own, whatever stands in the padding, and packed documents are the same."""
+    """Each row of the batch is a sequence of its own, whatever is in the padding, and packed documents are the same."""
     T = max(lengths) + data.draw(st.integers(0, 5))
     lefts = [data.draw(st.integers(0, T - n)) for n in lengths]
     layer = layer_of(device, selection_stride=stride, scope=scope)

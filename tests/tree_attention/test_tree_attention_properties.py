@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -25,7 +24,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def forward(q, k, v, case):

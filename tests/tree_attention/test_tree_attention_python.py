@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import htree_ops
-import htree_ops.ops.tree_attention as room
+import htree_ops.ops.tree_attention as family
 import htree_ops.reference.tree_attention as ref
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_attention import attention, options, stages
@@ -183,10 +183,10 @@ def test_the_stage_functions_return_the_tensors_that_the_ops_change(device):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(1, 2, 1, 8, 2, generator=generator).to(device)
     positions = torch.tensor([3, -1], dtype=torch.int32, device=device).expand(1, 2, 1, 2).contiguous()
-    assert room.mask_topk_scores_(scores, positions) is scores
+    assert family.mask_topk_scores_(scores, positions) is scores
     assert (scores[..., 3, :] == -math.inf).all()
     state = [torch.ones(1, 2, 2, device=device) for _ in range(2)] + [torch.ones(1, 2, 2, 3, device=device)]
-    merged = room.merge_to_global_(*state, *[x.clone() for x in state])
+    merged = family.merge_to_global_(*state, *[x.clone() for x in state])
     assert all(ours is theirs for ours, theirs in zip(merged, state, strict=True))
     assert (state[1] == 2).all()
 
@@ -219,7 +219,7 @@ def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
         stages.final_normalize(*state, torch.int32)
     q, k, v = torch.randn(3, 1, 40, 2, 8)
     options = {"compression_rate": 2, "max_top_nodes": 8, "top_k_per_layer": 4}
-    out, gmax, gsum, parents = room.attention_forward(q, k, v, **options)
+    out, gmax, gsum, parents = family.attention_forward(q, k, v, **options)
     assert len(parents) == 4
     for wrong, kind, message in (
         (parents[0].long(), UnsupportedDtypeError, r"parents\[1\] must have dtype torch\.int32"),
@@ -231,7 +231,7 @@ def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
     ):
         lists = [parents[0], wrong, *parents[2:]]
         with pytest.raises(kind, match=message):
-            room.attention_backward(out, q, k, v, out, gmax, gsum, lists, **options)
+            family.attention_backward(out, q, k, v, out, gmax, gsum, lists, **options)
 
 
 def stage_calls():
@@ -332,13 +332,13 @@ def test_a_table_beyond_every_memory_is_refused_by_name() -> None:
 )
 def test_the_options_of_forward_and_backward_are_named(options, kind, message) -> None:
     q, k, v = torch.randn(3, 1, 10, 2, 8)
-    out, gmax, gsum, parents = room.attention_forward(q, k, v)
+    out, gmax, gsum, parents = family.attention_forward(q, k, v)
     with pytest.raises(kind, match=f"attention_forward: {message}"):
-        room.attention_forward(q, k, v, **options)
+        family.attention_forward(q, k, v, **options)
     with pytest.raises(kind, match=f"attention_backward: {message}"):
-        room.attention_backward(out, q, k, v, out, gmax, gsum, parents, **options)
+        family.attention_backward(out, q, k, v, out, gmax, gsum, parents, **options)
     with pytest.raises(TypeError, match="attention_forward: store_parents must be a bool, got int"):
-        room.attention_forward(q, k, v, store_parents=1)
+        family.attention_forward(q, k, v, store_parents=1)
 
 
 def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:

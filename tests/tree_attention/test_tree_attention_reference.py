@@ -11,8 +11,6 @@ import htree_ops.reference.tree_attention as ref
 from tests.support.cases import case_id
 from tests.support.tree_attention_cases import SHAPES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FLOAT64_SHAPES = [shape.with_dtype(torch.float64) for shape in SHAPES]
 SMALL = [case for case in FLOAT64_SHAPES if 0 < case.T * case.B <= 110 and case.K <= 18 and case.T_q]
 

@@ -14,13 +14,11 @@ from htree_ops.reference.tree_attention.state import accumulate
 from tests.support.cases import case_id
 from tests.support.tree_attention_cases import GRADIENT_SHAPES, SHAPES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_the_package_of_references_has_the_documented_names():
     for name in ref.__all__:
         assert getattr(reference, name) is getattr(ref, name)
-    for room in (
+    for family in (
         "causal_softmax",
         "compressed_kv",
         "fp8",
@@ -29,7 +27,7 @@ def test_the_package_of_references_has_the_documented_names():
         "rmsnorm_rope",
         "tree_attention",
     ):
-        assert getattr(reference, room).__name__ == f"htree_ops.reference.{room}"
+        assert getattr(reference, family).__name__ == f"htree_ops.reference.{family}"
     assert {"htree_forward_naive", "hadamard"} <= set(dir(reference))
     with pytest.raises(AttributeError, match=r"'htree_ops\.reference' has no attribute 'absent'"):
         _ = reference.absent

@@ -1,4 +1,4 @@
-"""_attention_rows: queries at any place of the text have the bits of a call with all of them (docs/semantics §1.8)."""
+"""_attention_rows: queries anywhere in the sequence have the bits of a call with all of them (docs/semantics §1.8)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.cases import normal
 from tests.support.tree_attention_problem import packed
 
 OPS = torch.ops.htree
-#: B, T, H, H_kv, K, V, dtype, where the text is cut, and the options up to selection_stride.
+#: B, T, H, H_kv, K, V, dtype, where the sequence is cut, and the options up to selection_stride.
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any, ...]]] = {
     "three_layers": ((2, 61, 4, 2, 6, 5), torch.float32, (0, 7, 32, 61), (4, 8, 2)),
     "deep": ((1, 130, 2, 1, 4, 4), torch.float32, (0, 128, 130), (2, 2, 1)),
@@ -149,7 +149,7 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("importance", ["lse_causal", "exp_joint"])
 @pytest.mark.parametrize("heads", [4, 32])
-def test_a_chunk_of_a_long_text_has_the_rows_of_the_whole(importance: str, heads: int) -> None:
+def test_a_chunk_of_a_long_sequence_has_the_rows_of_the_whole(importance: str, heads: int) -> None:
     """The scores of few lists take other thread blocks at the top than those of many (tree/plan/problem.h)."""
     q, k, v, _ = qkv((1, 24_576, heads, 4, 64, 64), torch.bfloat16, "cuda")
     tree = packed(16, 2048, 128, importance=importance, selection_stride=4)

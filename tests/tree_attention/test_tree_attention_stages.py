@@ -25,7 +25,6 @@ from tests.support.compare import assert_close_spec
 from tests.support.tree_attention_cases import SHAPES
 
 ops = torch.ops.htree
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- tree and tables

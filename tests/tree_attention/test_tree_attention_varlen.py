@@ -160,7 +160,6 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
     )
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=seeds)
 def test_any_batch_equals_a_call_per_document(data: st.DataObject, seed: int, device: str) -> None:
     case = data.draw(batches(device, EVERY_IMPORTANCE))
@@ -168,7 +167,6 @@ def test_any_batch_equals_a_call_per_document(data: st.DataObject, seed: int, de
     assert_equal_documents(case, device, grouping, seed)
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=seeds)
 def test_a_broken_document_reaches_no_other(data: st.DataObject, seed: int, device: str) -> None:
     """NaN in one document: its rows may become NaN, and every other row and gradient keeps its bits."""
@@ -352,7 +350,6 @@ def test_offsets_that_all_begin_too_late_break_the_first_document(first: int, de
         assert (out[rows:] == 0).all()
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(
     offsets_q=st.lists(st.integers(-70, 70), min_size=1, max_size=5),
     data=st.data(),

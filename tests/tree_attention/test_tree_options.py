@@ -19,7 +19,7 @@ from htree_ops import HTreeAttention, TreeKVCache, TreeOptions, tree_attention, 
 from htree_ops.ops.tree_attention import attention_backward, attention_forward
 from htree_ops.ops.tree_attention.options import (
     MOST_TOP_NODES,
-    OF_OPS,
+    OP_KWARGS,
     RECOMMENDED,
     Importance,
     Scope,
@@ -54,7 +54,7 @@ def test_the_options_are_those_of_the_schema() -> None:
     assert declared.pop("max_top_nodes") == MOST_TOP_NODES
     assert ours == declared
     assert set(OTHERS) == {field.name for field in fields(TreeOptions)} == set(TreeKeywords.__annotations__)
-    assert {name for name, _, _ in OF_OPS} == set(OTHERS) - {"scope", "store_parents"}
+    assert {name for name, _, _ in OP_KWARGS} == set(OTHERS) - {"scope", "store_parents"}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ class Packed(TorchDispatchMode):
 def test_python_packs_as_the_library_does(options: TreeOptions) -> None:
     names = {"top_k": "top_k_per_layer"}
     by_name = {
-        names.get(name, name): getattr(options, name) for name, _, _ in OF_OPS if name != "max_top_nodes"
+        names.get(name, name): getattr(options, name) for name, _, _ in OP_KWARGS if name != "max_top_nodes"
     }
     q = torch.empty(1, 2, 1, 2 * len(options.inv_freq or (0,)), device="meta")
     with Packed() as found:

@@ -135,11 +135,11 @@ def assert_near_ties(case: TreeCacheCase, lists: torch.Tensor, list_pos: torch.T
             if t < length - count:  # none, or a leader whose query is not in this call
                 continue
             depth = cache_layers(t + 1, case.compression_rate, case.max_top_nodes)
-            texts = (x[None, first : first + t + 1] for x in (k, v))
+            sequences = (x[None, first : first + t + 1] for x in (k, v))
             query = q[row + t - (length - count)][None, None]
             parents = [lists[b, slot, layer][None, None] for layer in range(depth)]
             assert_lists(parents, 1, t + 1, options)
-            assert_epsilon_optimal(query, *texts, parents, options, LIST_DELTA)
+            assert_epsilon_optimal(query, *sequences, parents, options, LIST_DELTA)
             judged += 1
     assert judged or not lists.numel()
 

@@ -60,7 +60,7 @@ def expected_selection(values: list[int], top_k: int, open_next: bool) -> list[i
 def selected(
     values: Tensor, top_k: int, device: str, nan_head: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """The list at the tokens of a text whose nodes of layer 1 have the scores ``values`` [heads, nodes].
+    """The list at the tokens of a sequence whose nodes of layer 1 have the scores ``values`` [heads, nodes].
 
     The query of ``nan_head`` holds a NaN.
     """

@@ -223,7 +223,7 @@ def test_a_row_does_not_depend_on_the_others(bits: int) -> None:
 @BITS
 @pytest.mark.parametrize("span", [None, 4])
 def test_a_captured_step_follows_the_lengths(bits: int, span: int | None) -> None:
-    """Steps of a graph have the bits of steps without one; the texts grow beyond a page and a choice."""
+    """Steps of a graph have the bits of steps without one; the sequences grow beyond a page and a choice."""
     settings: dict[str, Any] = {
         "top_k": 8, "max_top_nodes": 64, "page_size": 32, "selection_span": span, "dtype": torch.bfloat16,
         "device": "cuda", "leaf_bits": bits,

@@ -169,7 +169,7 @@ def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(
 
 def test_tokens_that_are_not_finite_poison_their_own_rows(device: str) -> None:
     case = replace(PACKED_CASES[0], lengths=(9,), queries=(9,))
-    q, k, v = case.texts(device)
+    q, k, v = case.sequences(device)
     v[3, 0, 5], v[4, 1, 0] = torch.inf, torch.nan
     pools, table = filled_packed_pools(case, 8, k, v)
     out, *_ = attention_of(case, pools, table, q, device)
@@ -300,12 +300,12 @@ def test_rows_of_a_page() -> None:
 
 
 class PackedSequence(Sequence):
-    """A text, and the first token that its tail still has."""
+    """A sequence, and the first token that its tail still has."""
 
     tail_begin = 0
 
     def copy(self) -> PackedSequence:
-        copied = PackedSequence(list(self.text), dict(self.ring))
+        copied = PackedSequence(list(self.tokens), dict(self.ring))
         copied.tail_begin = self.tail_begin
         return copied
 
@@ -315,39 +315,39 @@ class PackedSequence(Sequence):
 
 
 class PackedRun(Run):
-    """A schedule on a cache with ``leaf_bits``, beside a cache that gets the whole text of one sequence at once."""
+    """A schedule on a cache with ``leaf_bits``, beside a cache that gets one whole sequence at once."""
 
     def __init__(self, shape: Shape, device: str = "cpu") -> None:
         super().__init__(shape, device, bitwise)
         self.model = [PackedSequence() for _ in range(shape.batch)]
         self.refused = 0
 
-    def fresh(self, text: list[int]) -> tuple[TreeKVCache, Tensor]:
-        """A cache of the text alone, and its rows."""
+    def fresh(self, tokens: list[int]) -> tuple[TreeKVCache, Tensor]:
+        """A cache of the sequence alone, and its rows."""
         cache = replace(self.shape, batch=1, num_pages=None).cache(str(self.k.device))
-        ids = torch.tensor([text], dtype=torch.int64, device=self.k.device)
+        ids = torch.tensor([tokens], dtype=torch.int64, device=self.k.device)
         cache.append(self.k[ids], self.v[ids])
         out = cache.attend(self.q[ids])
         assert isinstance(out, Tensor)
         return cache, out[0]
 
-    def reference(self, text: list[int]) -> Tensor:
-        return self.fresh(text)[1]
+    def reference(self, tokens: list[int]) -> Tensor:
+        return self.fresh(tokens)[1]
 
     def append(self) -> None:
         super().append()
         for x in self.model:
-            x.tail_begin = max(x.tail_begin, len(x.text) - self.shape.page_size)
+            x.tail_begin = max(x.tail_begin, len(x.tokens) - self.shape.page_size)
 
     def truncate(self) -> None:
-        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.text)))) for x in self.model]
+        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.tokens)))) for x in self.model]
         stride, rate = self.shape.stride, self.shape.rate
         kept = all(
-            n in (-1, len(x.text)) or n % rate == 0 or n - n % rate >= x.tail_begin
+            n in (-1, len(x.tokens)) or n % rate == 0 or n - n % rate >= x.tail_begin
             for n, x in zip(lengths, self.model, strict=True)
         )
         leads = all(
-            n < 0 or n == len(x.text) or n % stride == 0 or (n - 1) - (n - 1) % stride in x.ring.values()
+            n < 0 or n == len(x.tokens) or n % stride == 0 or (n - 1) - (n - 1) % stride in x.ring.values()
             for n, x in zip(lengths, self.model, strict=True)
         )
         if (refused := refusal(self.cache.truncate, lengths)) is not None:
@@ -364,8 +364,8 @@ class PackedRun(Run):
         assert self.cache._leaves is not None
         assert self.cache._leaves.tail_begin.tolist() == [x.tail_begin for x in self.model]
         for b, sequence in enumerate(self.model):
-            whole, _ = self.fresh(sequence.text)
-            ids = torch.tensor(sequence.text, dtype=torch.int64, device=self.k.device)
+            whole, _ = self.fresh(sequence.tokens)
+            ids = torch.tensor(sequence.tokens, dtype=torch.int64, device=self.k.device)
             keys, values = self.k[ids][None], self.v[ids][None]
             for layer in range(self.cache.num_layers):
                 if layer:
@@ -386,9 +386,8 @@ def packed_shape(seed: int) -> Shape:
     return replace(shape, **wide, frequencies=frequencies)
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_text() -> None:
-    """Appends, truncations, beams and forks: what a cache holds follows from the text, and so do its rows."""
+def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_sequence() -> None:
+    """Appends, truncations, reorders and forks: what a cache holds follows from the sequence, and so do its rows."""
     seeds = schedules(10_000)[::10]
     refused = 0
     for seed in seeds:

@@ -48,7 +48,7 @@ def step(caches: list[TreeKVCache], counts: list[int], n: int, seed: int) -> Ten
 
 @pytest.fixture
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the CPU, whose every row has the bits of the whole text, can judge prompts of few rows."""
+    """So that the CPU, whose every row has the bits of the whole sequence, can judge prompts of few rows."""
     monkeypatch.setattr(prompts, "PROMPT_ROWS", 6)
     monkeypatch.setattr(prompts, "LISTED_ROWS", 20)
 
@@ -158,8 +158,8 @@ def attend(cache: TreeKVCache, q: Tensor, counts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.usefixtures("short_prompts")
-def test_copies_never_outlive_their_text(stride: int) -> None:
-    """Random chunks, steps, truncations, beams, forks and states: every call finds the copies of its own text."""
+def test_copies_never_outlive_their_sequence(stride: int) -> None:
+    """Random chunks, steps, truncations, reorders, forks and states: every call finds the copies of its sequence."""
     reused = 0
     for seed in range(40):
         draw = torch.Generator().manual_seed(seed)
@@ -205,7 +205,7 @@ def test_copies_never_outlive_their_text(stride: int) -> None:
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.usefixtures("short_prompts")
 def test_rows_may_come_again(stride: int) -> None:
-    """With a stride the first of many rows are computed over a text that ends before the copies do."""
+    """With a stride the first of many rows are computed over a sequence that ends before the copies do."""
     cache, plain = (small_cache(1, selection_stride=stride) for _ in range(2))
     with StampedCopies():
         for call, (new, rows) in enumerate(((40, 40), (40, 40), (5, 40), (0, 40))):
@@ -254,7 +254,7 @@ def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
         other.prompt_copies.kept = kept.kept
         other.load_state_dict(cache.state_dict())
         assert other.prompt_copies.kept == ()
-        cache.host_lengths.captured = True  # a graph may have changed the text
+        cache.host_lengths.captured = True  # a graph may have changed the sequence
         packed = len(copies.packed)
         chunk(8, 0)
         assert kept.kept == ()
@@ -309,7 +309,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.usefixtures("short_prompts")
 def test_a_chunk_takes_few_launches(batch: int, layers: int, top_k: int, later: int) -> None:
-    """Once constants are made and the text has all layers; nothing is rolled where the leaders come in whole rings."""
+    """Once constants are made, and it has all layers; nothing is rolled where leaders come in whole rings."""
     cache = small_cache(batch, selection_stride=4, top_k=top_k, max_top_nodes=top_k * 4)
     assert cache.num_layers == layers
     q, k, v = (normal(i, batch, 16, heads, WIDTH) for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
@@ -405,8 +405,8 @@ def test_a_backward_is_refused() -> None:
 # ---- on a GPU
 
 
-#: What decides which copies a text has: head dim, query heads of two K/V heads, and options. With at most 200 nodes at
-#: the top a text of 201 ... 3200 tokens has two layers, a longer one three.
+#: What decides which copies a sequence has: head dim, query heads of two K/V heads, and options. With at most 200 nodes
+#: at the top a sequence of 201 ... 3200 tokens has two layers, a longer one three.
 COPIED: dict[str, tuple[int, int, dict[str, Any]]] = {
     "per list": (128, 16, {"selection_stride": 16}),
     "per list, spans": (64, 16, {"selection_stride": 4, "selection_span": 4}),
@@ -428,8 +428,8 @@ def test_kept_copies_give_the_bits_of_one_call(
 ) -> None:
     """For chunks of any length, while the buffer grows and the top moves up; after a truncation and a fork.
 
-    One call has the text up to the chunk's end. A longer text may have a layer more, and where a top is dense its rows
-    agree with these to rounding alone (docs/semantics/tree_attention.md §1.14).
+    One call has the sequence up to the chunk's end. A longer sequence may have a layer more, and where a top is dense
+    its rows agree with these to rounding alone (docs/semantics/tree_attention.md §1.14).
     """
     monkeypatch.setenv("HTREE_TREE_GATHER", choice)
     width, heads, others = COPIED[name]
@@ -457,7 +457,7 @@ def test_kept_copies_give_the_bits_of_one_call(
         chunk(begin, end, kept=begin > 0)
     assert cache.prompt_copies.kept[0].tokens == 4400
     for own in (cache, single):
-        own.truncate(3200)  # text that comes again is another one for a moment
+        own.truncate(3200)  # tokens that come again are others for a moment
         own.append(*(x.flip(1)[:, :400] for x in tokens[1:]))
         own.truncate(3200)
     assert not cache.prompt_copies.kept
@@ -478,12 +478,12 @@ def test_copies_of_sequences_of_several_lengths() -> None:
     """Each group grows by itself, and a sequence without a row keeps its copies."""
     lengths = [[600, 300, 0, 600], [512, 0, 700, 512], [400, 400, 400, 400], [300, 300, 1, 300]]
     together = TreeKVCache(4, 2, 64, 3000, device="cuda", selection_stride=4, **GPU)
-    texts = gpu_step(together, 3000, 8, 11)
+    sequences = gpu_step(together, 3000, 8, 11)
     alone = [TreeKVCache(1, 2, 64, 3000, device="cuda", selection_stride=4, **GPU) for _ in range(4)]
     held = [0] * 4
     for counts in lengths:
         n = max(counts)
-        q, k, v = (torch.stack([x[b, begin : begin + n] for b, begin in enumerate(held)]) for x in texts)
+        q, k, v = (torch.stack([x[b, begin : begin + n] for b, begin in enumerate(held)]) for x in sequences)
         together.append(k, v, counts)
         out = together.attend(q, counts)
         assert isinstance(out, Tensor)
@@ -538,7 +538,7 @@ def test_chunks_of_a_prompt_have_the_bits_of_one_call(
 ) -> None:
     """But for rows around a chunk's prompt, which have the bits that ``tree_cache_attention`` gives to every row.
 
-    One call has all chunks: these texts have two layers each, so no bit depends on the length.
+    One call has all chunks: these sequences have two layers each, so no bit depends on the length.
     """
     options = {**GPU, "selection_stride": stride, "selection_span": span, "dtype": dtype}
     cache, plain = (TreeKVCache(2, 2, width, 4000, device="cuda", **options) for _ in range(2))
@@ -606,7 +606,7 @@ def test_sequences_of_other_lengths_and_other_company() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [256, 300, 320])
 def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
-    """Entry i % ring has leader i and the lists that ``attention_forward`` gives it, and -1 behind its text's top."""
+    """Entry i % ring has leader i and the lists that ``attention_forward`` gives it, and -1 behind the top."""
     cache = TreeKVCache(2, 2, 64, 2000, device="cuda", selection_stride=4, **GPU)
     q, k, v = gpu_step(cache, 4 * chunk, 8, 7)
     for begin in range(0, 4 * chunk, chunk):

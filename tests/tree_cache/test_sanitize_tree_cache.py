@@ -23,9 +23,9 @@ from tests.support.tree_cache_cases import (
 
 pytestmark = pytest.mark.gpu
 
-#: Calls that the decode kernel takes on Hopper: texts that end inside a slot, both numbers of head tiles, both sizes,
-#: span means that score before the walk and within it, rows that use the lists of a leader, and last rows that have a
-#: launch of their own.
+#: Calls that the decode kernel takes on Hopper: sequences that end inside a slot, both numbers of head tiles, both
+#: sizes, span means that score before the walk and within it, rows that use the lists of a leader, and last rows that
+#: have a launch of their own.
 DECODED = [
     case
     for case in DECODE_CASES

@@ -55,7 +55,7 @@ def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCa
     )
     lengths = tuple(min(n, 70) for n in case.lengths)
     case = replace(case, lengths=lengths, queries=lengths)
-    _, k, v = case.texts(device)
+    _, k, v = case.sequences(device)
     k_pool, v_pool, table = filled_pools(case, k, v)
     empty = case.empty_pools("cpu")
     none = torch.zeros(len(lengths), dtype=torch.int32)
@@ -71,7 +71,7 @@ def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCa
 def test_span_means_of_a_whole_node_are_its_keys(device: str) -> None:
     """With c = r they are the keys of layer 1 bit for bit."""
     case = replace(CASES[0], lengths=(61,), queries=(1,), selection_span=4)
-    _, k, v = case.texts(device)
+    _, k, v = case.sequences(device)
     k_pool, _, table = filled_pools(case, k, v)
     keys, _ = ops.tree_build(k[None], v[None], 4)
     first = page_rows(8, case.layers, 4)[1]
@@ -106,10 +106,10 @@ def test_float64_agrees_to_its_precision() -> None:
 
 
 @pytest.mark.parametrize(("stride", "span"), [(1, None), (4, None), (1, 4), (4, 2)])
-def test_decoding_has_the_bits_of_the_whole_text_on_the_cpu(stride: int, span: int | None) -> None:
-    """Also where the page is larger than the text, and where the text outgrows several layers."""
+def test_decoding_has_the_bits_of_the_whole_sequence_on_the_cpu(stride: int, span: int | None) -> None:
+    """Also where the page is larger than the sequence, and where the sequence outgrows several layers."""
     case = replace(MODEL, lengths=(1200,), queries=(1200,), selection_stride=stride, selection_span=span)
-    q, k, v = (x[None] for x in case.texts("cpu"))
+    q, k, v = (x[None] for x in case.sequences("cpu"))
     options = {
         name: value for name, value in case.options().items() if name not in ("page_size", "selection_span")
     }
@@ -204,7 +204,7 @@ def test_pages_may_lie_anywhere(device: str) -> None:
 def test_rows_that_do_not_count(device: str) -> None:
     """Behind q_lengths, before the first token, and in no sequence."""
     case = replace(CASES[0], lengths=(5, 3), queries=(4, 4))
-    q, k, v = case.texts(device)
+    q, k, v = case.sequences(device)
     k_pool, v_pool, table = filled_pools(case, k, v)
     lengths = torch.tensor([5, 3], dtype=torch.int32, device=device)
     cu = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
@@ -239,7 +239,7 @@ def test_a_row_without_its_leader_is_nan(device: str) -> None:
 
 
 def test_nothing_behind_a_length_is_read(device: str, nan_memory: None) -> None:
-    """Other pages, rows of the open page behind the text and nodes that are not finished may hold anything."""
+    """Other pages, rows of the open page behind the sequence and nodes that are not finished may hold anything."""
     case = replace(CASES[0], lengths=(37, 22), queries=(2, 1))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)  # NaN where nothing was written
     for pool in (k_pool, v_pool):
@@ -336,8 +336,8 @@ def test_a_step_compiles_and_exports(device: str) -> None:
         tree_cache_append_(k_pool, v_pool, k[:, 0], v[:, 0], table, lengths, cu, **case.options())
         return tree_cache_attention(q[:, 0], k_pool, v_pool, table, lengths + 1, cu, **case.options())[0]
 
-    q, k, v = (x[:4].unflatten(0, (2, 2)) for x in case.texts(device))
-    _, all_k, all_v = case.texts(device)
+    q, k, v = (x[:4].unflatten(0, (2, 2)) for x in case.sequences(device))
+    _, all_k, all_v = case.sequences(device)
     k_pool, v_pool, table = filled_pools(case, all_k, all_v)
     lengths = torch.tensor([20, 8], dtype=torch.int32, device=device)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -567,7 +567,7 @@ def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -
 
 
 def test_a_page_with_other_tokens_is_not_written() -> None:
-    """The pages that an append writes belong to one sequence; full pages, and rows behind a text, may be anything."""
+    """The pages that an append writes belong to one sequence; full pages, and rows behind it, may be anything."""
     arguments, options = op_calls("cpu")["_tree_cache_append_"]
     k_pool, v_pool, k, v, _, _, cu, *_ = arguments
     pools = [x.clone() for x in (k_pool, v_pool)]

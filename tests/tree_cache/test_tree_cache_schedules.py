@@ -1,4 +1,4 @@
-"""Whatever the schedule, the cache holds the bytes of a fresh build and gives the rows of the whole text.
+"""Whatever the schedule, the cache holds the bytes of a fresh build and gives the rows of the whole sequence.
 
 ``HTREE_SCHEDULES`` says how many schedules a device runs, 10 000 on the CPU by default.
 """
@@ -11,11 +11,9 @@ from tree_cache_schedules import Run, Shape, bitwise, schedules
 SCHEDULES = schedules(10_000)
 PARTS = 10
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_any_schedule_gives_the_bits_of_the_whole_text(part: int) -> None:
+def test_any_schedule_gives_the_bits_of_the_whole_sequence(part: int) -> None:
     for seed in SCHEDULES[part::PARTS]:
         run = Run(Shape.draw(seed), "cpu", bitwise)
         try:

@@ -60,20 +60,20 @@ class GpuRun(Run):
         )
         self.cache.append(self.k[ids.cuda()], self.v[ids.cuda()], counts)
         for sequence, new, i in zip(self.model, ids.tolist(), range(shape.batch), strict=True):
-            if len(sequence.text) + counts[i] > shape.capacity:
+            if len(sequence.tokens) + counts[i] > shape.capacity:
                 self.reported, counts[i] = True, 0
-            sequence.text += new[: counts[i]]
+            sequence.tokens += new[: counts[i]]
         self.attend(ids.cuda(), counts, True)
 
     def truncate(self) -> None:
-        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.text) + 1))) for x in self.model]
+        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.tokens) + 1))) for x in self.model]
         self.cache.truncate(lengths)
         stride = self.shape.stride
         for n, x in zip(lengths, self.model, strict=True):
             leader = (n - 1) - (n - 1) % stride
-            whole = n in (-1, len(x.text)) or (n < len(x.text) and n % stride == 0)
-            if whole or (n < len(x.text) and leader in x.ring.values()):
-                x.cut(len(x.text) if n < 0 else n)
+            whole = n in (-1, len(x.tokens)) or (n < len(x.tokens) and n % stride == 0)
+            if whole or (n < len(x.tokens) and leader in x.ring.values()):
+                x.cut(len(x.tokens) if n < 0 else n)
             else:
                 self.reported = True
 
@@ -81,7 +81,7 @@ class GpuRun(Run):
         kinds = (*[self.append] * 4, self.truncate, self.reorder, self.fork, self.free)
         for _ in range(steps):
             self.draw.choice(kinds)()
-            assert self.cache.lengths.tolist() == [len(x.text) for x in self.model]
+            assert self.cache.lengths.tolist() == [len(x.tokens) for x in self.model]
         self.check_layers()
         if self.reported or self.missing:
             with pytest.raises(ValueError, match="sequence"):
@@ -115,7 +115,7 @@ class ServedRun(GpuRun):
 
     def compare(self, sequence: Sequence, out: Tensor, expected: Tensor) -> None:
         super().compare(sequence, out, expected)
-        length, stride = len(sequence.text), self.shape.stride
+        length, stride = len(sequence.tokens), self.shape.stride
         begin = length - len(out)
         first = begin - begin % stride  # the leader of the first row
         if len(out) >= PROMPT_ROWS:
@@ -123,7 +123,7 @@ class ServedRun(GpuRun):
         decoded = first == begin or (first in sequence.ring.values() and first >= sequence.prompted)
         if decoded and length - first < PROMPT_ROWS:  # a fresh cache takes more rows as a prompt
             alone = replace(self.shape, batch=1, seed=self.shape.seed + 1).cache(str(self.k.device))
-            ids = torch.tensor([sequence.text], device=self.k.device)
+            ids = torch.tensor([sequence.tokens], device=self.k.device)
             alone.append(self.k[ids], self.v[ids])
             rows = alone.attend(self.q[ids[:, first:]])
             assert torch.equal(out, rows[0, begin - first :]), (self.shape, begin, length)  # type: ignore[index]
@@ -216,7 +216,7 @@ def test_a_captured_step_follows_the_lengths(stride: int) -> None:
 
 
 def test_chunks_ragged_rows_and_drafts(device: str) -> None:
-    """A chunk, single tokens, drafts of which some are taken back, and rows that do not count."""
+    """A chunk, single tokens, speculative tokens of which some are taken back, and rows that do not count."""
     cache = make(device, selection_stride=4)
     q, k, v = (rows(2, 30, heads, seed, device) for seed, heads in ((1, 4), (2, 2), (3, 2)))
     whole = tree_attention(q, k, v, selection_stride=4, **OPTIONS)
@@ -556,7 +556,7 @@ def test_states_are_checked() -> None:
     cache = make()
     fill(cache, 9)
     state = cache.state_dict()
-    with pytest.raises(ValueError, match="factors must be"):
+    with pytest.raises(ValueError, match=r"options must be .* scale=-1\.0, .* got .* scale=None, "):
         make(scale=-1.0).load_state_dict(state)
     with pytest.raises(TypeError, match="state must be a dict, got NoneType"):
         cache.load_state_dict(None)  # type: ignore[arg-type]
@@ -592,7 +592,7 @@ def test_states_are_checked() -> None:
     [
         [16, 4, 8, 13],  # no leader
         [16, 4, 8, -4],
-        [0, 4, 8, 28],  # behind the text, whose length is 18
+        [0, 4, 8, 28],  # behind the sequence, whose length is 18
         [20, 4, 8, 12],
         [16, 8, 4, 12],  # in places of others
         [16, 16, 8, 12],

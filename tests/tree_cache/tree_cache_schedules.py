@@ -1,7 +1,7 @@
-"""Random schedules for a tree cache, beside a model that knows nothing but the texts.
+"""Random schedules for a tree cache, beside a model that knows nothing but the sequences.
 
-A text is a list of token numbers; the rows of a token are looked up in a bank. After every ``attend`` the rows are
-compared with those of ``tree_attention`` over the whole text of that sequence alone, and at the end every node of the
+A sequence is a list of token numbers; the rows of a token are looked up in a bank. After every ``attend`` the rows are
+compared with those of ``tree_attention`` over that whole sequence alone, and at the end every node of the
 cache with ``tree_build`` over it, bit for bit.
 """
 
@@ -87,7 +87,7 @@ class Shape:
 
     @staticmethod
     def draw_served(seed: int) -> Shape:
-        """Sizes that Hopper's kernels for decoding and prompts take, with texts of one to three layers."""
+        """Sizes that Hopper's kernels for decoding and prompts take, with sequences of one to three layers."""
         draw = random.Random(seed)
         kv_heads, batch, top_k = draw.randint(1, 2), draw.randint(1, 3), draw.choice((4, 8, 12))
         width = draw.choice((64, 64, 128))
@@ -158,17 +158,17 @@ def bank(salt: int, heads: int, width: int, dtype: torch.dtype, device: str) -> 
 
 @dataclass
 class Sequence:
-    """A text and the leaders in its ring, by slot."""
+    """A sequence and the leaders in its ring, by slot."""
 
-    text: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     ring: dict[int, int] = field(default_factory=dict)
     prompted: int = 0  # leaders before this token may have the lists of a prompt
 
     def copy(self) -> Sequence:
-        return Sequence(list(self.text), dict(self.ring), self.prompted)
+        return Sequence(list(self.tokens), dict(self.ring), self.prompted)
 
     def cut(self, length: int) -> None:
-        del self.text[length:]
+        del self.tokens[length:]
         self.prompted = min(self.prompted, length)
         self.ring = {slot: leader for slot, leader in self.ring.items() if leader < length}
 
@@ -227,7 +227,7 @@ class Run:
         tokens = [[draw.randrange(BANK) for _ in range(most)] for _ in self.model]
         ids = torch.tensor(tokens, device=self.k.device)
         before = self.cache.lengths.tolist()
-        assert before == [len(x.text) for x in self.model]
+        assert before == [len(x.tokens) for x in self.model]
         arguments = (self.k[ids], self.v[ids], counts if ragged else None)
         if refusal(self.cache.append, *arguments) is not None:
             assert self.cache.lengths.tolist() == before
@@ -239,7 +239,7 @@ class Run:
             assert too_long or needed > int(self.cache._free[0])
             return
         for sequence, count, new in zip(self.model, counts, tokens, strict=True):
-            sequence.text += new[:count]
+            sequence.tokens += new[:count]
         if draw.random() < 0.95:
             self.attend(ids, counts, ragged)
 
@@ -252,8 +252,8 @@ class Run:
                 assert bool((lse[b, count:] == -torch.inf).all())
             if count == 0:
                 continue
-            begin, length = len(sequence.text) - count, len(sequence.text)
-            expected = self.reference(sequence.text)[begin:].clone()
+            begin, length = len(sequence.tokens) - count, len(sequence.tokens)
+            expected = self.reference(sequence.tokens)[begin:].clone()
             leader = begin - begin % stride
             if leader < begin and leader not in sequence.ring.values():
                 lost = min(leader + stride, length) - begin
@@ -265,10 +265,10 @@ class Run:
             sequence.ring = ring
 
     def truncate(self) -> None:
-        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.text)))) for x in self.model]
+        lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.tokens)))) for x in self.model]
         stride = self.shape.stride
         allowed = all(
-            n < 0 or n == len(x.text) or n % stride == 0 or (n - 1) - (n - 1) % stride in x.ring.values()
+            n < 0 or n == len(x.tokens) or n % stride == 0 or (n - 1) - (n - 1) % stride in x.ring.values()
             for n, x in zip(lengths, self.model, strict=True)
         )
         if (refused := refusal(self.cache.truncate, lengths)) is not None:
@@ -300,9 +300,9 @@ class Run:
 
     # ---- checks
 
-    def reference(self, text: list[int]) -> Tensor:
-        """All rows [T, H, V] of the text alone."""
-        ids = torch.tensor(text, device=self.k.device)
+    def reference(self, tokens: list[int]) -> Tensor:
+        """All rows [T, H, V] of the sequence alone."""
+        ids = torch.tensor(tokens, device=self.k.device)
         rows = (x[ids][None] for x in (self.q, self.k, self.v))
         out = tree_attention(*rows, **self.shape.options())  # type: ignore[arg-type]
         assert isinstance(out, Tensor)
@@ -316,7 +316,7 @@ class Run:
 
     def check_layers(self) -> None:
         for b, sequence in enumerate(self.model):
-            ids = torch.tensor(sequence.text, dtype=torch.int64, device=self.k.device)
+            ids = torch.tensor(sequence.tokens, dtype=torch.int64, device=self.k.device)
             keys, values = self.k[ids][None], self.v[ids][None]
             for layer in range(self.cache.num_layers):
                 if layer:

@@ -1,7 +1,7 @@
-"""Other ways to choose the nodes that a query opens, for evaluations: attention of whole texts, written out.
+"""Other ways to choose the nodes that a query opens, for evaluations: attention of whole sequences, written out.
 
-``tree_attention`` with own positions (docs/semantics/tree_attention.md §1.5) where every score of a text is a tensor,
-so that any rule may choose from them. Memory is that of dense attention with stored scores.
+``tree_attention`` with own positions (docs/semantics/tree_attention.md §1.5) where every score of a sequence is a
+tensor, so that any rule may choose from them. Memory is that of dense attention with stored scores.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Indexer(nn.Module):
         self.width, self.span = width, span
         heads, kv_heads, head_dim = size.heads, size.kv_heads, size.width // size.heads
         generator = torch.Generator().manual_seed(seed)
-        turned = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator)).Q[
+        rotated = torch.linalg.qr(torch.randn(kv_heads, head_dim, head_dim, generator=generator)).Q[
             ..., :width
         ]
-        lengthened = turned * (head_dim / width) ** 0.5  # products keep their size on average
+        lengthened = rotated * (head_dim / width) ** 0.5  # products keep their size on average
         self.key = nn.Parameter(lengthened.clone())
         of_group = lengthened[:, None] * head_dim**-0.5
         self.query = nn.Parameter(of_group.repeat(1, heads // kv_heads, 1, 1))
@@ -151,13 +151,13 @@ def attend_chosen(
     """
     context, layers = q.shape[1], attention.layers(q.shape[1])
     if context % RATE ** (layers - 1):
-        raise ValueError(f"texts must be whole nodes of {RATE ** (layers - 1)} tokens, got {context}")
+        raise ValueError(f"sequences must be whole nodes of {RATE ** (layers - 1)} tokens, got {context}")
     with torch.autocast(q.device.type, enabled=False):
-        rows = [_one_text(*one, attention, choice, layers, layer) for one in zip(q, k, v, strict=True)]
+        rows = [_one_sequence(*one, attention, choice, layers, layer) for one in zip(q, k, v, strict=True)]
     return torch.stack(rows).to(q.dtype)
 
 
-def _one_text(
+def _one_sequence(
     q: Tensor, k: Tensor, v: Tensor, attention: Attention, choice: Choice, layers: int, layer: int
 ) -> Tensor:
     """q [T, H, D], k, v [T, H_kv, D] -> [T, H, D]; see :func:`attend_chosen`."""
@@ -259,7 +259,7 @@ def fit_indexers(
 
     Args:
         indexers: one per layer of the model; they go to the session's device. draw: tokens [B, T] of a step. queries:
-            of each text, at random places, that learn in a step. learning_rate: of Adam, a cosine down to 0.
+            of each sequence, at random places, that learn in a step. learning_rate: of Adam, a cosine down to 0.
 
     Returns:
         The divergence in nats over the last tenth of the steps, a mean over layers.
@@ -293,8 +293,8 @@ def fit_indexers(
         counted = (nodes < places[..., None] // RATE)[:, None, None]
         losses = []
         for indexer, (q, k) in zip(indexers, seen, strict=True):
-            of_texts = torch.arange(count, device=device)[:, None]
-            asked = q[of_texts, places].unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).float()
+            of_sequences = torch.arange(count, device=device)[:, None]
+            asked = q[of_sequences, places].unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4).float()
             keys = k.transpose(1, 2).float()
             scores = asked @ keys.transpose(-1, -2).unsqueeze(2) * q.shape[-1] ** -0.5
             mass = mass_of_spans(scores, len(nodes)).masked_fill(~counted, -torch.inf)

@@ -35,7 +35,7 @@ MASKED_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 def rotary(
     context: int, head_dim: int, device: torch.device, base: float = ROTARY_BASE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """cos, sin [context, head_dim / 2] and positions [context] of a text."""
+    """cos, sin [context, head_dim / 2] and positions [context] of a sequence."""
     cos, sin = rope_cache(context, head_dim, base, device=device)
     return cos, sin, torch.arange(context, device=device)
 
@@ -80,7 +80,7 @@ def sliding_window(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
     count, context, heads, _ = q.shape
     width = min(width, context)
     if context % width:
-        raise ValueError(f"the window, {width}, must divide the text, {context}")
+        raise ValueError(f"the window, {width}, must divide the sequence, {context}")
     blocks = context // width
 
     def in_blocks(x: Tensor) -> Tensor:

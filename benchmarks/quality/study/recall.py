@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["Recall", "draw_recall", "lesson"]
 
 POWER = 0.01  # of the law that the places of the questions follow
-#: Shares of a training until which texts have a sixteenth, then an eighth of their length.
+#: Shares of a training until which sequences have a sixteenth, then an eighth of their length.
 SHORT, MIDDLE = 0.4, 0.6
 
 
@@ -28,10 +28,10 @@ class Recall:
 
 
 def lesson(step: int, steps: int, context: int, pairs: Sequence[int]) -> tuple[int, int]:
-    """(tokens of a text, pairs) of a step.
+    """(tokens of a sequence, pairs) of a step.
 
-    Models of two layers learn to look for a key in short texts first, as Zoology's are trained; the last part of a
-    training has texts of ``context`` tokens and all numbers of ``pairs`` in turn.
+    Models of two layers learn to look for a key in short sequences first, as Zoology's are trained; the last part of a
+    training has sequences of ``context`` tokens and all numbers of ``pairs`` in turn.
     """
     if step >= MIDDLE * steps:
         room = 4  # tokens for each pair
@@ -45,11 +45,11 @@ def lesson(step: int, steps: int, context: int, pairs: Sequence[int]) -> tuple[i
 def draw_recall(
     count: int, context: int, pairs: int, vocabulary: int, seed: int, device: torch.device | str
 ) -> Recall:
-    """``count`` texts: ``pairs`` keys, each followed by its value, then each key once more somewhere.
+    """``count`` sequences: ``pairs`` keys, each followed by its value, then each key once more somewhere.
 
-    Keys come from the lower half of the vocabulary and values from the upper half, without repetition in a text. The
-    questions stand at every other place behind the pairs, drawn without repetition with the probabilities of a power
-    law, and random tokens stand at all other places.
+    Keys come from the lower half of the vocabulary and values from the upper half, without repetition in a sequence.
+    The questions stand at every other place behind the pairs, drawn without repetition with the probabilities of a
+    power law, and random tokens stand at all other places.
 
     Raises:
         ValueError: ``context`` is below 4 * ``pairs``, or the vocabulary too small.
@@ -57,7 +57,7 @@ def draw_recall(
     half = vocabulary // 2
     if context < 4 * pairs or half <= pairs:
         raise ValueError(
-            f"{pairs} pairs need a text of {4 * pairs} tokens and more than {2 * pairs} words, "
+            f"{pairs} pairs need a sequence of {4 * pairs} tokens and more than {2 * pairs} words, "
             f"got {context} and {vocabulary}"
         )
     generator = torch.Generator(device).manual_seed(seed)

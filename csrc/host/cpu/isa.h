@@ -1,6 +1,6 @@
 // Chooses the instruction set of the CPU kernels at run time.
 //
-// A room's hot loops stand in one torch-free header, which is compiled once per instruction set, in generated
+// A family's hot loops stand in one torch-free header, which is compiled once per instruction set, in generated
 // files that differ only in the macro above host/cpu/simd.h. Each file defines a table of function pointers,
 // and `pick_isa` chooses one. No compiler flag of the whole library depends on the machine it was built on.
 #pragma once
@@ -62,7 +62,7 @@ inline Isa active_isa() {
   return isa;
 }
 
-// A room has no table of its own for AVX512_BF16. The few kernels that multiply pairs of bf16
+// A family has no table of its own for AVX512_BF16. The few kernels that multiply pairs of bf16
 // with it ask active_isa().
 template <typename Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {

@@ -24,9 +24,9 @@ inline bool has_hopper_kernels() {
   return compiled;
 }
 
-// The most blocks that a launch may have to overlap its neighbours (LaunchShape::overlaps): one for each
+// The most blocks that a launch with PDL (LaunchShape::pdl) may have: one for each
 // multiprocessor, where all of them find room beside the other kernel's; none for other code, which would not wait.
-inline int most_overlapping_blocks() {
+inline int most_pdl_blocks() {
   return has_hopper_kernels() ? at::cuda::getCurrentDeviceProperties()->multiProcessorCount : 0;
 }
 

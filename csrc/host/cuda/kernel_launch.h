@@ -23,11 +23,12 @@ struct LaunchShape {
   int threads = 0;           // threads of a block along x
   int64_t shared_bytes = 0;  // dynamic shared memory of a block
   int cluster = 1;           // blocks of a cluster along x; more than 1 needs sm_90
-  // The blocks may begin before the previous kernel of the stream has ended (sm_90), so every thread must
-  // call device::wait_for_previous_kernels() before it touches global memory, or, where it has nothing in common
-  // with that kernel and that one does not overlap, before it ends. For at most one block per
+  // Programmatic dependent launch, device/sm90/pdl.cuh: the blocks may begin before the previous kernel of the
+  // stream has ended (sm_90), so every thread must
+  // call device::pdl_wait() before it touches global memory, or, where it has nothing in common
+  // with that kernel and that one is launched without PDL, before it ends. For at most one block per
   // multiprocessor: where blocks share one, those that begin early would crowd on a few of them.
-  bool overlaps = false;
+  bool pdl = false;
   int thread_rows = 1;  // threads of a block along y
 };
 
@@ -72,10 +73,10 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
     cluster.val.clusterDim.y = 1;
     cluster.val.clusterDim.z = 1;
   }
-  if (shape.overlaps) {
-    cudaLaunchAttribute& overlap = attributes[num_attributes++];
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (shape.pdl) {
+    cudaLaunchAttribute& pdl = attributes[num_attributes++];
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
   }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;

@@ -2,8 +2,8 @@
 
 #include <cuda_runtime.h>
 
-#include "device/hopper/wgmma.cuh"
 #include "device/sizes.h"
+#include "device/sm90/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 
 namespace htree::device {

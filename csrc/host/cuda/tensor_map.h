@@ -1,4 +1,4 @@
-// Descriptors of tensor copies (device/hopper/tma.cuh). The driver's encoder is fetched through the runtime,
+// Descriptors of tensor copies (device/sm90/tma.cuh). The driver's encoder is fetched through the runtime,
 // so that the library does not link libcuda, which machines without a GPU lack. Torch-free.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "device/hopper/operand_copy.cuh"
+#include "device/sm90/operand_copy.cuh"
 
 namespace htree {
 
@@ -89,7 +89,7 @@ inline CUtensorMap make_tensor_map(const TensorBox& b) {
 }
 
 // Descriptor for boxes of 128 bytes x `box_rows` rows of a row-major matrix, as the rings of
-// device/hopper/gemm_pipeline.cuh take them. `type` has one byte (UINT8) or two; `columns` counts elements;
+// device/sm90/gemm_pipeline.cuh take them. `type` has one byte (UINT8) or two; `columns` counts elements;
 // `pitch_bytes` is a multiple of 16.
 inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int64_t rows, int64_t columns,
                                  int64_t pitch_bytes, int box_rows) {
@@ -104,7 +104,7 @@ inline CUtensorMap row_major_map(const void* data, CUtensorMapDataType type, int
   return make_tensor_map(box);
 }
 
-// Descriptors for the copies of device/hopper/operand_copy.cuh, for a row-major matrix as in row_major_map().
+// Descriptors for the copies of device/sm90/operand_copy.cuh, for a row-major matrix as in row_major_map().
 // Tiles have `tile_rows` rows, of which one copy brings `copied_rows`.
 inline device::OperandMaps operand_maps(const void* data, CUtensorMapDataType type, int64_t rows,
                                         int64_t columns, int64_t pitch_bytes, int tile_rows,

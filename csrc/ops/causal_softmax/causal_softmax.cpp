@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the causal_softmax room. docs/semantics/causal_softmax.md §5
+// Schemas, Meta, Autograd and registrations of the causal_softmax family. docs/semantics/causal_softmax.md §5
 #include "ops/causal_softmax/causal_softmax.h"
 
 #include <ATen/ops/empty.h>

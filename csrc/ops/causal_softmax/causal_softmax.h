@@ -1,4 +1,4 @@
-// The contract of the causal_softmax room: sizes, checks and
+// The contract of the causal_softmax family: sizes, checks and
 // entry points. docs/semantics/causal_softmax.md §5
 #pragma once
 

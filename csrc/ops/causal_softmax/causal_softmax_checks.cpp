@@ -1,4 +1,4 @@
-// All checks and output allocation of the room, shared by the CPU, CUDA and Meta kernels.
+// All checks and output allocation of the family, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/ops/empty.h>
 
 #include "host/check.h"

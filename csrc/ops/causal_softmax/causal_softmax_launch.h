@@ -1,4 +1,4 @@
-// Torch-free launchers of the room, one set per storage type; csrc/instances.py lists them.
+// Torch-free launchers of the family, one set per storage type; csrc/instances.py lists them.
 #pragma once
 
 #include <cuda_runtime_api.h>

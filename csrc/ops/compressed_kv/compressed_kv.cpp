@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the compressed_kv room.
+// Schemas, Meta, Autograd and registrations of the compressed_kv family.
 // docs/semantics/compressed_kv.md §4.4 to §4.6
 #include "ops/compressed_kv/compressed_kv.h"
 

@@ -1,4 +1,4 @@
-// The contract of the compressed_kv room: sizes, checks and entry points. docs/semantics/compressed_kv.md
+// The contract of the compressed_kv family: sizes, checks and entry points. docs/semantics/compressed_kv.md
 // §4.4 to §4.6
 #pragma once
 

@@ -1,4 +1,4 @@
-// CPU kernels of the compressed_kv room, parallel over rows. Arithmetic is in float.
+// CPU kernels of the compressed_kv family, parallel over rows. Arithmetic is in float.
 #include <ATen/Parallel.h>
 #include <ATen/ops/lt.h>
 

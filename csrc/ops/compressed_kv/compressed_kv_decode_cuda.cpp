@@ -177,7 +177,7 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
                      .out = out.mutable_data_ptr(),
                      .lse = lse.mutable_data_ptr<float>(),
                      .type = type},
-          .most_overlapping_blocks = most_overlapping_blocks()};
+          .most_pdl_blocks = most_pdl_blocks()};
 }
 
 // The window's tokens for the general kernel; its parts come after those of the compressed part.

@@ -1,4 +1,4 @@
-// The CPU kernels of the compressed_kv room, one table per instruction set (host/cpu/isa.h). Pointers are to
+// The CPU kernels of the compressed_kv family, one table per instruction set (host/cpu/isa.h). Pointers are to
 // host memory; rows of a compressed tensor are contiguous.
 #pragma once
 

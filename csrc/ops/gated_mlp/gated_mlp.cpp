@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd, Autocast and registrations of the gated_mlp room. docs/semantics/gated_mlp.md §3.2
+// Schemas, Meta, Autograd, Autocast and registrations of the gated_mlp family. docs/semantics/gated_mlp.md §3.2
 #include "ops/gated_mlp/gated_mlp.h"
 
 #include <ATen/autocast_mode.h>

@@ -1,4 +1,4 @@
-// The contract of the gated_mlp room: sizes, checks and entry points. docs/semantics/gated_mlp.md §3.2
+// The contract of the gated_mlp family: sizes, checks and entry points. docs/semantics/gated_mlp.md §3.2
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
 // CUDA entry point of the backward: the elementwise part in one kernel, the products by the kernels of
-// cuda/gated_mlp_gradient.cuh or by cuBLAS.
+// cuda/sm90/gated_mlp_gradient.cuh or by cuBLAS.
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>

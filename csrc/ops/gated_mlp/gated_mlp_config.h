@@ -13,10 +13,10 @@
 namespace htree::gated_mlp {
 
 // kComposed: two matrix products of cuBLAS in fp32 and one elementwise kernel. kStream: the rows of x are the
-// n side of the products, a block has 64 columns, weights are read once (gated_mlp_stream.cuh). kTile: `rows`
-// x `columns` per block (gated_mlp_tile.cuh). kTurned: the same with the rows of x on the n side
-// (gated_mlp_turned.cuh).
-enum class Kernel : int { kComposed, kStream, kTile, kTurned };
+// N of the products, a block has 64 columns, weights are read once (gated_mlp_stream.cuh). kTile: `rows`
+// x `columns` per block (gated_mlp_tile.cuh). kSwapAb: the same with the rows of x as N
+// (gated_mlp_swap_ab.cuh). All in cuda/sm90/.
+enum class Kernel : int { kComposed, kStream, kTile, kSwapAb };
 
 struct KernelConfig {
   Kernel kernel;
@@ -76,30 +76,30 @@ inline constexpr TileKernel kTiles[] = {
     {{Kernel::kTile, 128, 64, 6, 1}, 1.7, 0.430},    {{Kernel::kTile, 192, 64, 5, 1}, 1.6, 0.603},
     {{Kernel::kTile, 128, 88, 5, 1}, 2.0, 0.600},    {{Kernel::kTile, 192, 88, 4, 1}, 2.5, 0.830},
     {{Kernel::kTile, 128, 112, 5, 1}, 2.0, 0.740},   {{Kernel::kTile, 128, 128, 4, 1}, 0.9, 0.812},
-    {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},   {{Kernel::kTurned, 144, 128, 4, 2}, 4.3, 0.856},
-    {{Kernel::kTurned, 160, 128, 4, 2}, 4.5, 1.000},
+    {{Kernel::kTile, 128, 128, 4, 2}, 2.6, 0.804},   {{Kernel::kSwapAb, 144, 128, 4, 2}, 4.3, 0.856},
+    {{Kernel::kSwapAb, 160, 128, 4, 2}, 4.5, 1.000},
 };
 
-// Beyond so many rows the padding of other tiles is small, and turned ones, whose order is that of the weights, would
+// Beyond so many rows the padding of other tiles is small, and swap-AB ones, whose order is that of the weights, would
 // read x too often.
-inline constexpr int64_t kMostTurnedRows = 640;
+inline constexpr int64_t kMostSwapAbRows = 640;
 
-// In how many waves `workers`, which are blocks or clusters, take all tiles. The blocks of a cluster share
-// the k of the last tiles where these would occupy no more than half of the clusters.
-inline double waves_of_tiles(int64_t tiles, int64_t workers, bool sharing) {
+// In how many waves `workers`, which are blocks or clusters, take all tiles. `tail`: where the last tiles would occupy
+// no more than half of the clusters, they are split along K over the blocks of a cluster.
+inline double waves_of_tiles(int64_t tiles, int64_t workers, bool tail) {
   const int64_t rest = tiles % workers;
-  const bool shares = sharing && rest > 0 && 2 * rest <= workers;
-  return static_cast<double>(tiles / workers) + (shares ? 0.5 : rest > 0 ? 1.0 : 0.0);
+  const bool splits = tail && rest > 0 && 2 * rest <= workers;
+  return static_cast<double>(tiles / workers) + (splits ? 0.5 : rest > 0 ? 1.0 : 0.0);
 }
 
 inline double tile_time(const TileKernel& kernel, const Facts& f) {
   const KernelConfig& c = kernel.config;
-  const bool turned = c.kernel == Kernel::kTurned;  // its clusters stand along the columns
-  if (turned && f.rows > kMostTurnedRows) {
+  const bool swaps_ab = c.kernel == Kernel::kSwapAb;  // its clusters stand along the columns
+  if (swaps_ab && f.rows > kMostSwapAbRows) {
     return std::numeric_limits<double>::infinity();
   }
-  const int64_t tiles = ceil_div(f.rows, c.rows * (turned ? 1 : c.cluster)) *
-                        ceil_div(f.inner, c.columns * (turned ? c.cluster : 1));
+  const int64_t tiles = ceil_div(f.rows, c.rows * (swaps_ab ? 1 : c.cluster)) *
+                        ceil_div(f.inner, c.columns * (swaps_ab ? c.cluster : 1));
   const int64_t workers = std::max(1, f.multiprocessors / c.cluster);
   const double waves = waves_of_tiles(tiles, workers, c.cluster == 2 && f.hidden > 64 && tiles > workers);
   return kernel.per_launch + waves * static_cast<double>(ceil_div(f.hidden, 64)) * kernel.per_block;
@@ -120,7 +120,7 @@ inline KernelConfig choose_config(const Facts& f) {
   return best->config;
 }
 
-// ---- the products of the backward: the kernels of cuda/gated_mlp_gradient.cuh, or cuBLAS
+// ---- the products of the backward: the kernels of cuda/sm90/gated_mlp_gradient.cuh, or cuBLAS
 
 // What a cluster of those kernels takes of a result.
 inline constexpr int kGradientRows = 256;
@@ -162,7 +162,7 @@ inline std::string describe(const KernelConfig& c) {
   if (c.kernel == Kernel::kComposed) {
     return "composed: two products of cuBLAS, one elementwise kernel";
   }
-  const char* name = c.kernel == Kernel::kStream ? "stream" : c.kernel == Kernel::kTile ? "tile" : "turned";
+  const char* name = c.kernel == Kernel::kStream ? "stream" : c.kernel == Kernel::kTile ? "tile" : "swap AB";
   return std::string(name) + ": " + std::to_string(c.rows) + " rows x " + std::to_string(c.columns) +
          " columns, " + std::to_string(c.stages) + " stages, clusters of " + std::to_string(c.cluster);
 }

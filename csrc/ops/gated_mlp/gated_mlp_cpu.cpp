@@ -1,4 +1,4 @@
-// CPU kernels of the gated_mlp room. What gated_mlp_fused_cpu.cpp does not take gets its products from the
+// CPU kernels of the gated_mlp family. What gated_mlp_fused_cpu.cpp does not take gets its products from the
 // BLAS library in fp32 (fp64 for fp64), one block of the weights' rows after another, so that neither fp32
 // copies of half weights nor the products ever exist whole. The elementwise part is one vectorised pass.
 #include <ATen/Parallel.h>

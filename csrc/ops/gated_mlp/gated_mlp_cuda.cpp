@@ -31,7 +31,7 @@ void launch_fused(const Operands& o, const KernelConfig& config, const Results& 
       .up = mutable_data_of<T>(results.acted),
   };
   const auto launch = config.kernel == Kernel::kStream   ? launch_stream<T>
-                      : config.kernel == Kernel::kTurned ? launch_turned<T>
+                      : config.kernel == Kernel::kSwapAb ? launch_swap_ab<T>
                                                          : launch_tile<T>;
   check_launch(launch(params, config, stream), config);
 }

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the hadamard room. docs/semantics/hadamard.md §4.1
+// Schemas, Meta, Autograd and registrations of the hadamard family. docs/semantics/hadamard.md §4.1
 #include "ops/hadamard/hadamard.h"
 
 #include <torch/library.h>

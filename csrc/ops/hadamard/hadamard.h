@@ -1,4 +1,4 @@
-// The contract of the hadamard room: sizes, checks and entry points. docs/semantics/hadamard.md §4.1
+// The contract of the hadamard family: sizes, checks and entry points. docs/semantics/hadamard.md §4.1
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -15,7 +15,7 @@ constexpr const char* kOp = "hadamard_transform";
 constexpr const char* kGroupedOp = "grouped_hadamard";
 constexpr int64_t kMaxLength = int64_t{1} << kMaxLog2Length;
 
-// -1 where n is not a power of two that the room transforms.
+// -1 where n is not a power of two that the family transforms.
 int log2_of_length(int64_t n) {
   if (n < 1 || n > kMaxLength || (n & (n - 1)) != 0) {
     return -1;

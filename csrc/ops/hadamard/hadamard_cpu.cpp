@@ -1,4 +1,4 @@
-// CPU kernels of the hadamard room, parallel over rows, each row vectorised. Arithmetic is in float, for
+// CPU kernels of the hadamard family, parallel over rows, each row vectorised. Arithmetic is in float, for
 // double in double.
 #include <ATen/Parallel.h>
 

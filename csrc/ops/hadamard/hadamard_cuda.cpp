@@ -1,4 +1,4 @@
-// CUDA entry point of the hadamard room: parameters, access, slices and launch.
+// CUDA entry point of the hadamard family: parameters, access, slices and launch.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>

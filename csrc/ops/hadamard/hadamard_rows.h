@@ -1,4 +1,4 @@
-// The CPU row kernels of the hadamard room, one table per instruction set (host/cpu/isa.h).
+// The CPU row kernels of the hadamard family, one table per instruction set (host/cpu/isa.h).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Schemas, Meta, Autograd and registrations of the rmsnorm_rope room. docs/semantics/rmsnorm_rope.md §3.1
+// Schemas, Meta, Autograd and registrations of the rmsnorm_rope family. docs/semantics/rmsnorm_rope.md §3.1
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
 
 #include <torch/library.h>

@@ -3,7 +3,7 @@
 // together with their partners in the upper half.
 #pragma once
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "ops/rmsnorm_rope/dweight.cuh"
 #include "ops/rmsnorm_rope/operands.cuh"
 #include "ops/rmsnorm_rope/row_access.cuh"
@@ -118,13 +118,13 @@ template <typename Tr>
 __global__ void __launch_bounds__(Tr::kBlock, Tr::min_blocks(false))
     forward_kernel(const __grid_constant__ ForwardParams<typename Tr::T> p,
                    const __grid_constant__ RowsView rows, const __grid_constant__ LaneGrid grid, int stages,
-                   bool overlaps) {
+                   bool pdl) {
   using T = typename Tr::T;
   using A = Acc<T>;
   extern __shared__ uint4 ring[];
   __shared__ A scratch[2][Tr::kPairs * Tr::kScratch];
   constexpr bool kHoldWeight = Tr::hold_weight(false);
-  device::overlap_launches(overlaps);
+  device::pdl_launch_and_wait(pdl);
   const BlockRows<Tr> mine(rows);
   const Columns<Tr> columns(grid, p.shape);
   const A inverse_width = A(1) / static_cast<A>(p.shape.width);

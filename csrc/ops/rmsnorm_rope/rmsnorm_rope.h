@@ -1,4 +1,4 @@
-// The contract of the rmsnorm_rope room: sizes, checks and entry points. docs/semantics/rmsnorm_rope.md §3.1
+// The contract of the rmsnorm_rope family: sizes, checks and entry points. docs/semantics/rmsnorm_rope.md §3.1
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -153,7 +153,7 @@ inline int num_blocks(const KernelConfig& config, int64_t num_rows, int num_mult
 
 // Forward rows so few that each block takes two at most: twice the threads with one pair each are then faster
 // (256 rows of 4096 bf16 values take 4.23 us on an H200 and not 4.55), but 512 threads are not (132 rows of
-// 8192: 5.3 for 3.99). All threads must have work before, so that the sums keep their order and a row its bits.
+// 8192: 5.3 us, 3.99 without). All threads must have work before, so that the sums keep their order and a row its bits.
 inline KernelConfig spread_few_rows(const KernelConfig& config, int64_t num_rows, int in_half,
                                     int num_multiprocessors) {
   if (config.pairs != 2 || config.threads > 128 || config.threads % in_half != 0) {

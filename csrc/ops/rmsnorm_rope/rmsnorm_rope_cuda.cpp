@@ -126,7 +126,7 @@ void forward_cuda(const Operands& o, at::IntArrayRef config_tuple, const at::Ten
     const ForwardParams<T> params{input<T>(o.x),      output<T>(out),     weight_of(o.weight),
                                   table_of(o.cos, p), table_of(o.sin, p), shape_of(p)};
     check_launch("rmsnorm_rope", config,
-                 launch_forward(config, params, blocks, blocks <= most_overlapping_blocks(), scope.stream()));
+                 launch_forward(config, params, blocks, blocks <= most_pdl_blocks(), scope.stream()));
   });
 }
 

@@ -18,12 +18,12 @@ struct Instance {
   static bool matches(const KernelConfig& c) {
     return c.vectorised && c.threads == kThreads && c.pairs == kPairs && (c.stages > 1) == kRing;
   }
-  static cudaError_t forward(const KernelConfig& c, const ForwardParams<T>& p, int blocks, bool overlaps,
+  static cudaError_t forward(const KernelConfig& c, const ForwardParams<T>& p, int blocks, bool pdl,
                              cudaStream_t stream) {
     LaunchShape shape = shape_of(c, blocks, 1);
-    shape.overlaps = overlaps;
+    shape.pdl = pdl;
     return launch_kernel(forward_kernel<Tr>, shape, stream, p, RowsView(p.shape, blocks),
-                         LaneGrid(p.shape, kThreads, Tr::kPack), c.stages, overlaps);
+                         LaneGrid(p.shape, kThreads, Tr::kPack), c.stages, pdl);
   }
   static cudaError_t backward(const KernelConfig& c, const BackwardParams<T>& p, int blocks,
                               cudaStream_t stream) {
@@ -115,9 +115,9 @@ using Tuned =
 }  // namespace
 
 template <typename T>
-cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks,
-                           bool overlaps, cudaStream_t stream) {
-  const auto run = [&](auto instance) { return instance.forward(config, params, blocks, overlaps, stream); };
+cudaError_t launch_forward(const KernelConfig& config, const ForwardParams<T>& params, int blocks, bool pdl,
+                           cudaStream_t stream) {
+  const auto run = [&](auto instance) { return instance.forward(config, params, blocks, pdl, stream); };
   const cudaError_t error = Automatic<T>::run(config, run);
   return error == cudaErrorNotSupported ? Tuned<T>::run(config, run) : error;
 }

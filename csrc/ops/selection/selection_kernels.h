@@ -26,8 +26,8 @@ SelectTopk select_topk_cpu, select_topk_cuda;
 MaskTopkScores mask_topk_scores_cpu, mask_topk_scores_cuda;
 ComputeNextParents compute_next_parents_cpu, compute_next_parents_cuda;
 
-// ---- the IO-only twins: the same kernels with the policy IoOnly, for tensors of the same shapes, under the
-// same contracts. docs/semantics/io_twins.md §2.2.
+// ---- the IO-only variants: the same kernels with the policy IoOnly, for tensors of the same shapes, under the
+// same contracts. docs/semantics/io_only.md §2.2.
 using IoSelectTopk = void(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                           const IoPositions& io, const Tensor& topk_positions);
 

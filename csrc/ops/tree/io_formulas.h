@@ -1,4 +1,4 @@
-// The formulas of the IO-only twins (docs/semantics/io_twins.md §2.3), the same code for CPU and CUDA.
+// The formulas of the IO-only variants (docs/semantics/io_only.md §2.3), the same code for CPU and CUDA.
 // Integers wrap modulo 2^32.
 #pragma once
 
@@ -48,8 +48,8 @@ HTREE_HOST_DEVICE int32_t io_position(int64_t j, int64_t count, int64_t num, uin
   return static_cast<int32_t>(first + hash % static_cast<uint32_t>(width));
 }
 
-// What the IO-only twin of the selection takes besides the arguments of the
-// full kernel. docs/semantics/io_twins.md §2.3
+// What the IO-only variant of the selection takes besides the arguments of the
+// full kernel. docs/semantics/io_only.md §2.3
 struct IoPositions {
   int64_t t0 = 0;       // token of the first query
   bool bottom = false;  // layer 0: nothing is selected

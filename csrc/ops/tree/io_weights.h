@@ -1,5 +1,5 @@
 // What an IO-only score adds to its hash: the weights of the sum of the key, of the sums of query, cosines
-// and sines, and of the head's number in its group (docs/semantics/io_twins.md §2.3). This file holds
+// and sines, and of the head's number in its group (docs/semantics/io_only.md §2.3). This file holds
 // constants alone, because the CPU row kernels include it.
 #pragma once
 

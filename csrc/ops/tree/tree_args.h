@@ -61,9 +61,9 @@ inline int64_t node_span(int64_t compression_rate, int64_t exponent) {
 //
 // A query whose list in a layer holds the parents P_0 < ... < P_{m-1} (then -1) has the candidates
 // p in [0, n). Candidate p is node P_{p / r} * r + p mod r. Only the last parent is cut short, at
-// the query's own node.
+// the query's diagonal block.
 
-// The number of candidates of a query whose own node in the layer is `rightmost` = t / r^layer.
+// The number of candidates of a query whose diagonal block in the layer is `rightmost` = t / r^layer.
 HTREE_HOST_DEVICE int64_t candidate_count(int64_t num_parents, int64_t rightmost, int64_t r) {
   return num_parents > 0 ? (num_parents - 1) * r + rightmost % r + 1 : 0;
 }

@@ -1,4 +1,4 @@
-// The IO-only twin of the staged pipeline (docs/semantics/io_twins.md §2): schema, registrations, and one
+// The IO-only variant of the staged pipeline (docs/semantics/io_only.md §2): schema, registrations, and one
 // body for CPU and CUDA, which calls the ops of the stages.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

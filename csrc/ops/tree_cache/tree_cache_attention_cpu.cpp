@@ -89,7 +89,7 @@ RotationTable kept_rotation(int64_t positions, const QueryShape& shape, double b
   if (found != kept.end() && found->table.table.size(1) >= positions) return found->table;
   if (found != kept.end()) kept.erase(found);
   if (kept.size() == kMost) kept.erase(kept.begin());
-  int64_t size = 256;  // doubled as the text grows
+  int64_t size = 256;  // doubled as the sequence grows
   while (size < positions)
     size *= 2;
   kept.push_back({base, inv_freq, shape.half, shape.half_pad,
@@ -269,7 +269,7 @@ class StrideTask {
     }
   }
 
-  // Writes the lists of the layers from the top of a text that ends at the token upwards,
+  // Writes the lists of the layers from the top of a sequence that ends at the token upwards,
   // which open every node.
   void write_top_lists(int64_t token, int64_t top) {
     for (int64_t layer = top; layer < call_.layout.num_layers; ++layer) {

@@ -47,7 +47,7 @@ struct QueryRow {
   int32_t sequence = 0;
   int32_t token = -1;   // -1: the row is ignored
   int32_t leader = -1;  // the row of the call that has the lists; kFromRing + entry of the ring; kNoLists
-  int32_t top = 0;      // top layer of a text that ends at the token
+  int32_t top = 0;      // top layer of a sequence that ends at the token
 };
 constexpr int32_t kNoLists = -2;
 constexpr int32_t kFromRing = 1 << 30;  // the rows of a call are fewer

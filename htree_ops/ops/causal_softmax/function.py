@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named
+from htree_ops.ops.arguments import validate_arguments
 
 __all__ = ["causal_softmax"]
 
 BLOCK_SIZES = (0, 512, 1024)
 
 
-@named
+@validate_arguments
 def causal_softmax(x: Tensor, block_size: int = 0, *, out: Tensor | None = None) -> Tensor:
     """Softmax of each row's visible prefix; zero behind it.
 

@@ -623,7 +623,7 @@ class CompressedKVCache:
             allocated=sum(x.numel() * x.element_size() for x in tensors),
         )
 
-    # ---- states, beams and what is taken back
+    # ---- states, beam search and what is taken back
 
     @torch.no_grad()
     def truncate(self, lengths: int | Tensor | Sequence[int]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named
+from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.compressed_kv.format import CompressedKV, check_lengths
 
 __all__ = ["kv_compress", "kv_decode_attention", "kv_decompress", "kv_prune"]
 
 
-@named
+@validate_arguments
 def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Zeros all but the ``keep`` largest channels of each row, by |x_d| * weight_d.
 
@@ -39,7 +39,7 @@ def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor
     return torch.ops.htree.kv_prune(x, keep, weight)
 
 
-@named
+@validate_arguments
 def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = None) -> CompressedKV:
     """Prunes rows as :func:`kv_prune` does, quantises what is kept and packs it, for keys and values alike.
 
@@ -67,7 +67,7 @@ def kv_compress(x: Tensor, keep: int, bits: int = 8, weight: Tensor | None = Non
     return CompressedKV(*torch.ops.htree.kv_compress(x, keep, bits, weight))
 
 
-@named
+@validate_arguments
 def kv_decompress(
     bitmap: Tensor,
     values: Tensor,
@@ -98,7 +98,7 @@ def kv_decompress(
     return torch.ops.htree.kv_decompress(bitmap, values, scales, D, keep, bits, dtype)
 
 
-@named
+@validate_arguments
 def kv_decode_attention(
     q: Tensor,
     k_bitmap: Tensor,

@@ -14,9 +14,9 @@ from htree_ops.ops.arguments import (
     check_devices,
     check_dtype,
     check_tensors,
-    named,
-    named_as,
     tuning_config,
+    validate_arguments,
+    validate_arguments_as,
 )
 from htree_ops.ops.fp8.quantize import FP8
 from htree_ops.tuning.select import configured
@@ -64,17 +64,17 @@ def _dtype_of_product(a: Tensor, b: Tensor) -> torch.dtype:
 # In messages of fp8_quantize, x and scale are an operand of fp8_gemm and its scale.
 
 
-@named_as("fp8_gemm", x="a", scale="a_scale")
+@validate_arguments_as("fp8_gemm", x="a", scale="a_scale")
 def _quantised_a(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return _quantised(a, a_scale, -1)
 
 
-@named_as("fp8_gemm", x="b", scale="b_scale")
+@validate_arguments_as("fp8_gemm", x="b", scale="b_scale")
 def _quantised_b(b: Tensor, b_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     return _quantised(b, b_scale, 0)
 
 
-@named
+@validate_arguments
 def fp8_gemm(
     a: Tensor,
     b: Tensor,
@@ -162,7 +162,7 @@ def fp8_gemm(
     return torch.ops.htree.fp8_gemm(a, b, a_scale, b_scale, dtype, config)
 
 
-@named
+@validate_arguments
 def fp8_gemm_exact(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, output_dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -20,7 +20,7 @@ from htree_ops.ops.arguments import (
     check_int,
     check_option_dtype,
     check_tensor,
-    named_as,
+    validate_arguments_as,
 )
 from htree_ops.ops.fp8.quantize import FP8Format, fp8_quantize
 from htree_ops.tuning.select import configured
@@ -164,7 +164,7 @@ class FP8Linear(nn.Module):
         module.train(linear.training)
         return module
 
-    @named_as("FP8Linear")
+    @validate_arguments_as("FP8Linear")
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] in float16, bfloat16 or float32; returns [..., N] in the same dtype.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import NumericalOverflowError
-from htree_ops.ops.arguments import check_number, named, named_as
+from htree_ops.ops.arguments import check_number, validate_arguments, validate_arguments_as
 
 __all__ = [
     "FP8Format",
@@ -54,7 +54,7 @@ class FP8Format:
     has_infinity: bool = False
 
 
-@named
+@validate_arguments
 def fp8_compute_scale(
     x: Tensor, granularity: Granularity = "tensor", dim: int = -1, block: int = 128
 ) -> Tensor:
@@ -96,7 +96,7 @@ def _scale_tensor(
     return torch.full(sizes, scale, dtype=torch.float32, device=x.device)
 
 
-@named
+@validate_arguments
 def fp8_quantize(
     x: Tensor,
     scale: Tensor | float | None = None,
@@ -130,7 +130,7 @@ def fp8_quantize(
     return torch.ops.htree.fp8_quantize(x, given, granularity, dim, block)
 
 
-@named
+@validate_arguments
 def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None, block: int = 128) -> Tensor:
     """``q / scale``, divided in fp32 and rounded to ``dtype``. Source: docs/semantics/fp8.md §3.3.
 
@@ -153,7 +153,7 @@ def fp8_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype | None = None, b
     return torch.ops.htree.fp8_dequantize(q, scale, torch.float32 if dtype is None else dtype, block)
 
 
-@named
+@validate_arguments
 def fp8_fake_quant(
     x: Tensor,
     scale: Tensor | float | None = None,
@@ -174,7 +174,7 @@ def fp8_fake_quant(
     return torch.ops.htree.fp8_fake_quant(x, given, granularity, dim, block)
 
 
-@named
+@validate_arguments
 def fp8_scale_inv(scale: Tensor) -> Tensor:
     """1 / scale in fp32: from the scales of this package, which multiply when quantising, to those of
     ``torch._scaled_mm`` and most FP8 checkpoints, which multiply the product or the codes; and back.
@@ -188,7 +188,7 @@ def fp8_scale_inv(scale: Tensor) -> Tensor:
     return scale.float().reciprocal()
 
 
-@named_as(x="tensor")
+@validate_arguments_as(x="tensor")
 def handle_fp8_overflow(
     tensor: Tensor,
     scale: Tensor | float,

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import FLOATING, autocast_dtype, named, tuning_config
+from htree_ops.ops.arguments import FLOATING, autocast_dtype, tuning_config, validate_arguments
 from htree_ops.tuning.select import configured
 
 __all__ = ["gated_mlp"]
@@ -21,7 +21,7 @@ SIDES: tuple[Side, ...] = ("up", "gate")
 COMPILED_CONFIGS = ((128, 128, 64, 8, 4), (128, 64, 64, 8, 4), (64, 64, 64, 8, 4), (32, 64, 64, 8, 4))
 
 
-@named
+@validate_arguments
 def gated_mlp(
     x: Tensor,
     gate_weight: Tensor,

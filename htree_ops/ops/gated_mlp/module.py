@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from htree_ops.ops.arguments import check_int, options_of
+from htree_ops.ops.arguments import check_int, reraise_as
 from htree_ops.ops.gated_mlp.function import ACTIVATIONS, SIDES, Activation, Side, gated_mlp
 
 __all__ = ["FusedGatedMLP", "formula_of"]
@@ -83,7 +83,7 @@ class FusedGatedMLP(nn.Module):
         super().__init__()
         for name, value in (("hidden_dim", hidden_dim), ("intermediate_dim", intermediate_dim)):
             check_int("FusedGatedMLP", name, value, 1)
-        with options_of("FusedGatedMLP"):
+        with reraise_as("FusedGatedMLP"):
             none = torch.empty(0, 0, device="meta")  # a call without rows checks the options alone
             gated_mlp(none, none, none, activation, act_on)
         self.hidden_dim = hidden_dim
@@ -111,7 +111,7 @@ class FusedGatedMLP(nn.Module):
             TypeError: a projection is missing or no ``nn.Linear``.
             ValueError: a bias, or a formula that the op does not compute.
         """
-        with options_of("FusedGatedMLP.from_module"):
+        with reraise_as("FusedGatedMLP.from_module"):
             activation, act_on = formula_of(module)
         fused = cls(1, 1, activation, act_on, device="meta")
         fused.gate_weight = module.get_parameter("gate_proj.weight")

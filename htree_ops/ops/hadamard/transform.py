@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from htree_ops.ops.arguments import check_int, check_number, named
+from htree_ops.ops.arguments import check_int, check_number, validate_arguments
 
 __all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadamard_transform_"]
 
@@ -13,7 +13,7 @@ __all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadam
 MAX_LENGTH = 32768
 
 
-@named
+@validate_arguments
 def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     """The Walsh-Hadamard transform of the last dim: ``y = scale * x @ H_n``.
 
@@ -41,7 +41,7 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     return torch.ops.htree.hadamard_transform(x, scale)
 
 
-@named
+@validate_arguments
 def hadamard_transform_(x: Tensor, scale: float | None = None) -> Tensor:
     """:func:`hadamard_transform` in place, for an x of any strides; returns x.
 
@@ -53,7 +53,7 @@ def hadamard_transform_(x: Tensor, scale: float | None = None) -> Tensor:
     return x
 
 
-@named
+@validate_arguments
 def grouped_hadamard(x: Tensor, group: int, scale: float | None = None) -> Tensor:
     """The transform of the joined rows of ``group`` adjacent heads, position by position.
 

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named, tuning_config
+from htree_ops.ops.arguments import tuning_config, validate_arguments
 from htree_ops.tuning.select import configured
 
 __all__ = ["head_rmsnorm_rope", "rmsnorm_rope"]
@@ -39,7 +39,7 @@ def _divides(num_heads: int | None, width: int) -> bool:
     return num_heads is None or (1 <= num_heads <= width and width % num_heads == 0)
 
 
-@named
+@validate_arguments
 def rmsnorm_rope(
     x: Tensor,
     weight: Tensor,
@@ -107,7 +107,7 @@ def rmsnorm_rope(
     return torch.ops.htree.rmsnorm_rope(x, weight, cos, sin, eps, num_heads, config)
 
 
-@named
+@validate_arguments
 def head_rmsnorm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm of each head, then its rotary embedding: the q_norm and k_norm of current models.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_option_dtype, options_of
+from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_option_dtype, reraise_as
 from htree_ops.ops.rmsnorm_rope.function import rmsnorm_rope
 
 __all__ = ["FusedRMSNormRoPE"]
@@ -39,7 +39,7 @@ class FusedRMSNormRoPE(nn.Module):
         name = type(self).__name__
         check_int(name, "hidden_dim", hidden_dim, 1)
         check_int(name, "head_dim", head_dim, 0)
-        with options_of(name):
+        with reraise_as(name):
             row = torch.empty(2, device="meta")  # a call without rows checks eps alone
             rmsnorm_rope(row.expand(0, 0, 2), row, row.expand(1, 2), row.expand(1, 2), eps)
         if dtype is not None:

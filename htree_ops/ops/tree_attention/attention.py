@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.ops.arguments import named, named_as
+from htree_ops.ops.arguments import validate_arguments, validate_arguments_as
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["attention_backward", "attention_forward", "expand_heads", "tree_attention"]
 
-Balance = Literal["head_tail", "striped", "contiguous", "work"]
-#: How ranks share the tokens of a text (htree_ops.distributed). They stand here because layers keep one.
-BALANCES: tuple[Balance, ...] = ("head_tail", "striped", "contiguous", "work")
+Balance = Literal["zigzag", "striped", "contiguous", "work"]
+#: How ranks share the tokens of a sequence (htree_ops.distributed). They stand here because layers keep one.
+BALANCES: tuple[Balance, ...] = ("zigzag", "striped", "contiguous", "work")
 _TRANSPOSED = "[B, H, T, K] in place of [B, T, H, K]: transpose(1, 2) the tensors"
 _warned_of_transposed = False
 
@@ -82,7 +82,7 @@ def tree_attention(
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@named
+@validate_arguments
 def tree_attention(
     q: Tensor,
     k: Tensor,
@@ -137,7 +137,7 @@ def tree_attention(
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the
             node's own mean; 2 is recommended. It cannot be combined with importance="lse".
         open_next: half of the ``top_k`` candidates are the most important ones, the others those behind them in the
-            query's list, before what is next in importance. Where 16 queries share a selection, the text that they
+            query's list, before what is next in importance. Where 16 queries share a selection, the tokens that they
             come to read stands behind what the first one looked for: a dense-trained model kept 82 % of its copies with
             it and 65 % without; with selection_stride=1 it loses some (docs/quality.md). A forward takes
             0.7 to 0.8 % longer with it, 5 to 7 % with selection_stride=1 (benchmarks/results/open_next_h200.csv).
@@ -207,7 +207,7 @@ def _documented(function: str, options: TreeOptions | None, keywords: Documented
     )
 
 
-@named_as(top_k="top_k_per_layer")
+@validate_arguments_as(top_k="top_k_per_layer")
 def attention_forward(
     q: Tensor,
     k: Tensor,
@@ -234,7 +234,7 @@ def attention_forward(
     return torch.ops.htree._attention_forward(q, k, v, chosen.store_parents, *chosen.packed())
 
 
-@named_as(top_k="top_k_per_layer")
+@validate_arguments_as(top_k="top_k_per_layer")
 def attention_backward(
     dout: Tensor,
     q: Tensor,

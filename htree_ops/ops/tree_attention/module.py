@@ -22,8 +22,8 @@ from htree_ops.ops.arguments import (
     check_kind,
     check_option_dtype,
     check_tensor,
-    named_as,
     option_device,
+    validate_arguments_as,
 )
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import (
@@ -56,7 +56,7 @@ def _joined(out: Tensor) -> Tensor:
     return rows.redistribute(placements=rows.placements) if hasattr(rows, "device_mesh") else rows
 
 
-@named_as(
+@validate_arguments_as(
     "HTreeAttention", cu_seq_q="cu_seqlens", cu_seq_k="cu_seqlens", max_q="max_seqlen", max_k="max_seqlen"
 )
 def _attend_packed(
@@ -85,9 +85,9 @@ class HTreeAttention(nn.Module):
         num_kv_heads: H_kv, key and value heads, a divisor of H; None is H.
         head_dim: K = V, even; None is embed_dim / num_heads.
         bias: whether the projections have one.
-        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its twin for
+        cp_group: ranks that share the tokens, for :func:`htree_ops.distributed.tree_attention_cp` and its variant for
             packed documents; None is this process alone.
-        cp_balance: how they share them, "head_tail", "striped", "contiguous" or "work".
+        cp_balance: how they share them, "zigzag", "striped", "contiguous" or "work".
         device, dtype: of the parameters.
         positions: where q and k are rotated. "own": each at its token's place in its sequence or document, before the
             tree is built, as dense models do, so that weights of these serve at any length that they were trained for.
@@ -118,7 +118,7 @@ class HTreeAttention(nn.Module):
         *,
         options: TreeOptions | None = None,
         cp_group: ProcessGroup | DeviceMesh | None = None,
-        cp_balance: Balance = "head_tail",
+        cp_balance: Balance = "zigzag",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         positions: Positions = "own",
@@ -169,10 +169,10 @@ class HTreeAttention(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HTreeAttention:
         """A copy that shares the tokens with the same ranks: Python cannot copy a process group."""
-        twin = type(self).__new__(type(self))
-        memo |= {id(self): twin, id(self.cp_group): self.cp_group}
-        twin.__setstate__(deepcopy(self.__dict__, memo))
-        return twin
+        copied = type(self).__new__(type(self))
+        memo |= {id(self): copied, id(self.cp_group): self.cp_group}
+        copied.__setstate__(deepcopy(self.__dict__, memo))
+        return copied
 
     @classmethod
     def recommended(
@@ -508,7 +508,7 @@ class HTreeAttention(nn.Module):
             cache: x holds the new tokens of its sequences.
             cu_seqlens: int32 [documents + 1], ascending from 0: document i is the rows cu_seqlens[i] ...
                 cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them.
-                With ``cp_group`` they are of the whole text and best on the CPU, for each layer reads them, as in
+                With ``cp_group`` they are of the whole sequence and best on the CPU, for each layer reads them, as in
                 :func:`htree_ops.distributed.tree_attention_varlen_cp`.
             max_seqlen: no document is longer; None is N.
 

@@ -126,7 +126,7 @@ class TreeOptions:
         """The options of an op that was called with them."""
         left, numbers = list(ints), list(floats)
         options: dict[str, Any] = {}
-        for name, kind, optional in OF_OPS:
+        for name, kind, optional in OP_KWARGS:
             if optional and not left.pop(0):
                 options[name] = None
             elif kind == "List[float]":
@@ -143,7 +143,7 @@ class TreeOptions:
     def difference(self, other: TreeOptions) -> tuple[str, Any, Any]:
         """The first option of the ops that differs: its name, its value here and there."""
         ours, theirs = (vars(x) | {"max_top_nodes": x.top_nodes} for x in (self, other))
-        name = next(name for name, _, _ in OF_OPS if ours[name] != theirs[name])
+        name = next(name for name, _, _ in OP_KWARGS if ours[name] != theirs[name])
         return name, ours[name], theirs[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class TreeOptions:
 NAMES = tuple(field.name for field in fields(TreeOptions))
 
 
-def _of_ops() -> tuple[tuple[str, str, bool], ...]:
+def _op_kwargs() -> tuple[tuple[str, str, bool], ...]:
     """Of each option of the ops, in the order of the packed form: its name, its kind, and whether it may be None."""
     found = []
     for argument in torch.ops.htree.attention.default._schema.arguments:
@@ -182,7 +182,7 @@ def _of_ops() -> tuple[tuple[str, str, bool], ...]:
     return tuple(found)
 
 
-OF_OPS = _of_ops()
+OP_KWARGS = _op_kwargs()
 #: The words of the options that are words, in the order of the packed form.
 WORDS: dict[str, tuple[str, ...]] = {"importance": get_args(Importance)}
 #: What an option of a kind may be. To Python a bool is an int; here it is not.
@@ -207,15 +207,15 @@ def pack(options: TreeOptions) -> tuple[tuple[int, ...], tuple[float, ...]]:
     Raises:
         TypeError: an option of a wrong type. ValueError: another word, or a number that no int64 or double holds.
     """
-    values: dict[str, Any] = {name: getattr(options, name) for name, _, _ in OF_OPS}
-    for name, kind, optional in OF_OPS:
+    values: dict[str, Any] = {name: getattr(options, name) for name, _, _ in OP_KWARGS}
+    for name, kind, optional in OP_KWARGS:
         if kind in _TYPES and not (values[name] is None and (optional or name == "max_top_nodes")):
             _check(name, kind, values[name])
     if values["max_top_nodes"] is None:
         values["max_top_nodes"] = options.top_nodes
     ints: list[int] = []
     floats: list[float] = []
-    for name, kind, optional in OF_OPS:
+    for name, kind, optional in OP_KWARGS:
         value = values[name]
         if optional:
             ints.append(0 if value is None else 1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named
+from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.options import Frequencies, frequencies
 
 __all__ = [
@@ -50,7 +50,7 @@ def _default_device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=None).device if device is None else torch.device(device)
 
 
-@named
+@validate_arguments
 def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor, Tensor]:
     """One level of the tree: parent i is the mean of its children i*r ... min((i+1)*r, N) - 1 (§1.2).
 
@@ -65,7 +65,7 @@ def tree_build(k: Tensor, v: Tensor, compression_rate: int = 16) -> tuple[Tensor
     return torch.ops.htree.tree_build(k, v, compression_rate)
 
 
-@named
+@validate_arguments
 def tree_build_backward(
     dpk: Tensor, dpv: Tensor, n_child: int, compression_rate: int = 16
 ) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def tree_build_backward(
     return torch.ops.htree.tree_build_backward(dpk, dpv, n_child, compression_rate)
 
 
-@named
+@validate_arguments
 def span_means(k: Tensor, span: int) -> Tensor:
     """Means of ``span`` neighbouring keys: row j is the mean of k[:, j*span ... min((j+1)*span, T) - 1] (§1.15).
 
@@ -94,7 +94,7 @@ def span_means(k: Tensor, span: int) -> Tensor:
     return torch.ops.htree.span_means(k, span)
 
 
-@named
+@validate_arguments
 def rope_cache(
     size: int,
     dim: int,
@@ -120,7 +120,7 @@ def rope_cache(
     )
 
 
-@named
+@validate_arguments
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
     """Half-split rotation: (lo, hi) -> (lo cos - hi sin, lo sin + hi cos) at each row's position (§1.4).
 
@@ -137,7 +137,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool =
     return torch.ops.htree.rope(x, cos, sin, positions, inverse)
 
 
-@named
+@validate_arguments
 def top_parents(
     B: int,
     T: int,
@@ -168,7 +168,7 @@ def top_parents(
     )
 
 
-@named
+@validate_arguments
 def compute_scores(
     q: Tensor,
     layer_k: Tensor,
@@ -193,7 +193,7 @@ def compute_scores(
     return torch.ops.htree.compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0)
 
 
-@named
+@validate_arguments
 def select_topk(
     scores: Tensor,
     num_candidates: Tensor,
@@ -220,14 +220,14 @@ def select_topk(
     return torch.ops.htree.select_topk(scores, num_candidates, top_k, importance, open_next)
 
 
-@named
+@validate_arguments
 def mask_topk_scores_(scores: Tensor, topk_positions: Tensor) -> Tensor:
     """Writes -inf at the selected positions of scores [B, T_q, H_kv, k*r, G]; returns scores (§1.8)."""
     torch.ops.htree.mask_topk_scores_(scores, topk_positions)
     return scores
 
 
-@named
+@validate_arguments
 def compute_next_parents(parents: Tensor, topk_positions: Tensor, compression_rate: int = 16) -> Tensor:
     """Nodes at the selected positions, parents[p // r] * r + p mod r, ascending, -1 at the tail (§1.6).
 
@@ -240,7 +240,7 @@ def compute_next_parents(parents: Tensor, topk_positions: Tensor, compression_ra
     return torch.ops.htree.compute_next_parents(parents, topk_positions, compression_rate)
 
 
-@named
+@validate_arguments
 def accumulate_non_topk(
     layer_v: Tensor,
     parents: Tensor,
@@ -264,7 +264,7 @@ def accumulate_non_topk(
     )
 
 
-@named
+@validate_arguments
 def compute_and_select(
     q: Tensor,
     layer_k: Tensor,
@@ -292,7 +292,7 @@ def compute_and_select(
     )
 
 
-@named
+@validate_arguments
 def subtract_topk(
     layer_v: Tensor, topk_indices: Tensor, topk_scores: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -312,7 +312,7 @@ def subtract_topk(
     return torch.ops.htree.subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout)
 
 
-@named
+@validate_arguments
 def select_accumulate(
     q: Tensor,
     layer_k: Tensor,
@@ -368,7 +368,7 @@ def select_accumulate(
     )
 
 
-@named
+@validate_arguments
 def bottom_accumulate(
     q: Tensor,
     layer_k: Tensor,
@@ -394,7 +394,7 @@ def bottom_accumulate(
     )
 
 
-@named
+@validate_arguments
 def recompute_selection(
     q: Tensor,
     layer_k: Tensor,
@@ -432,7 +432,7 @@ def recompute_selection(
     )
 
 
-@named
+@validate_arguments
 def merge_to_global_(
     gmax: Tensor, gsum: Tensor, gout: Tensor, lmax: Tensor, lsum: Tensor, lout: Tensor
 ) -> State:
@@ -448,7 +448,7 @@ def merge_to_global_(
     return gmax, gsum, gout
 
 
-@named
+@validate_arguments
 def final_normalize(gout: Tensor, gsum: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """gout / gsum [B, T_q, H, V] rounded to ``dtype`` (None: that of gout); NaN where gsum is 0 (§1.7)."""
     return torch.ops.htree.final_normalize(gout, gsum, dtype)

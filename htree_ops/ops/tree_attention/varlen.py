@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.ops.arguments import named
+from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.attention import expand_heads
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
@@ -57,7 +57,7 @@ def tree_attention_varlen(
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@named
+@validate_arguments
 def tree_attention_varlen(
     query: Tensor,
     key: Tensor,

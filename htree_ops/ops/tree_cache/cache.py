@@ -55,7 +55,7 @@ from htree_ops.ops.tree_cache.state import (
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
 
 OP = "TreeKVCache"
-#: How many leaders' lists are kept, so that drafts of up to 3 strides can be taken back.
+#: How many leaders' lists are kept, so that up to 3 strides of speculative tokens can be taken back.
 RING = 4
 #: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
@@ -79,14 +79,14 @@ class TreeKVCache:
     """Keys, values and finished tree nodes of one tree attention layer, in pages, for ``batch`` sequences.
 
     ``cache.append(k, v); out = cache.attend(q)`` gives the rows of :func:`htree_ops.tree_attention` over all tokens so
-    far. A step's cost follows from what it reads, not from the text's length. Only finished nodes are stored, so tokens
-    can be taken back by a new length. Sequences share full pages and own the page that is still open: :meth:`fork` and
-    :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``truncate``, ``reorder_`` and ``reserve``
-    can be captured in a graph, whose cost follows the lengths at replay, and do not wait for the device. One thing
-    does: a prompt, 256 or more rows of a sequence in one ``attend``, reads the lengths where the host does not know
-    them (after ``truncate``, ``reorder_`` or a captured step), because the kernels of ``tree_attention`` compute it.
-    What only the device can see is left undone and reported by :meth:`check`. On the CPU the call raises before it
-    changes anything. No gradient flows through a cache.
+    far. A step's cost follows from what it reads, not from the sequence's length. Only finished nodes are stored, so
+    tokens can be taken back by a new length. Sequences share full pages and own the page that is still open:
+    :meth:`fork` and :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``truncate``, ``reorder_``
+    and ``reserve`` can be captured in a graph, whose cost follows the lengths at replay, and do not wait for the
+    device. One thing does: a prompt, 256 or more rows of a sequence in one ``attend``, reads the lengths where the host
+    does not know them (after ``truncate``, ``reorder_`` or a captured step), because the kernels of ``tree_attention``
+    compute it. What only the device can see is left undone and reported by :meth:`check`. On the CPU the call raises
+    before it changes anything. No gradient flows through a cache.
     Source: docs/semantics/tree_cache.md §7.
 
     Args:
@@ -101,7 +101,7 @@ class TreeKVCache:
             are then multiples of 64 up to 512. docs/quality.md says what it costs, docs/limits.md how fast it is.
         prompt_bytes: most bytes of the copies that a prompt in chunks leaves on a GPU for its next chunk, until a step
             of few rows; they take as much as the pages of the prompt, at most half as much again. None is no bound, 0
-            keeps none, so that every chunk copies the whole text again (docs/semantics/tree_cache.md §7.6).
+            keeps none, so that every chunk copies the whole sequence again (docs/semantics/tree_cache.md §7.6).
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:

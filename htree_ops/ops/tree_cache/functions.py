@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.ops.arguments import named
+from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = [
@@ -67,7 +67,7 @@ def page_rows(
     return rows + (page_size // selection_span if selection_span else 0), rows
 
 
-@named
+@validate_arguments
 def tree_cache_append_(
     k_pool: Tensor,
     v_pool: Tensor,
@@ -87,7 +87,7 @@ def tree_cache_append_(
 
     Sequence b gets rows cu_new[b] ... cu_new[b + 1] - 1 of k and v, at most ``new_lengths[b]`` of them, as its tokens
     ``lengths[b]`` and following. A node is the mean of its children's stored rows, summed in fp32 and rounded once:
-    the bytes are those of ``tree_build`` over the whole text, however the tokens came.
+    the bytes are those of ``tree_build`` over the whole sequence, however the tokens came.
     Source: docs/semantics/tree_cache.md §7.1, §7.2.
 
     Args:
@@ -118,7 +118,7 @@ def tree_cache_append_(
     )
 
 
-@named
+@validate_arguments
 def tree_cache_append_packed_(
     k_pool: Tensor,
     v_pool: Tensor,
@@ -181,7 +181,7 @@ def tree_cache_append_packed_(
     )
 
 
-@named
+@validate_arguments
 def tree_cache_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -205,10 +205,10 @@ def tree_cache_attention(
     """Rows of :func:`htree_ops.tree_attention` from pages: the last tokens of each sequence attend to all before them.
 
     The rows cu_q[b] ... cu_q[b + 1] - 1 of q, at most ``q_lengths[b]`` of them, are the last tokens of the
-    ``lengths[b]`` of sequence b: one row decodes, more are a chunk of a prompt or drafts to verify. Row t takes the
-    lists of its leader t - t % s: from this call if the leader is in it, else from ``lists`` where ``list_pos`` names
-    it. A row whose leader is in neither is NaN. The result of a row depends on nothing but the tokens up to its own.
-    Source: docs/semantics/tree_cache.md §7.3.
+    ``lengths[b]`` of sequence b: one row decodes, more are a chunk of a prompt or speculative tokens to verify. Row t
+    takes the lists of its leader t - t % s: from this call if the leader is in it, else from ``lists`` where
+    ``list_pos`` names it. A row whose leader is in neither is NaN. The result of a row depends on nothing but the
+    tokens up to its own. Source: docs/semantics/tree_cache.md §7.3.
 
     Args:
         q: [N_q, H, K], not rotated, H a multiple of H_kv.

@@ -94,7 +94,7 @@ class HostLengths:
 
 
 def prompt_begin(length: int, count: int, stride: int) -> int:
-    """The first of the last ``count`` rows of a text from which on kernels of ``tree_attention`` take them.
+    """The first of the last ``count`` rows of a sequence from which on kernels of ``tree_attention`` take them.
 
     It is that of the first leader; ``count`` where there is no prompt. A prompt has all leaders whose lists the cache
     keeps, so nothing that was kept before it matters.
@@ -108,7 +108,7 @@ def prompt_begin(length: int, count: int, stride: int) -> int:
 
 
 @dataclass
-class TextCopies:
+class SequenceCopies:
     """The copies of the first ``tokens`` tokens of sequences of one length, in a buffer with room for ``capacity``."""
 
     sequences: tuple[int, ...]
@@ -120,11 +120,11 @@ class TextCopies:
 
 
 class PromptCopies:
-    """What a chunk of a prompt leaves for the next one: the copies of the text so far (tree_cache.md §7.6).
+    """What a chunk of a prompt leaves for the next one: the copies of the sequence so far (tree_cache.md §7.6).
 
     The copies of the same sequences grow together. They are kept from the second chunk on, because a prompt that comes
     at once has no use for them, until :meth:`drop`, and never after a step of the cache was captured in a graph, which
-    changes texts without the host.
+    changes sequences without the host.
 
     Args:
         most_bytes: of all that is kept; None is no bound.
@@ -132,7 +132,7 @@ class PromptCopies:
 
     def __init__(self, most_bytes: int | None) -> None:
         self.most_bytes = most_bytes
-        self.kept: tuple[TextCopies, ...] = ()
+        self.kept: tuple[SequenceCopies, ...] = ()
 
     def num_bytes(self) -> int:
         """Of all that is kept."""
@@ -148,8 +148,8 @@ class PromptCopies:
 
     def take(
         self, cache: TreeKVCache, sequences: list[int], heads: int, length: int, rows: int
-    ) -> tuple[TextCopies, bool]:
-        """Copies with room for texts of ``length`` tokens, the last ``rows`` of which attend, and whether to keep them.
+    ) -> tuple[SequenceCopies, bool]:
+        """Copies with room for sequences of ``length`` tokens, whose last ``rows`` attend, and whether to keep them.
 
         They are no longer among those that are kept: :meth:`keep` puts them back when they are whole again.
         """
@@ -170,7 +170,7 @@ class PromptCopies:
                 cache.k_pool, cache.v_pool, len(names), heads, capacity, *packed
             )
 
-        # With room for half as many tokens again, all of the text is copied anew a few times only while it grows.
+        # With room for half as many tokens again, all of the sequence is copied anew a few times only while it grows.
         capacity = min(cache.capacity, length + length // 2)
         size = num_bytes(capacity)
         bounded = self.most_bytes is not None and self.num_bytes() + size > self.most_bytes
@@ -178,9 +178,9 @@ class PromptCopies:
         if not keeps:
             capacity, size = length, num_bytes(length) if size else 0
         buffer = torch.empty(size, dtype=torch.uint8, device=cache.device)
-        return TextCopies(names, heads, stream, capacity, buffer), keeps
+        return SequenceCopies(names, heads, stream, capacity, buffer), keeps
 
-    def keep(self, copies: TextCopies) -> None:
+    def keep(self, copies: SequenceCopies) -> None:
         """Keeps what :meth:`take` gave."""
         self.kept = (*self.kept, copies)
 
@@ -257,7 +257,7 @@ def _attend_prompts(cache: TreeKVCache, q: Tensor, counts: list[int], return_lse
 def _group_rows(
     cache: TreeKVCache, q: Tensor, length: int, sequences: list[int], return_lse: bool
 ) -> tuple[Tensor, ...]:
-    """The last rows of sequences whose text has ``length`` tokens; the ring gets the lists of the last leaders."""
+    """The last rows of sequences of ``length`` tokens; the ring gets the lists of the last leaders."""
     packed, stride = cache.options.packed(), cache.options.selection_stride
     first, last = sequences[0], sequences[-1] + 1
     if len(sequences) == last - first:
@@ -270,18 +270,18 @@ def _group_rows(
 
     def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, ...]:
         """Those of q, and the lists of all layers."""
-        text = length - n + end
-        if copies.tokens > text:  # rows that come again: a shorter text may have another top
+        held = length - n + end
+        if copies.tokens > held:  # rows that come again: a shorter sequence may have another top
             copies.tokens = 0
         if copies.buffer.numel():
             torch.ops.htree._tree_cache_pack_prompt_(
-                copies.buffer, *pages, heads, copies.tokens, text, copies.capacity, cache.page_size, *packed
+                copies.buffer, *pages, heads, copies.tokens, held, copies.capacity, cache.page_size, *packed
             )
-            copies.tokens = text
+            copies.tokens = held
         out, gmax, gsum, lists = torch.ops.htree._tree_cache_prompt(
             q[:, begin:end],
             *pages,
-            text,
+            held,
             copies.buffer,
             copies.capacity,
             store_lists,
@@ -304,7 +304,7 @@ def _group_rows(
 
 
 def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: Tensor) -> None:
-    """Puts the last leaders of lists [layers, B, leaders, H_kv, k], those of every layer of a text, into the ring."""
+    """Puts the last leaders of lists [layers, B, leaders, H_kv, k], those of every layer, into the ring."""
     ring, kept = cache.ring
     rate, stride, size = cache.options.compression_rate, cache.options.selection_stride, ring.shape[1]
     behind = -(-length // stride)  # leaders up to this one, of which leader i has entry i % size
@@ -313,7 +313,7 @@ def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: Te
         parts = [(slice(None), slice(None))]
     else:
         parts = [(slice(b, b + 1), slice(i, i + 1)) for i, b in enumerate(sequences)]
-    # The layers of the text at once, and then those above its top one by one.
+    # The layers of the sequence at once, and then those above its top one by one.
     last = [(slice(0, len(lists)), lists[:, :, -size:].permute(1, 2, 0, 3, 4))]
     for layer in range(len(lists), cache.num_layers):
         above = _lists_above(cache, behind, rate ** (layer + 1))
@@ -329,7 +329,7 @@ def _keep_lists(cache: TreeKVCache, sequences: list[int], length: int, lists: Te
 
 
 def _lists_above(cache: TreeKVCache, behind: int, tokens: int) -> Tensor:
-    """The lists [1, ring, H_kv, k] of the last leaders above the top of the text, where every node is opened.
+    """The lists [1, ring, H_kv, k] of the last leaders above the top of the sequence, where every node is opened.
 
     Args:
         tokens: those of a node of the layer above.
@@ -337,7 +337,9 @@ def _lists_above(cache: TreeKVCache, behind: int, tokens: int) -> Tensor:
     ring, stride = cache.ring[0], cache.options.selection_stride
     size, heads, width = ring.shape[1], ring.shape[3], ring.shape[4]
     nodes = cache.constant("nodes", width, lambda: torch.arange(width, dtype=torch.int32, device=ring.device))
-    own = [leader * stride // tokens for leader in range(behind - size, behind)]  # the leaders' own nodes
+    own = [
+        leader * stride // tokens for leader in range(behind - size, behind)
+    ]  # the leaders' diagonal blocks
     # Most often all leaders have one.
     lists = {node: nodes.where(nodes <= node, -1) for node in dict.fromkeys(own)}
     rows = next(iter(lists.values()))[None] if len(lists) == 1 else torch.stack([lists[node] for node in own])

@@ -1,7 +1,7 @@
-"""The IO-only twins (docs/semantics §2.3): formulas in exact integer arithmetic, and the pipeline made of them.
+"""The IO-only variants (docs/semantics §2.3): formulas in exact integer arithmetic, and the pipeline made of them.
 
-The results mean nothing; they say whether a twin read what it should have read. Integers are exact, scores are sums in
-the dtype of `cos` or wider.
+The results mean nothing; they say whether a variant read what it should have read. Integers are exact, scores are sums
+in the dtype of `cos` or wider.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def io_attention_forward(
     select: str = "lcg",
     map_positions: bool = False,
 ) -> Tensor:
-    """Return the output [B,T_q,H,V] of the staged pipeline made of the twins."""
+    """Return the output [B,T_q,H,V] of the staged pipeline made of the IO-only variants."""
     rate, top_k = compression_rate, top_k_per_layer
     wide = tree.accumulate_dtype(q)
     layers = tree.build_layers(k, v, rate, max_top_nodes)

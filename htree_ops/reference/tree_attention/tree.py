@@ -166,7 +166,7 @@ def candidates(parents: Tensor, layer: int, num_nodes: int, compression_rate: in
     """Expand parent lists [B,T_q,S,k] (any integer dtype) to the candidates of `layer` (§1.3).
 
     Position p is node P[p // r] * r + p % r. Lists that break the invariants stay harmless: nodes that
-    are negative, >= num_nodes or beyond the query's own node are absent.
+    are negative, >= num_nodes or beyond the query's diagonal block are absent.
     """
     rate = compression_rate
     lists = parents.long()

@@ -1,7 +1,7 @@
 // The decode kernel for tiles: a warp's loop over its tiles.
 #pragma once
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "ops/compressed_kv/decode/decode.cuh"
 #include "ops/compressed_kv/decode/decode_config.h"
 #include "ops/compressed_kv/decode/decode_merge.cuh"
@@ -193,10 +193,10 @@ struct TileLaunch {
   StageLayout layout;
   ChunkPlan plan;
   int chunk_table_bytes;
-  int num_warps;  // of a block. Taken from here, the addresses of the loop over tiles stay in uniform registers
+  int num_warps;  // of a block. Taken from here, the addresses of the mainloop stay in uniform registers
   int num_stages;
   int heads_per_kv;
-  bool overlaps;
+  bool pdl;
 };
 
 // Grid: (B * num_splits, H_kv, head_chunks), splits innermost; blocks of at most kMaxWarps warps. Shared
@@ -206,7 +206,7 @@ template <typename Tr>
 __global__ void __launch_bounds__(32 * Tr::kMaxWarps, 1)
     decode_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ TileLaunch launch) {
   extern __shared__ __align__(128) unsigned char memory[];
-  device::overlap_launches(launch.overlaps);
+  device::pdl_launch_and_wait(launch.pdl);
   const Split s = split_of(p, launch.heads_per_kv);
   const int lane = lane_index();
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);

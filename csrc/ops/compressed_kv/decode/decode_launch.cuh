@@ -49,12 +49,12 @@ cudaError_t launch_traits(const DecodeParams& p, int64_t num_groups, cudaStream_
                           .num_warps = config.num_warps,
                           .num_stages = config.num_stages,
                           .heads_per_kv = p.heads.per_kv(),
-                          .overlaps = grid <= static_cast<unsigned>(p.most_overlapping_blocks)};
+                          .pdl = grid <= static_cast<unsigned>(p.most_pdl_blocks)};
   const LaunchShape shape{.grid = dim3(grid / kv_heads / chunks, kv_heads, chunks),
                           .threads = 32 * config.num_warps,
                           .shared_bytes = config.shared_bytes,
                           .cluster = p.output.ending == Ending::kCluster ? p.splits.launched : 1,
-                          .overlaps = launch.overlaps};
+                          .pdl = launch.pdl};
   return launch_kernel(decode_kernel<Tr>, shape, stream, p, launch);
 }
 

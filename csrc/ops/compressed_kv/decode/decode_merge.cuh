@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "device/hopper/cluster_memory.cuh"
-#include "device/hopper/mbarrier.cuh"
+#include "device/sm90/cluster_memory.cuh"
+#include "device/sm90/mbarrier.cuh"
 #include "ops/compressed_kv/decode/decode_config.h"
 #include "ops/compressed_kv/decode/decode_result.cuh"
 #include "ops/compressed_kv/decode/decode_softmax.cuh"

@@ -115,7 +115,7 @@ struct DecodeParams {
   float score_scale;  // scale * log2(e)
   WindowView window;  // for the tensor-core kernel
   OutputView output;
-  int most_overlapping_blocks;  // of a launch of the tensor-core kernel with LaunchShape::overlaps
+  int most_pdl_blocks;  // of a launch of the tensor-core kernel with LaunchShape::pdl
 };
 
 }  // namespace htree::compressed_kv

@@ -30,10 +30,10 @@ struct GemmCost {
   double contention;
 };
 
-// kTransposed: columns of c are the 64-row side of the products. kMulticast: the same in clusters of two,
-// which take neighbouring rows of c and copy the columns of b once for both. kShared: the blocks of a cluster
-// share the tiles of a last wave that would leave half of them idle, which costs exchange_us.
-enum class TileKind : int { kPlain, kTransposed, kMulticast, kShared };
+// kSwapAb: columns of c are the M = 64 of the products. kMulticast: the same in clusters of two,
+// which take neighbouring rows of c and copy the columns of b once for both. kSplitK: a last wave that would leave half
+// of the blocks idle is a stream-K tail, whose tiles are split along K over clusters, which costs reduction_us.
+enum class TileKind : int { kPlain, kSwapAb, kMulticast, kSplitK };
 
 // How many waves the tiles make over the multiprocessors decides between them, so there are many.
 struct GemmTile {
@@ -43,7 +43,7 @@ struct GemmTile {
   int stages;
   double launch_us;  // per call
   GemmCost cost;
-  double exchange_us;
+  double reduction_us;
 };
 inline constexpr GemmTile kGemmTiles[] = {
     {TileKind::kPlain, 64, 48, 14, 2.14, {0.24, 0.132, 0.104}, 0.0},
@@ -59,35 +59,35 @@ inline constexpr GemmTile kGemmTiles[] = {
     {TileKind::kPlain, 128, 160, 5, 1.23, {2.00, 0.399, 0.312}, 0.0},
     {TileKind::kPlain, 192, 96, 5, 1.03, {1.58, 0.327, 0.317}, 0.0},
     {TileKind::kPlain, 192, 128, 4, 1.59, {1.68, 0.421, 0.324}, 0.0},
-    {TileKind::kTransposed, 104, 128, 6, 1.80, {0.98, 0.244, 0.291}, 0.0},
-    {TileKind::kTransposed, 120, 128, 5, 1.71, {1.05, 0.287, 0.244}, 0.0},
-    {TileKind::kTransposed, 144, 128, 5, 1.76, {1.24, 0.327, 0.296}, 0.0},
-    {TileKind::kTransposed, 152, 128, 5, 1.83, {1.43, 0.348, 0.285}, 0.0},
-    {TileKind::kTransposed, 160, 128, 5, 1.80, {1.96, 0.406, 0.130}, 0.0},
-    {TileKind::kTransposed, 200, 128, 4, 1.90, {2.70, 0.478, 0.190}, 0.0},
-    {TileKind::kTransposed, 104, 192, 4, 2.00, {1.24, 0.373, 0.283}, 0.0},
-    {TileKind::kTransposed, 120, 192, 4, 1.98, {1.47, 0.427, 0.242}, 0.0},
-    {TileKind::kTransposed, 128, 192, 4, 1.86, {1.65, 0.454, 0.225}, 0.0},
+    {TileKind::kSwapAb, 104, 128, 6, 1.80, {0.98, 0.244, 0.291}, 0.0},
+    {TileKind::kSwapAb, 120, 128, 5, 1.71, {1.05, 0.287, 0.244}, 0.0},
+    {TileKind::kSwapAb, 144, 128, 5, 1.76, {1.24, 0.327, 0.296}, 0.0},
+    {TileKind::kSwapAb, 152, 128, 5, 1.83, {1.43, 0.348, 0.285}, 0.0},
+    {TileKind::kSwapAb, 160, 128, 5, 1.80, {1.96, 0.406, 0.130}, 0.0},
+    {TileKind::kSwapAb, 200, 128, 4, 1.90, {2.70, 0.478, 0.190}, 0.0},
+    {TileKind::kSwapAb, 104, 192, 4, 2.00, {1.24, 0.373, 0.283}, 0.0},
+    {TileKind::kSwapAb, 120, 192, 4, 1.98, {1.47, 0.427, 0.242}, 0.0},
+    {TileKind::kSwapAb, 128, 192, 4, 1.86, {1.65, 0.454, 0.225}, 0.0},
     {TileKind::kMulticast, 72, 128, 8, 1.94, {0.78, 0.200, 0.212}, 0.0},
     {TileKind::kMulticast, 80, 128, 7, 1.95, {0.72, 0.212, 0.258}, 0.0},
     {TileKind::kMulticast, 96, 128, 7, 2.19, {0.84, 0.230, 0.243}, 0.0},
     {TileKind::kMulticast, 104, 128, 6, 2.18, {0.87, 0.248, 0.273}, 0.0},
     {TileKind::kMulticast, 112, 128, 6, 2.13, {0.90, 0.261, 0.282}, 0.0},
-    {TileKind::kShared, 128, 64, 8, 1.32, {0.65, 0.198, 0.208}, 0.8},
-    {TileKind::kShared, 128, 96, 6, 1.32, {1.29, 0.234, 0.234}, 1.0},
-    {TileKind::kShared, 128, 128, 5, 1.65, {1.24, 0.294, 0.275}, 1.1},
-    {TileKind::kShared, 192, 96, 5, 1.41, {1.58, 0.327, 0.317}, 0.4},
-    {TileKind::kShared, 192, 128, 4, 1.70, {1.68, 0.421, 0.324}, 0.7},
+    {TileKind::kSplitK, 128, 64, 8, 1.32, {0.65, 0.198, 0.208}, 0.8},
+    {TileKind::kSplitK, 128, 96, 6, 1.32, {1.29, 0.234, 0.234}, 1.0},
+    {TileKind::kSplitK, 128, 128, 5, 1.65, {1.24, 0.294, 0.275}, 1.1},
+    {TileKind::kSplitK, 192, 96, 5, 1.41, {1.58, 0.327, 0.317}, 0.4},
+    {TileKind::kSplitK, 192, 128, 4, 1.70, {1.68, 0.421, 0.324}, 0.7},
 };
 
-constexpr bool is_transposed(const GemmTile& t) {
-  return t.kind == TileKind::kTransposed || t.kind == TileKind::kMulticast;
+constexpr bool swaps_ab(const GemmTile& t) {
+  return t.kind == TileKind::kSwapAb || t.kind == TileKind::kMulticast;
 }
 constexpr int blocks_per_copy(const GemmTile& t) {
   return t.kind == TileKind::kMulticast ? 2 : 1;
 }
 
-// Blocks of `rows` rows and 64 columns; clusters of `parts` blocks share out k. `resident` blocks fit a
+// Blocks of `rows` rows and 64 columns; clusters of `parts` blocks split K. `resident` blocks fit a
 // multiprocessor: two where the rings are shorter, for problems with a few more blocks than multiprocessors.
 struct GemmStream {
   int rows;
@@ -148,14 +148,14 @@ inline double wave_time(const GemmCost& cost, double k_blocks, double at_work) {
   return cost.wave_us + k_blocks * cost.block_us * (1.0 + cost.contention * std::min(1.0, at_work));
 }
 
-// The multiprocessors take the tiles in waves. Pairs that share no tile are as fast as single blocks in one
-// wave, and slightly slower in more. Transposed tiles that lack a third of their rows are slower than this
+// The multiprocessors take the tiles in waves. Pairs that split no tile are as fast as single blocks in one
+// wave, and slightly slower in more. Swap-AB tiles that lack a third of their rows are slower than this
 // says and are left out. Beyond kUnthrottled operations the chip lowers its clock.
 inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   constexpr double kUnthrottled = 6e10;
   constexpr double kThrottling = 0.13;
-  if (is_transposed(t) && 3 * f.m < 2 * t.rows) {
+  if (swaps_ab(t) && 3 * f.m < 2 * t.rows) {
     return kNever;
   }
   const int64_t cluster = blocks_per_copy(t);
@@ -164,12 +164,12 @@ inline double tile_time(const GemmTile& t, const GemmFacts& f) {
   const int64_t rest = tiles % f.multiprocessors;
   const auto k_blocks = static_cast<double>(count_k_blocks(f));
   const double at_work = static_cast<double>(rest) / f.multiprocessors;
-  const bool shares =
-      t.kind == TileKind::kShared && rest > 0 && 2 * rest <= f.multiprocessors && count_k_blocks(f) >= 2;
+  const bool splits =
+      t.kind == TileKind::kSplitK && rest > 0 && 2 * rest <= f.multiprocessors && count_k_blocks(f) >= 2;
   double time = t.launch_us + static_cast<double>(whole) * wave_time(t.cost, k_blocks, 1.0);
-  if (shares) {
-    time += t.exchange_us + wave_time(t.cost, 0.5 * k_blocks, 2.0 * at_work);
-  } else if (t.kind == TileKind::kShared && whole > (rest > 0 ? 0 : 1)) {
+  if (splits) {
+    time += t.reduction_us + wave_time(t.cost, 0.5 * k_blocks, 2.0 * at_work);
+  } else if (t.kind == TileKind::kSplitK && whole > (rest > 0 ? 0 : 1)) {
     return kNever;
   } else if (rest > 0) {
     time += wave_time(t.cost, k_blocks, at_work);
@@ -241,8 +241,8 @@ inline GemmConfig config_of_tile(const GemmTile& t) {
           .group = kTileGroup,
           .stages = t.stages,
           .cluster = blocks_per_copy(t),
-          .parts = t.kind == TileKind::kShared ? 2 : 1,
-          .transposes = is_transposed(t)};
+          .parts = t.kind == TileKind::kSplitK ? 2 : 1,
+          .swaps_ab = swaps_ab(t)};
 }
 inline GemmConfig config_of_stream(const GemmStream& s) {
   return {.kernel = GemmKernel::kStream,
@@ -253,7 +253,7 @@ inline GemmConfig config_of_stream(const GemmStream& s) {
           .stages = s.stages,
           .cluster = 1,
           .parts = s.parts,
-          .transposes = false};
+          .swaps_ab = false};
 }
 
 // The configuration with the shortest estimated time.

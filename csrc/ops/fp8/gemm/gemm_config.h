@@ -7,20 +7,20 @@
 namespace htree::fp8 {
 
 // kHalf: codes are converted to fp16, which holds all of them, and cuBLAS multiplies fp16 with fp32 sums.
-// kCublas: cuBLASLt (gemm_cublas.h). kStream: the rows of a are the n side of the products, a block has 64
-// columns (gemm_stream.cuh). kTile: persistent tiles (gemm_tile.cuh).
+// kCublas: cuBLASLt (gemm_cublas.h). kStream: swap AB, the rows of a are the N of the products, a block has 64
+// columns (cuda/sm90/gemm_stream.cuh). kTile: persistent tiles (cuda/sm90/gemm_tile.cuh).
 enum class GemmKernel : int { kHalf, kCublas, kStream, kTile };
 
 struct GemmConfig {
   GemmKernel kernel;
-  int rows;         // rows of c per block
-  int columns;      // columns of c per block
-  int promote;      // elements of k that are summed before fp32 registers take over
-  int group;        // row tiles that are swept together; 0 for kStream
-  int stages;       // k-blocks of 128 in the ring
-  int cluster;      // blocks that share the rows of a (b where it transposes) that they load; 1 for kStream
-  int parts;        // blocks of a cluster that share out k: always for kStream, in their last tile for kTile
-  bool transposes;  // kTile: columns of c are the 64-row side of the products
+  int rows;       // rows of c per block
+  int columns;    // columns of c per block
+  int promote;    // elements of k that are summed before fp32 registers take over
+  int group;      // row tiles that are swept together; 0 for kStream
+  int stages;     // k-blocks of 128 in the ring
+  int cluster;    // blocks that share the rows of a (b with swap AB) that they load; 1 for kStream
+  int parts;      // split K over the blocks of a cluster: always for kStream, in their last tile for kTile
+  bool swaps_ab;  // kTile: columns of c are the M = 64 of the products
 };
 
 // Tuple of the tuning space FP8_GEMM in the order of its keys. BLOCK_K is the number of elements that are
@@ -53,10 +53,10 @@ constexpr GemmConfig config_of(const ForcedGemmConfig& f) {
           .stages = static_cast<int>(f.num_stages),
           .cluster = f.block_m == 256 ? 2 : 1,
           .parts = 1,
-          .transposes = false};
+          .swaps_ab = false};
 }
 
-// Row tiles that the tile kernels sweep together, or column tiles where they transpose.
+// Row tiles that the tile kernels sweep together, or column tiles with swap AB.
 inline constexpr int kTileGroup = 16;
 
 inline std::string describe(const GemmConfig& c) {
@@ -73,7 +73,7 @@ inline std::string describe(const GemmConfig& c) {
          " rows x " + std::to_string(c.columns) + " columns, fp32 sums every " + std::to_string(c.promote) +
          ", groups of " + std::to_string(c.group) + ", " + std::to_string(c.stages) +
          " stages, clusters of " + std::to_string(c.cluster) + ", k in " + std::to_string(c.parts) +
-         " parts" + (c.transposes ? ", transposed" : "");
+         " parts" + (c.swaps_ab ? ", swap AB" : "");
 }
 
 }  // namespace htree::fp8

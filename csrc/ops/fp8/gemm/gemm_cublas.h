@@ -8,9 +8,9 @@
 
 namespace htree::fp8 {
 
-// Writes c = (a b) / (s_a s_b). `overlaps`: the reciprocals of the scales may overlap the end of
+// Writes c = (a b) / (s_a s_b). `pdl`: the reciprocals of the scales may begin before the end of
 // the kernel before them.
-void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const at::Tensor& c,
-                 bool overlaps, cudaStream_t stream);
+void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const at::Tensor& c, bool pdl,
+                 cudaStream_t stream);
 
 }  // namespace htree::fp8

@@ -193,7 +193,7 @@ bool has_few_tiles(const GemmArguments& g) {
 
 }  // namespace
 
-void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const Tensor& c, bool overlaps,
+void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, const Tensor& c, bool pdl,
                  cudaStream_t stream) {
   const bool single = g.a_scale.numel() == 1 && g.b_scale.numel() == 1;
   const int64_t num_a = single ? 1 : g.a.size(0);
@@ -202,7 +202,7 @@ void cublas_gemm(const GemmArguments& g, GemmScale a_scale, GemmScale b_scale, c
   const Tensor reciprocals = at::empty({first_b + num_b}, g.a_scale.options());
   float* of_a = reciprocals.mutable_data_ptr<float>();
   float* of_b = of_a + first_b;
-  C10_CUDA_CHECK(launch_reciprocals(a_scale, num_a, of_a, b_scale, num_b, of_b, overlaps, stream));
+  C10_CUDA_CHECK(launch_reciprocals(a_scale, num_a, of_a, b_scale, num_b, of_b, pdl, stream));
   if (single && !has_few_tiles(g) && multiply(g, of_a, of_b, c, stream)) {
     return;
   }

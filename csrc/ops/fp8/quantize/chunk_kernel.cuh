@@ -4,7 +4,7 @@
 #pragma once
 
 #include "device/divmod.cuh"
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "ops/fp8/quantize/emit.cuh"
 #include "ops/fp8/quantize/quantize_config.h"
 
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Tr::kBlock)
   constexpr bool kSeeksLargest = kEncodes<Job> || Tr::kSource == ScaleSource::kChunk;
   __shared__ uint32_t scratch[Tr::kBlock / device::kWarpSize];
   const ChunkSlice<Tr> slice(p);
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   const In* x = p.x + slice.x_offset;
   Held<In, Tr::kPack> value[Tr::kPacks];
 #pragma unroll

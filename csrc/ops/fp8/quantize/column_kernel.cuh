@@ -2,7 +2,7 @@
 // and the elementwise jobs. A block takes a strip of columns and a run of rows.
 #pragma once
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "ops/fp8/quantize/emit.cuh"
 #include "ops/fp8/quantize/quantize_config.h"
 
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kColumnLanes* kColumnRows)
     largest_column_kernel(const __grid_constant__ LargestColumnParams<T> p) {
   __shared__ uint32_t scratch[kColumnRows][kColumnLanes * kPack];
   const auto slice = ColumnSlice::of<kPack>(p.grid);
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   const T* x = p.x + slice.first_row * p.grid.cols + slice.col;
   using Magnitudes = MagnitudeWords<T, kPack>;
   Magnitudes best;
@@ -162,7 +162,7 @@ template <typename Job, int kPack>
 __global__ void __launch_bounds__(kColumnLanes* kColumnRows)
     column_kernel(const __grid_constant__ ColumnParams<typename Job::In, typename Job::Out> p) {
   const auto slice = ColumnSlice::of<kPack>(p.grid);
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   const float* scale = p.scale + slice.group_idx * p.grid.cols + slice.col;
   const bool has_rows = slice.begin < slice.end;
   bool is_beyond = false;

@@ -2,8 +2,8 @@
 // Each group is split over blocks, which leave partial maxima [num_splits, num_scales] as bits.
 #pragma once
 
-#include "device/hopper/kernel_overlap.cuh"
 #include "device/reduce.cuh"
+#include "device/sm90/pdl.cuh"
 #include "ops/fp8/quantize/emit.cuh"
 #include "ops/fp8/quantize/quantize_config.h"
 
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Tr::kThreads)
   const int64_t col = (group_idx - row * p.groups_per_row) * p.group;
   const int64_t length = min(p.group, p.cols - col);
   const T* x = p.x + row * p.row_stride + col;
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   uint32_t best = 0;
   for (int64_t tile = int64_t{split} * Tr::kTile; tile < length; tile += int64_t{p.num_splits} * Tr::kTile) {
     Pack<T, Tr::kPack> value[Tr::kPacks];
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     finish_scale_kernel(const uint32_t* partial, float* scale, uint32_t num_splits, int64_t num_scales) {
   constexpr int kThreads = kWarpEach ? device::kWarpSize : 1;  // threads per scale
   const int64_t idx = (int64_t{blockIdx.x} * kFinishThreads + threadIdx.x) / kThreads;
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   if (idx >= num_scales) {
     return;  // where a warp works together, whole warps return
   }

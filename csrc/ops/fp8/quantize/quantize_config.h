@@ -61,7 +61,7 @@ constexpr int64_t count_chunks(const MatrixShape& s, const ChunkConfig& config) 
 // The same for turning codes into values. Each pack that is read writes twice its bytes or more, and blocks of 128
 // threads with two packs each keep the memory busiest (for 2^27 codes to bf16 on an H200 99.0 us; four packs 101.5, 256
 // threads 100.3, and 101.5 if the codes stay in the caches after their only use). Larger blocks are for problems that
-// they bring down to one block per multiprocessor, so that the launch may overlap its neighbours.
+// they bring down to one block per multiprocessor, so that the launch may use programmatic dependent launch.
 constexpr int kDecodePacks = 2;
 constexpr int kDecodeThreads = 128;
 constexpr ChunkConfig choose_decode_config(const MatrixShape& s, int pack, int num_processors) {

@@ -67,7 +67,7 @@ void quantize_cuda(const MatrixInput& x, const at::Tensor& scale, bool given, co
         .num_overflow = output<int>(out.num_overflow),
         .partial = reinterpret_cast<uint32_t*>(partial.mutable_data_ptr<int>()),
         .num_processors = num_processors(),
-        .most_overlapping_blocks = most_overlapping_blocks()};
+        .most_pdl_blocks = most_pdl_blocks()};
     check_launch(kOp, launch_quantize(args, scope.stream()));
   });
 }
@@ -87,7 +87,7 @@ void dequantize_cuda(const MatrixInput& codes, const at::Tensor& scale, const at
         .shape = codes.shape,
         .pack = choose_pack(codes.shape, codes.row_stride, sizeof(T), is_aligned(data, 16 / sizeof(T))),
         .num_processors = num_processors(),
-        .most_overlapping_blocks = most_overlapping_blocks()};
+        .most_pdl_blocks = most_pdl_blocks()};
     check_launch(kOp, launch_dequantize(args, scope.stream()));
   });
 }
@@ -109,7 +109,7 @@ void fake_backward_cuda(const at::Tensor& dy, const MatrixInput& x, const at::Te
                                .shape = x.shape,
                                .pack = choose_pack(x.shape, x.row_stride, sizeof(T), aligned),
                                .num_processors = num_processors(),
-                               .most_overlapping_blocks = most_overlapping_blocks()};
+                               .most_pdl_blocks = most_pdl_blocks()};
     check_launch(kOp, launch_fake_backward(args, scope.stream()));
   });
 }

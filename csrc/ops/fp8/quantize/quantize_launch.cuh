@@ -34,7 +34,7 @@ struct Operands {
   int64_t row_stride;
   const MatrixShape& shape;
   int num_processors;
-  int most_overlapping_blocks;
+  int most_pdl_blocks;
 };
 
 template <typename T, typename Out>
@@ -55,18 +55,18 @@ Operands<T, Out> operands_of(const QuantizeArgs<T>& a, int64_t num_partials) {
           a.row_stride,
           a.shape,
           a.num_processors,
-          a.most_overlapping_blocks};
+          a.most_pdl_blocks};
 }
 
-// Small launches overlap those before and behind them.
+// Small launches use programmatic dependent launch.
 template <typename Args>
-LaunchShape overlapping(LaunchShape shape, const Args& a) {
-  shape.overlaps = shape.grid.x <= static_cast<unsigned>(a.most_overlapping_blocks);
+LaunchShape with_pdl(LaunchShape shape, const Args& a) {
+  shape.pdl = shape.grid.x <= static_cast<unsigned>(a.most_pdl_blocks);
   return shape;
 }
 
 __global__ void zero_kernel(int* counter) {
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   *counter = 0;
 }
 
@@ -103,7 +103,7 @@ cudaError_t launch_chunks(const Operands<typename Tr::In, typename Tr::Out>& o, 
         .groups_per_row = device::FastDivisor(static_cast<uint32_t>(groups_per_row))};
     const auto num_blocks = static_cast<unsigned>(ceil_div(num_chunks, Tr::kChunksPerBlock));
     const cudaError_t error =
-        launch_kernel(chunk_kernel<Tr>, overlapping({num_blocks, Tr::kBlock}, o), stream, params);
+        launch_kernel(chunk_kernel<Tr>, with_pdl({num_blocks, Tr::kBlock}, o), stream, params);
     if (error != cudaSuccess) {
       return error;
     }
@@ -172,7 +172,7 @@ cudaError_t launch_known(const Operands<typename Job::In, typename Job::Out>& o,
       .scale = o.scale,
       .num_overflow = o.num_overflow,
       .grid = column_grid<kPack>(o.shape, o.num_processors)};
-  return launch_kernel(column_kernel<Job, kPack>, overlapping(shape_of(params.grid), o), stream, params);
+  return launch_kernel(column_kernel<Job, kPack>, with_pdl(shape_of(params.grid), o), stream, params);
 }
 
 // Finds the largest magnitudes of the groups and writes them to a.partial, or writes the scales at once where
@@ -185,8 +185,7 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
                                         .grid = column_grid<kPack>(s, a.num_processors),
                                         .partial = a.partial,
                                         .scale = num_splits == 1 ? a.scale : nullptr};
-    return launch_kernel(largest_column_kernel<T, kPack>, overlapping(shape_of(params.grid), a), stream,
-                         params);
+    return launch_kernel(largest_column_kernel<T, kPack>, with_pdl(shape_of(params.grid), a), stream, params);
   }
   const int64_t total = num_scales(s);
   using Tr = LargestTraits<T, kLargestThreads, kLargestPacks, kPack>;
@@ -200,7 +199,7 @@ cudaError_t launch_largest(const QuantizeArgs<T>& a, int64_t num_splits, cudaStr
                                 .partial = a.partial,
                                 .num_overflow = a.num_overflow};
   const LaunchShape shape{static_cast<unsigned>(total * num_splits), Tr::kThreads};
-  return launch_kernel(largest_kernel<Tr>, overlapping(shape, a), stream, params);
+  return launch_kernel(largest_kernel<Tr>, with_pdl(shape, a), stream, params);
 }
 
 template <typename T>
@@ -211,8 +210,8 @@ cudaError_t finish_scale(const QuantizeArgs<T>& a, int64_t num_splits, cudaStrea
       static_cast<unsigned>(ceil_div(warp_each ? total * device::kWarpSize : total, kFinishThreads));
   const auto splits = static_cast<uint32_t>(num_splits);
   const auto kernel = warp_each ? finish_scale_kernel<T, true> : finish_scale_kernel<T, false>;
-  return launch_kernel(kernel, overlapping({num_blocks, kFinishThreads}, a), stream, a.partial, a.scale,
-                       splits, total);
+  return launch_kernel(kernel, with_pdl({num_blocks, kFinishThreads}, a), stream, a.partial, a.scale, splits,
+                       total);
 }
 
 template <typename Job, int kPack>
@@ -224,7 +223,7 @@ cudaError_t quantize_packs(const QuantizeArgs<typename Job::In>& a, cudaStream_t
   const bool is_tensor = a.shape.layout == ScaleLayout::kTensor;
   cudaError_t error = cudaSuccess;
   if (a.num_overflow != nullptr && (a.is_scale_given || !is_tensor)) {
-    error = launch_kernel(zero_kernel, overlapping({1, 1}, a), stream, a.num_overflow);
+    error = launch_kernel(zero_kernel, with_pdl({1, 1}, a), stream, a.num_overflow);
   }
   if (!a.is_scale_given && error == cudaSuccess) {
     if (largest.num_splits == 0) {
@@ -265,7 +264,7 @@ cudaError_t apply_packs(const Args& a, cudaStream_t stream) {
                                                  a.row_stride,
                                                  a.shape,
                                                  a.num_processors,
-                                                 a.most_overlapping_blocks};
+                                                 a.most_pdl_blocks};
   return a.pack > 1 ? launch_known<Job, kWidePack<Out>>(operands, stream)
                     : launch_known<Job, 1>(operands, stream);
 }

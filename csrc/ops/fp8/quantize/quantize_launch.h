@@ -21,7 +21,7 @@ struct QuantizeArgs {
   int* num_overflow;  // written, where codes are
   uint32_t* partial;  // choose_largest_config().num_partials numbers
   int num_processors;
-  int most_overlapping_blocks;  // of a launch that overlaps those before and behind it (LaunchShape)
+  int most_pdl_blocks;  // of a launch with LaunchShape::pdl
 };
 
 // x is a matrix of codes for dequantisation, of T for the gradient.
@@ -35,7 +35,7 @@ struct ApplyArgs {
   MatrixShape shape;
   int pack;
   int num_processors;
-  int most_overlapping_blocks;  // of a launch that overlaps those before and behind it (LaunchShape)
+  int most_pdl_blocks;  // of a launch with LaunchShape::pdl
 };
 
 // Launch on `stream`; the errors are those of the runtime.

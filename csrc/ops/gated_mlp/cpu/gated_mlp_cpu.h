@@ -1,4 +1,4 @@
-// What the CPU files of the room share: the tables of their kernels by dtype, and the forward of
+// What the CPU files of the family share: the tables of their kernels by dtype, and the forward of
 // gated_mlp_fused_cpu.cpp.
 #pragma once
 

@@ -10,11 +10,11 @@
 #include "host/cuda/tensor_map.h"
 #include "host/cuda/tile_plan.h"
 #include "ops/gated_mlp/cuda/gate.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_gradient.cuh"
 #include "ops/gated_mlp/cuda/gated_mlp_launch.h"
-#include "ops/gated_mlp/cuda/gated_mlp_stream.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_tile.cuh"
-#include "ops/gated_mlp/cuda/gated_mlp_turned.cuh"
+#include "ops/gated_mlp/cuda/sm90/gated_mlp_gradient.cuh"
+#include "ops/gated_mlp/cuda/sm90/gated_mlp_stream.cuh"
+#include "ops/gated_mlp/cuda/sm90/gated_mlp_swap_ab.cuh"
+#include "ops/gated_mlp/cuda/sm90/gated_mlp_tile.cuh"
 
 namespace htree::gated_mlp {
 namespace {
@@ -86,7 +86,7 @@ namespace {
 constexpr int kRowTilesPerGroup = 8;
 
 // Launches a persistent kernel over tiles of `row_tiles` x `column_tiles` clusters, in groups of `group` row
-// tiles, with the arguments that arguments_of(shares) gives.
+// tiles, with the arguments that arguments_of(split) gives.
 template <class Tr, typename Kernel, typename Maps, class ArgumentsOf>
 cudaError_t launch_persistent(Kernel* kernel, int64_t row_tiles, int64_t column_tiles, int group,
                               int num_blocks, cudaStream_t stream, const Maps& maps,
@@ -99,7 +99,7 @@ cudaError_t launch_persistent(Kernel* kernel, int64_t row_tiles, int64_t column_
   }
   return launch_kernel(kernel,
                        {static_cast<unsigned>(plan.blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster},
-                       stream, maps, order, arguments_of(plan.shares));
+                       stream, maps, order, arguments_of(plan.split));
 }
 
 template <class Tr>
@@ -121,8 +121,8 @@ cudaError_t launch_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t st
   };
   return launch_persistent<Tr>(
       tile_kernel<Tr>, ceil_div(s.rows, Tr::kRows * Tr::kCluster), ceil_div(s.inner, Tr::kColumns),
-      kRowTilesPerGroup, num_k_blocks(s.hidden), stream, maps, [&](const device::TileShares& shares) {
-        return TileArguments<T>{s, shares, aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
+      kRowTilesPerGroup, num_k_blocks(s.hidden), stream, maps, [&](const device::SplitTiles& split) {
+        return TileArguments<T>{s, split, aligned ? nullptr : p.out, aligned ? nullptr : p.gate,
                                 aligned ? nullptr : p.up};
       });
 }
@@ -162,32 +162,32 @@ cudaError_t launch_config(const ForwardParams<T>& p, const KernelConfig& c, cuda
 }
 
 template <class Tr>
-cudaError_t launch_turned_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
+cudaError_t launch_swap_ab_tiles(const ForwardParams<typename Tr::T>& p, cudaStream_t stream) {
   const Sizes& s = p.sizes;
-  const TurnedMaps maps{
+  const SwapAbMaps maps{
       row_maps<Tr::kColumns, Tr::kShare>(p.x, s.rows, s.hidden),
       matrix_map(p.gate_weight.data, s.inner, s.hidden, p.gate_weight.pitch, 64),
       matrix_map(p.up_weight.data, s.inner, s.hidden, p.up_weight.pitch, 64),
   };
   // Clusters that stand side by side in time take the same weights, which so come from memory once.
   constexpr int kGroup = 1;
-  return launch_persistent<Tr>(turned_kernel<Tr>, ceil_div(s.inner, Tr::kRows * Tr::kCluster),
+  return launch_persistent<Tr>(swap_ab_kernel<Tr>, ceil_div(s.inner, Tr::kRows * Tr::kCluster),
                                ceil_div(s.rows, Tr::kColumns), kGroup, num_k_blocks(s.hidden), stream, maps,
-                               [&](const device::TileShares& shares) {
-                                 return TurnedArguments<typename Tr::T>{s, shares, p.out, p.gate, p.up};
+                               [&](const device::SplitTiles& split) {
+                                 return SwapAbArguments<typename Tr::T>{s, split, p.out, p.gate, p.up};
                                });
 }
 
 template <typename T, Activation kActivation, bool kKeepsProducts>
-cudaError_t launch_turned_config(const ForwardParams<T>& p, const KernelConfig& c, cudaStream_t stream) {
+cudaError_t launch_swap_ab_config(const ForwardParams<T>& p, const KernelConfig& c, cudaStream_t stream) {
   const auto is = [&](int rows, int stages) {
     return c.rows == rows && c.columns == 128 && c.stages == stages && c.cluster == 2;
   };
   if (is(144, 4)) {
-    return launch_turned_tiles<TurnedTraits<T, kActivation, 144, 4, kKeepsProducts>>(p, stream);
+    return launch_swap_ab_tiles<SwapAbTraits<T, kActivation, 144, 4, kKeepsProducts>>(p, stream);
   }
   if (is(160, 4)) {
-    return launch_turned_tiles<TurnedTraits<T, kActivation, 160, 4, kKeepsProducts>>(p, stream);
+    return launch_swap_ab_tiles<SwapAbTraits<T, kActivation, 160, 4, kKeepsProducts>>(p, stream);
   }
   return cudaErrorNotSupported;
 }
@@ -206,9 +206,9 @@ cudaError_t with_options(const ForwardParams<T>& p, Launch&& launch) {
 }  // namespace
 
 template <typename T>
-cudaError_t launch_turned(const ForwardParams<T>& p, const KernelConfig& config, cudaStream_t stream) {
+cudaError_t launch_swap_ab(const ForwardParams<T>& p, const KernelConfig& config, cudaStream_t stream) {
   return with_options(p, [&](auto activation, auto keeps) {
-    return launch_turned_config<T, decltype(activation)::value, decltype(keeps)::value>(p, config, stream);
+    return launch_swap_ab_config<T, decltype(activation)::value, decltype(keeps)::value>(p, config, stream);
   });
 }
 
@@ -242,7 +242,7 @@ cudaError_t launch_gradient(const GradientMaps& maps, int64_t rows, int64_t colu
   const int row_tiles = static_cast<int>(ceil_div(rows, kClusterRows));
   const device::TileOrder order{row_tiles * num_results, static_cast<int>(ceil_div(columns, Tr::kColumns)),
                                 kRowTilesPerGroup};
-  // Where there are enough, twice as many clusters as tiles share the k of all tiles.
+  // Where there are enough, all tiles are split along K over twice as many clusters.
   const int num_blocks = num_k_blocks(k);
   TilePlan plan;
   const cudaError_t error =
@@ -250,7 +250,7 @@ cudaError_t launch_gradient(const GradientMaps& maps, int64_t rows, int64_t colu
   if (error != cudaSuccess) {
     return error;
   }
-  const GradientArguments arguments{rows, columns, num_blocks, row_tiles * kClusterRows, plan.shares};
+  const GradientArguments arguments{rows, columns, num_blocks, row_tiles * kClusterRows, plan.split};
   return launch_kernel(gradient_kernel<Tr>,
                        {static_cast<unsigned>(plan.blocks), Tr::kThreads, Tr::kSharedBytes, Tr::kCluster},
                        stream, maps, order, arguments);

@@ -36,7 +36,7 @@ struct ForwardParams {
 template <typename T>
 cudaError_t launch_tile(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 template <typename T>
-cudaError_t launch_turned(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
+cudaError_t launch_swap_ab(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);
 // This one does not keep the products.
 template <typename T>
 cudaError_t launch_stream(const ForwardParams<T>& params, const KernelConfig& config, cudaStream_t stream);

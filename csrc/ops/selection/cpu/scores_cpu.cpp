@@ -1,5 +1,5 @@
-// CPU kernels of compute_scores (docs/semantics/tree_attention.md §1.3, §1.4) and of its IO-only twin
-// (docs/semantics/io_twins.md §2.3), parallel over (query, kv head).
+// CPU kernels of compute_scores (docs/semantics/tree_attention.md §1.3, §1.4) and of its IO-only variant
+// (docs/semantics/io_only.md §2.3), parallel over (query, kv head).
 #include <limits>
 
 #include "host/dispatch.h"

@@ -1,5 +1,5 @@
 // CPU kernels of select_topk, mask_topk_scores_ and compute_next_parents (docs/semantics/tree_attention.md
-// §1.6) and of their IO-only twins (docs/semantics/io_twins.md §2.3), parallel over rows.
+// §1.6) and of their IO-only variants (docs/semantics/io_only.md §2.3), parallel over rows.
 #include <limits>
 
 #include "host/dispatch.h"

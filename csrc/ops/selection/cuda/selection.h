@@ -62,7 +62,7 @@ cudaError_t launch_span_list_scores(const ListScoreParams& params, cudaStream_t 
 // references (log-sums), importances, select.
 
 // Writes the references, [num_batches, num_lists, H_kv, G] in log2 units, which the second launch subtracts
-// from scores: the log-sum over the candidates before the query's own node (for kLse with it), or +inf where
+// from scores: the log-sum over the candidates before the query's diagonal block (for kLse with it), or +inf where
 // that is -inf; for kExpJoint the maximum.
 struct DenseReferenceParams {
   GatherParams gather;  // its blocks and lists are not read

@@ -59,8 +59,8 @@ cudaError_t launch_dense_attend(const DenseAttendParams& params, cudaStream_t st
 template <typename T, int kDim>
 cudaError_t launch_dense_rows(const DenseAttendParams& params, cudaStream_t stream);
 
-// ---- rows without rotations whose lists cover much of the text: tiles of tokens under the bits of their lists, with the
-// runs of rows of forward/dense_rows/, Hopper (sm_90a)
+// ---- rows without rotations whose lists cover much of the sequence: tiles of tokens under the bits of their lists, with
+// the runs of rows of forward/dense_rows/, Hopper (sm_90a)
 
 struct MaskedAttendParams {
   DenseAttendParams dense;  // `attend.last` holds

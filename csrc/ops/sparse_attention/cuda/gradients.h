@@ -2,7 +2,7 @@
 // fp16 or bf16 inputs, K = V in {32, 64, 128}. Each kernel is defined in the folder of its method. No torch.
 //
 // No sum uses atomics. dQ of a query belongs to one warp, or with per-list kernels to one thread
-// block. dK and dV of a parent's children are added by one warp or block, in the order of the parent's users.
+// block. dK and dV of a parent's children are added by one warp or block, in the order of its inverted list.
 #pragma once
 
 #include "ops/tree/cuda/copies.h"
@@ -137,7 +137,7 @@ cudaError_t launch_shared_gather_gradient(const SharedGatherGradientParams& para
 struct KeyGradientParams {
   GradientParams common;
   const int32_t* counts = nullptr;    // [B, num_lists, H_kv]
-  const uint32_t* entries = nullptr;  // as InverseParams::entries; null: the implicit lists of the top
+  const uint32_t* entries = nullptr;  // as InvertedListParams::entries; null: the implicit lists of the top
   const uint32_t* offsets = nullptr;
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]
@@ -149,10 +149,10 @@ struct KeyGradientParams {
 template <typename T, int kDim>
 cudaError_t launch_key_gradient(const KeyGradientParams& params, cudaStream_t stream);
 
-// Bytes of a head's records that make a window: all parents of the head walk their users in it while it stays
+// Bytes of a head's records that make a window: all parents of the head walk their inverted lists in it while it stays
 // in the L2.
 constexpr int64_t kParentWindowBytes = int64_t{16} << 20;
-// dK and dV from tiled records and from the users in a window of lists. A parent has one warp, or four where
+// dK and dV from tiled records and from the inverted lists in a window of lists. A parent has one warp, or four where
 // lists are implicit.
 template <typename T, int kDim>
 cudaError_t launch_parent_gradient(const KeyGradientParams& params, cudaStream_t stream);
@@ -215,7 +215,7 @@ cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaSt
 // Adds the partial sums of the same tasks, which make up whole lists, to the running sums of dK and dV.
 struct PartialSumParams {
   PerListGradientParams tasks;
-  const uint32_t* entries = nullptr;  // as InverseParams::entries; null: implicit lists
+  const uint32_t* entries = nullptr;  // as InvertedListParams::entries; null: implicit lists
   const uint32_t* offsets = nullptr;
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]

@@ -42,8 +42,8 @@ struct StageRows {
   using Score = void(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
                      const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
   Score* score;
-  // The IO-only twin (docs/semantics/io_twins.md §2.3). scores[p * num_heads] comes with the hash of
-  // candidate p; the twin adds sums of what `score` reads and spreads the result over the heads.
+  // The IO-only variant (docs/semantics/io_only.md §2.3). scores[p * num_heads] comes with the hash of
+  // candidate p; the IO-only variant adds sums of what `score` reads and spreads the result over the heads.
   // `scale` is not used.
   Score* io_score;
   // The state of the candidates that are present and whose score is not -inf. scores
@@ -58,7 +58,7 @@ struct StageRows {
                          int64_t top_k, const SelectionOptions& selection, void* buffer, int32_t* positions,
                          Rank* ranks);
   Select* select;
-  // The IO-only twin: the same passes over the scores. ranks[0] becomes what they fold to;
+  // The IO-only variant: the same passes over the scores. ranks[0] becomes what they fold to;
   // positions are not written.
   Select* io_select;
   int64_t (*select_bytes)(int64_t max_candidates, int64_t num_heads);

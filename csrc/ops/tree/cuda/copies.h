@@ -119,7 +119,7 @@ struct TopListParams {
 };
 cudaError_t launch_top_lists(const TopListParams& params, cudaStream_t stream);
 
-// The angles of `rope` [num_positions, K/2] in fp16, in the order in which rotate_user() in
+// The angles of `rope` [num_positions, K/2] in fp16, in the order in which rotate_query() in
 // per_parent/parent_gradient.cuh reads them.
 cudaError_t launch_position_rotations(const float2* rope, __half2* rotations, int64_t num_positions,
                                       int key_dim, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// The tree of a text that grows by chunks, while a tree cache takes a prompt: the room that the kernels' copies need for
-// the longest text, and what new tokens change in them. Pure functions. No CUDA and no torch.
+// The tree of a sequence that grows by chunks, while a tree cache takes a prompt: the room that the kernels' copies need
+// for the longest sequence, and what new tokens change in them. Pure functions. No CUDA and no torch.
 //
 // Every copy is cut into units, parents or tiles, that hold a number of neighbouring nodes of one layer. A unit is done
 // when all of its nodes are finished; whatever comes later leaves it as it is. So tokens [begin, end) change, in each
@@ -21,12 +21,12 @@ inline AttentionProblem with_tokens(AttentionProblem p, int64_t tokens) {
   return p;
 }
 
-// The most tokens of a text whose top is `layer`.
+// The most tokens of a sequence whose top is `layer`.
 inline int64_t most_tokens(const AttentionProblem& p, int64_t layer) {
   return p.args.max_top_nodes * node_span(kTensorCoreRate, layer);
 }
 
-// Which copies the kernels read of a text. `hopper` says whether the GPU has the kernels of a dense top.
+// Which copies the kernels read of a sequence. `hopper` says whether the GPU has the kernels of a dense top.
 inline bool tiles_top(const AttentionProblem& p, bool hopper) {
   return hopper && dense_top_shape(p);
 }
@@ -54,8 +54,8 @@ struct TreeRoom {
   int64_t top_span_tiles = 0;
 };
 
-// Room for every text of up to p.num_keys tokens. Of the texts of one depth the longest one needs most, and if any of
-// them has tiles of span means the shortest one has.
+// Room for every sequence of up to p.num_keys tokens. Of the sequences of one depth the longest one needs most, and if
+// any of them has tiles of span means the shortest one has.
 inline TreeRoom tree_room(const AttentionProblem& p, bool hopper) {
   TreeRoom room;
   for (int64_t layer = 0; layer < p.layers(); ++layer) {
@@ -131,14 +131,14 @@ struct UnitRange {
   int64_t last = 0;
 };
 struct TreeChange {
-  std::vector<UnitRange> packed;  // parents of each layer of the text
+  std::vector<UnitRange> packed;  // parents of each layer of the sequence
   std::vector<UnitRange> spans;   // the same, empty where the layer's span means are not packed
   UnitRange top;                  // tiles
   UnitRange top_spans;            // tiles
 };
 
-// Where the copies hold the first `begin` tokens of a text of p.num_keys. A copy that the shorter text did not have, such
-// as those of a layer that has become the top, is made from its first unit on.
+// Where the copies hold the first `begin` tokens of a sequence of p.num_keys. A copy that the shorter sequence did not
+// have, such as those of a layer that has become the top, is made from its first unit on.
 inline TreeChange tree_change(const AttentionProblem& p, bool hopper, int64_t begin) {
   const AttentionProblem before = with_tokens(p, begin);
   const auto change = [&](bool copied, int64_t tokens_of_unit, int64_t units) {

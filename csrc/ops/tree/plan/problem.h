@@ -54,7 +54,8 @@ constexpr int64_t score_runs(int64_t score_width) {
   return (score_width + kRunSlots * kTensorCoreRate - 1) / (kRunSlots * kTensorCoreRate);
 }
 
-constexpr int kInverseRows = 256;  // list rows that one thread block of inverse_lists.cu counts and places
+constexpr int kInvertedListRows =
+    256;  // list rows that one thread block of inverted_lists.cu counts and places
 
 // ---- the call and the GPU
 
@@ -86,7 +87,7 @@ struct AttentionProblem {
     return count;
   }
   int64_t parents(int64_t layer) const { return ceil_div(nodes(layer), args.compression_rate); }
-  // The pieces of AttentionArgs::starts, where those that follow one another in the text are one. A chunk never has
+  // The pieces of AttentionArgs::starts, where those that follow one another in the sequence are one. A chunk never has
   // queries of two pieces, so every piece may leave a part of a wave idle.
   std::vector<Piece> pieces() const {
     const int64_t equal = num_queries / static_cast<int64_t>(args.starts.size());
@@ -161,11 +162,12 @@ constexpr int64_t kTopLists = 256;  // query rows of a thread block at a dense t
 
 // ---- the scores of a dense top that has few lists, such as those of a chunk of a prompt
 //
-// A thread block of kTopLists rows walks all tiles of the top. Where the blocks fill no wave, the time is that of one block.
+// A thread block of kTopLists rows walks all tiles of the top. Where the blocks fill no wave, the time is that of one
+// block.
 
 // The query rows of a thread block that sums weights, each row's in the order of the tiles: kTopLists, or half of them
-// where that takes fewer waves. A block of half the rows takes 9/16 of the time of a whole one, because fewer products run
-// while others take exponentials. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
+// where that takes fewer waves. A block of half the rows takes 9/16 of the time of a whole one, because fewer products
+// run while others take exponentials. `rows` are those of a pair (batch, K/V head), of which there are `heads`.
 inline int64_t reference_rows(int64_t rows, int64_t heads, int64_t num_sms) {
   const auto waves = [&](int64_t block) { return ceil_div(ceil_div(rows, block) * heads, num_sms); };
   return 9 * waves(kTopLists / 2) < 16 * waves(kTopLists) ? kTopLists / 2 : kTopLists;

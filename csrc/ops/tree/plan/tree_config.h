@@ -20,7 +20,7 @@ enum class AttentionPath {
 struct TreeConfig {
   AttentionPath path = AttentionPath::kGeneral;
   bool dense_top = false;  // the top layer as dense products of warpgroups (sm_90a), see forward/dense_top/
-  // The rows before this token of the text are dense causal attention (sm_90a), see forward/dense_rows/ and
+  // The rows before this token of the sequence are dense causal attention (sm_90a), see forward/dense_rows/ and
   // backward/dense_rows/. The others walk the tree.
   int64_t dense_rows = 0;
   // The rows from there to this token walk the tree and multiply, at the tokens, whole tiles under the bits of their

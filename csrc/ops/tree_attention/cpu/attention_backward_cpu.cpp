@@ -17,7 +17,7 @@ namespace htree::tree_attention {
 
 // The inverse of parent lists: which queries of a chunk have a parent in their list. Entries [begin[p],
 // begin[p + 1]) belong to parent p, in ascending order of the query.
-struct InverseList {
+struct InvertedList {
   struct Entry {
     int32_t query;
     int32_t slot;
@@ -246,7 +246,7 @@ class Backward {
   void scatter(const PackedLayer<Real>& layer, int64_t l, int64_t num_queries) {
     const int64_t r = args_.compression_rate;
     const int64_t num_parents = ceil_div(layer.num_nodes, r);
-    inverse_.build(candidates_, num_queries, num_parents);
+    inverted_.build(candidates_, num_queries, num_parents);
     Real* dkeys = wants_keys() ? key_gradients_[l].data() : nullptr;
     Real* dvalues = wants_values() ? value_gradients_[l].data() : nullptr;
     parallel_tasks(ceil_div(num_parents, kTaskParents), [&] {
@@ -254,10 +254,10 @@ class Backward {
               uses = std::vector<ParentUse<Real>>(kParentUses)](int64_t task) mutable {
         for (int64_t p = task * kTaskParents; p < std::min((task + 1) * kTaskParents, num_parents); ++p) {
           const int64_t num_children = std::min(r, layer.num_nodes - p * r);
-          for (int64_t e = inverse_.begin[p]; e < inverse_.begin[p + 1]; e += kParentUses) {
-            const int64_t count = std::min(kParentUses, inverse_.begin[p + 1] - e);
+          for (int64_t e = inverted_.begin[p]; e < inverted_.begin[p + 1]; e += kParentUses) {
+            const int64_t count = std::min(kParentUses, inverted_.begin[p + 1] - e);
             for (int64_t u = 0; u < count; ++u) {
-              uses[u] = use_of(inverse_.entries[e + u]);
+              uses[u] = use_of(inverted_.entries[e + u]);
             }
             query_kernels<Real>().node_gradients(shape_, pyramid_.rotation(), uses.data(), count,
                                                  num_children, rotated.data(),
@@ -269,7 +269,7 @@ class Backward {
     });
   }
 
-  ParentUse<Real> use_of(const InverseList::Entry& entry) const {
+  ParentUse<Real> use_of(const InvertedList::Entry& entry) const {
     const int64_t at = entry.query * shape_.group * shape_.score_stride() + entry.slot * shape_.r;
     return {weights_.data() + at,
             dscores_.data() + at,
@@ -387,7 +387,7 @@ class Backward {
   std::vector<uint8_t> finite_;
   std::vector<Candidates> candidates_;
   std::vector<int32_t> lists_;  // [depth][chunk / stride][k]
-  InverseList inverse_;
+  InvertedList inverted_;
 
   // For the head, per layer: [nodes][row] and [nodes][value_pad].
   std::vector<std::vector<Real>> key_gradients_, value_gradients_;

@@ -8,7 +8,7 @@
 
 #include "host/cuda/launch_scope.h"
 #include "ops/selection/cuda/select_layer.h"
-#include "ops/sparse_attention/cuda/any/inverse_lists.h"
+#include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/sparse_attention/cuda/gradients.h"
 #include "ops/sparse_attention/cuda/sm90/backward/dense_rows/dense_gradients.h"
 #include "ops/tree/cuda/any/push_gradient.h"
@@ -198,7 +198,7 @@ class BackwardRun {
   }
 
   // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, because
-  // other rows follow or the text goes on, the sums begin as zeros, and everything after these rows adds. Masked rows
+  // other rows follow or the sequence goes on, the sums begin as zeros, and everything after these rows adds. Masked rows
   // always add.
   bool sums_are_zeroed() const {
     return keys_wanted() && (masks_tiles(p_, config_) ||
@@ -263,14 +263,14 @@ class BackwardRun {
     params.gather.lists = lists.data;
     params.gather.list_batch = lists.batch;
     params.marks = {memory.marks.marks, memory.marks.tiles, memory.marks.counts, params.tiles.num_tiles};
-    params.users = {memory.users, memory.user_counts};
+    params.inverted = {memory.inverted_tiles, memory.inverted_tile_counts};
     params.query_sums = first ? nullptr : at_.query_sums;
     params.add = true;
     if (error == cudaSuccess) {
       error = launch_tile_marks(params.gather, params.marks, stream_);
     }
     if (keys_wanted() && error == cudaSuccess) {
-      error = launch_tile_users(params.gather, params.marks, params.users, stream_);
+      error = launch_inverted_tiles(params.gather, params.marks, params.inverted, stream_);
     }
     return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
       using T = typename decltype(type)::type;
@@ -486,20 +486,20 @@ class BackwardRun {
     return error;
   }
 
-  // Finds the users of every parent of the layer.
+  // Inverts the lists of the layer.
   cudaError_t invert(const TreeLayer& layer, const GatherParams& gather, const ListSlice& lists) {
-    InverseParams inverse;
-    inverse.lists = lists.data;
-    inverse.list_batch = lists.batch;
-    inverse.num_parents = layer.num_parents;
-    inverse.num_batches = gather.num_batches;
-    inverse.num_lists = gather.num_lists;
-    inverse.num_kv_heads = gather.num_kv_heads;
-    inverse.width = gather.list_width;
-    inverse.entries = at_.entries;
-    inverse.offsets = at_.offsets;
-    inverse.run_counts = at_.run_counts;
-    return launch_inverse_lists(inverse, stream_);
+    InvertedListParams inverted;
+    inverted.lists = lists.data;
+    inverted.list_batch = lists.batch;
+    inverted.num_parents = layer.num_parents;
+    inverted.num_batches = gather.num_batches;
+    inverted.num_lists = gather.num_lists;
+    inverted.num_kv_heads = gather.num_kv_heads;
+    inverted.width = gather.list_width;
+    inverted.entries = at_.entries;
+    inverted.offsets = at_.offsets;
+    inverted.run_counts = at_.run_counts;
+    return launch_inverted_lists(inverted, stream_);
   }
 
   void sums_of(size_t layer_idx, const Chunk& chunk, float*& keys, float*& values) const {

@@ -6,7 +6,7 @@
 
 #include "host/dispatch.h"
 #include "ops/sparse_attention/cuda/any/general_gradient.h"
-#include "ops/sparse_attention/cuda/any/inverse_lists.h"
+#include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/tree/cuda/any/push_gradient.h"
 #include "ops/tree/cuda/copies.h"
 #include "ops/tree_attention/cuda/general_backward.h"
@@ -193,25 +193,25 @@ class GeneralBackward {
     key.num_parents = num_parents(i);
     const Tensor entries = scratch_of(lists * params.lists.width, at::kInt, b_.q);
     const Tensor offsets = scratch_of(heads * (key.num_parents + 1), at::kInt, b_.q);
-    const Tensor run_counts =
-        scratch_of(heads * ceil_div(params.lists.num_lists, kInverseRows) * key.num_parents, at::kInt, b_.q);
+    const Tensor run_counts = scratch_of(
+        heads * ceil_div(params.lists.num_lists, kInvertedListRows) * key.num_parents, at::kInt, b_.q);
     const auto words = [](const Tensor& x) { return static_cast<uint32_t*>(x.mutable_data_ptr()); };
-    InverseParams inverse;
-    inverse.lists = params.lists.data;
-    inverse.list_batch = params.lists.batch;
-    inverse.num_parents = key.num_parents;
-    inverse.num_batches = params.num_batches;
-    inverse.num_lists = params.lists.num_lists;
-    inverse.num_kv_heads = params.heads.num_kv_heads;
-    inverse.width = params.lists.width;
-    inverse.entries = words(entries);
-    inverse.offsets = words(offsets);
-    inverse.run_counts = words(run_counts);
-    C10_CUDA_CHECK(launch_inverse_lists(inverse, stream_));
+    InvertedListParams inverted;
+    inverted.lists = params.lists.data;
+    inverted.list_batch = params.lists.batch;
+    inverted.num_parents = key.num_parents;
+    inverted.num_batches = params.num_batches;
+    inverted.num_lists = params.lists.num_lists;
+    inverted.num_kv_heads = params.heads.num_kv_heads;
+    inverted.width = params.lists.width;
+    inverted.entries = words(entries);
+    inverted.offsets = words(offsets);
+    inverted.run_counts = words(run_counts);
+    C10_CUDA_CHECK(launch_inverted_lists(inverted, stream_));
 
     key.counts = counts.const_data_ptr<int32_t>();
-    key.entries = inverse.entries;
-    key.offsets = inverse.offsets;
+    key.entries = inverted.entries;
+    key.offsets = inverted.offsets;
     key.add = c.query > 0;
     const int64_t first_row = c.batch * params.heads.num_kv_heads * key.num_parents * params.layer.rate;
     if (b_.dk.defined()) {

@@ -1,5 +1,5 @@
-// Calls over a text that grows, on copies that have room for more of it: tree/plan/growing_tree.h. Whoever has the tokens fills
-// the copies, see ops/tree_cache/prompt/.
+// Calls over a sequence that grows, on copies that have room for more of it: tree/plan/growing_tree.h. Whoever has the
+// tokens fills the copies, see ops/tree_cache/prompt/.
 #pragma once
 
 #include "ops/tree/cuda/cuda_tree.h"
@@ -7,8 +7,8 @@
 
 namespace htree::tree_attention {
 
-// The bytes of the copies of texts of up to problem.num_keys tokens on the current device; 0 where calls over them take
-// the general path, which reads no copies.
+// The bytes of the copies of sequences of up to problem.num_keys tokens on the current device; 0 where calls over them
+// take the general path, which reads no copies.
 int64_t growing_tree_bytes(const AttentionProblem& problem);
 
 // What tokens [begin, problem.num_keys) change on the current device.

@@ -28,7 +28,7 @@ constexpr int64_t kMinPerListGradientRows = 32;
 // block takes kGradientRun tokens.
 constexpr int64_t kMinTopGradientRows = 64;
 // G for which parent_gradient.cuh computes dK and dV. Below, kernels that fill a tile with the rows of
-// several users do less work; above, it would need two tiles.
+// several queries do less work; above, it would need two tiles.
 constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
 // The most query heads whose gradients fit the registers of a warp of backward/shared_gather/.
 constexpr int64_t kMaxSharedGatherGroup = 8;
@@ -98,8 +98,8 @@ inline int64_t dense_gradient_bytes(const AttentionProblem& p, const TreeConfig&
 struct MaskedGradientMemory {
   DenseGradientMemory rows;
   TileMarkMemory marks;
-  uint32_t* users;  // as in TileUsers, as is the next
-  int32_t* user_counts;
+  uint32_t* inverted_tiles;  // as in InvertedTiles, as is the next
+  int32_t* inverted_tile_counts;
 };
 inline MaskedGradientMemory lay_out_masked_gradients(Workspace& space, const AttentionProblem& p,
                                                      const TreeConfig& c) {
@@ -108,8 +108,8 @@ inline MaskedGradientMemory lay_out_masked_gradients(Workspace& space, const Att
   MaskedGradientMemory memory;
   memory.rows = lay_out_row_tiles(space, p, heads, row_tiles);
   memory.marks = lay_out_tile_marks(space, p, c);
-  memory.users = space.take<uint32_t>(row_tiles * tiles);
-  memory.user_counts = space.take<int32_t>(row_tiles > 0 ? heads * tiles : 0);
+  memory.inverted_tiles = space.take<uint32_t>(row_tiles * tiles);
+  memory.inverted_tile_counts = space.take<int32_t>(row_tiles > 0 ? heads * tiles : 0);
   return memory;
 }
 inline int64_t masked_gradient_bytes(const AttentionProblem& p, const TreeConfig& c) {
@@ -248,7 +248,7 @@ struct BackwardMemory {
   int64_t list_stride;  // in elements
   uint32_t* mask;
   int32_t* counts;
-  uint32_t *entries, *offsets, *run_counts;  // of InverseParams
+  uint32_t *entries, *offsets, *run_counts;  // of InvertedListParams
   void* rotations;                           // of every position, in fp16
   char* partials;  // the partial sums, or the query side of dense rows, or MaskedGradientMemory
   int64_t partial_bytes;
@@ -315,7 +315,7 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
   memory.counts = space.take<int32_t>(lists);
   memory.entries = space.take<uint32_t>(many * lists * p.args.top_k);
   memory.offsets = space.take<uint32_t>(heads * (p.parents(0) + 1));
-  memory.run_counts = space.take<uint32_t>(heads * ceil_div(chunk_lists, kInverseRows) * p.parents(0));
+  memory.run_counts = space.take<uint32_t>(heads * ceil_div(chunk_lists, kInvertedListRows) * p.parents(0));
   memory.rotations =
       space.take<char>(c.parent_warps ? (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
   memory.partial_bytes = partial_bytes(p, c);

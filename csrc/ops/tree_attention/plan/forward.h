@@ -50,7 +50,7 @@ inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& 
 
 // A row before max_top_nodes opens every node at every layer, because max_top_nodes <= top_k * r, so its result is dense
 // causal attention. The bound is a multiple of the stride, where a list of queries begins. It must not depend on the
-// length of the text.
+// length of the sequence.
 inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
   if (!hopper_kernels(device) || choice == GatherChoice::kPerQuery) {
     return 0;
@@ -64,7 +64,7 @@ inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& d
 // length, and 2.9e-5 us times t for dense causal attention, a tenth more under a mask: the product is the faster one
 // while t < 4.3 k r. Half the heads are half the product, while the gather stays the same: its tiles have 8 columns, for
 // whatever number of heads. Beyond 8 heads it takes two tiles. The factor ends at twice that of 8 heads: for fewer heads
-// and longer texts nothing was measured, and rows with still fewer listed tokens may leave tiles out.
+// and longer sequences nothing was measured, and rows with still fewer listed tokens may leave tiles out.
 //
 // The backward has the same bound: its seven products take 3.5 times as long as the two of the forward, and its gathers
 // were measured at 3.3 times those of the forward.

@@ -1,7 +1,7 @@
 // Ragged batches: which documents of a packed call run together, padded at their ends to one length. Pure
 // functions of the lengths, so that they can be tested without a GPU. No CUDA and no torch.
 //
-// Attention is causal and a row does not depend on how long its text is, so padding behind a document changes
+// Attention is causal and a row does not depend on how long its document is, so padding behind a document changes
 // none of its rows. docs/semantics/tree_attention.md §1.16.
 #pragma once
 
@@ -53,7 +53,7 @@ struct VarlenProblem {
 };
 
 // The most padded rows of a group of more than one document. Enough to fill a GPU, and few enough that the
-// padded copies stay small beside the packed tensors of a long text.
+// padded copies stay small beside the packed tensors of a long batch.
 constexpr int64_t kGroupRows = 65536;
 // A call that may not read the lengths takes at most this many times the packed rows; above it, a call
 // outside a graph reads them.
@@ -71,7 +71,7 @@ constexpr int64_t kMostKinds = 64;
 // Ranks [a, a * ratio) share a bound of their length.
 constexpr double kRankRatio = 1.25;
 
-// The candidates that a query of a text of `num_keys` tokens scores on average, over all layers.
+// The candidates that a query of a sequence of `num_keys` tokens scores on average, over all layers.
 inline double varlen_candidates(const VarlenProblem& p, int64_t num_keys) {
   double candidates = 0;
   int64_t nodes = num_keys;

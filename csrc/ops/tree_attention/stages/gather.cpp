@@ -193,7 +193,7 @@ State accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Te
                                  compression_rate, t0);
 }
 
-// The IO-only twin is the op itself: docs/semantics/io_twins.md §2.2.
+// The IO-only variant is the op itself: docs/semantics/io_only.md §2.2.
 template <AccumulateNonTopk* kKernel>
 State io_accumulate_non_topk(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
                              const Tensor& num_candidates, int64_t layer, int64_t compression_rate,

@@ -1,4 +1,4 @@
-// Schema, checks, Meta and registrations of compute_scores and of its IO-only twin.
+// Schema, checks, Meta and registrations of compute_scores and of its IO-only variant.
 // docs/semantics/tree_attention.md §1.3, §1.4, §1.8
 #include "host/no_gradient.h"
 #include "host/registration.h"
@@ -7,7 +7,7 @@
 
 namespace htree::tree_attention {
 
-// For compute_scores and its IO-only twin. Returns (scores [B, T_q, H_kv, k*r, G] in the state dtype,
+// For compute_scores and its IO-only variant. Returns (scores [B, T_q, H_kv, k*r, G] in the state dtype,
 // num_candidates int32 [B, T_q, H_kv]), uninitialised.
 inline std::tuple<Tensor, Tensor> prepare_compute_scores(const Tensor& q, const Tensor& layer_k,
                                                          const Tensor& parents, const Tensor& cos,

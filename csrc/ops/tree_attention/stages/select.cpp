@@ -84,7 +84,7 @@ Tensor compute_next_parents(const Tensor& parents, const Tensor& topk_positions,
   return next_parents;
 }
 
-// ---- IO-only twins
+// ---- IO-only variants
 
 // a = min(top_k, n)
 // hash[j] = LCG(j + 7 * t + 13 * h_kv + 31 * b), LCG(x) = (x * 1103515245 + 12345) & 0x7fffffff

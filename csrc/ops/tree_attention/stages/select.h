@@ -29,7 +29,7 @@ inline Tensor prepare_positions(const char* op, const Tensor& scores, const Tens
   return new_tensor({scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), top_k}, at::kInt, scores);
 }
 
-// The argument `select` of the twin, docs/semantics/io_twins.md §2.3: true for "stratified", false for "lcg".
+// The argument `select` of the IO-only variant, docs/semantics/io_only.md §2.3: true for "stratified", false for "lcg".
 inline bool parse_io_select(const char* op, std::string_view select) {
   TORCH_CHECK_VALUE(select == "lcg" || select == "stratified", op,
                     ": select must be \"lcg\" or \"stratified\", got \"", select, "\"");

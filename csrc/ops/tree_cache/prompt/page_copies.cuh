@@ -20,7 +20,7 @@ constexpr int kCopyRows = tree_attention::kDenseTileNodes / tree_attention::kTil
 // Where a row comes from and where it goes. A row of a node has values, one of a span mean has none.
 struct RowCopy {
   uint32_t node = 0;      // of the layer; what is copied of one that is not finished is zeros
-  uint32_t mean = 0;      // index among all span means of the text
+  uint32_t mean = 0;      // index among all span means of the sequence
   uint32_t position = 0;  // that the key is rotated to
   char* keys = nullptr;   // the unit that the row is in
   char* values = nullptr;
@@ -147,12 +147,12 @@ struct TileSpanLayout {
 
 // Row `place` of a head in a pool, or null where the block table has no page of the pool.
 template <typename T, int kDim>
-__device__ __forceinline__ const T* page_row(const PagedText& text, const void* pool, int64_t page_rows,
-                                             uint32_t head_index, const Place& place) {
-  const PageLayout& layout = text.layout;
+__device__ __forceinline__ const T* page_row(const PagedSequences& sequences, const void* pool,
+                                             int64_t page_rows, uint32_t head_index, const Place& place) {
+  const PageLayout& layout = sequences.layout;
   const uint32_t sequence = head_index / layout.num_kv_heads, head = head_index % layout.num_kv_heads;
   const auto page =
-      static_cast<uint32_t>(text.block_table[int64_t{sequence} * layout.max_pages + place.page]);
+      static_cast<uint32_t>(sequences.block_table[int64_t{sequence} * layout.max_pages + place.page]);
   return page < layout.num_pages
              ? static_cast<const T*>(pool) +
                    ((int64_t{page} * layout.num_kv_heads + head) * page_rows + place.row) * kDim
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kCopyRows*(kDim / 16))
     page_copy_kernel(PageCopy<typename Layout::Target> p, unsigned head_blocks) {
   constexpr int kTasks = kDim / 16;  // of a row
   constexpr int kHalf = kDim / 2;
-  const PagedText& text = p.text;
+  const PagedSequences& sequences = p.sequences;
   const unsigned head_index = blockIdx.x / head_blocks;
   const uint32_t unit_rows = Layout::rows_of(p.target);
   const uint32_t index = (blockIdx.x - head_index * head_blocks) * kCopyRows + threadIdx.x / kTasks;
@@ -172,23 +172,24 @@ __global__ void __launch_bounds__(kCopyRows*(kDim / 16))
   const int chunk = threadIdx.x % kTasks;
   const bool active = unit < p.range.last;  // for all threads of a row
   const RowCopy copy = Layout::place(p.target, head_index, unit, static_cast<int>(index % unit_rows));
-  const uint32_t tokens = text.layout.tokens[p.layer];
-  const bool exists = active && copy.node < text.tokens / tokens;
+  const uint32_t tokens = sequences.layout.tokens[p.layer];
+  const bool exists = active && copy.node < sequences.tokens / tokens;
   uint4 key[2] = {}, value[2] = {};
   if (exists) {
     const Place place =
-        Layout::kMeans ? text.layout.span_mean(copy.mean) : text.layout.node(p.layer, copy.node);
-    const T* row = page_row<T, kDim>(text, text.keys, text.layout.key_rows(), head_index, place);
-    const T* values = Layout::kMeans
-                          ? nullptr
-                          : page_row<T, kDim>(text, text.values, text.layout.value_rows(), head_index, place);
+        Layout::kMeans ? sequences.layout.span_mean(copy.mean) : sequences.layout.node(p.layer, copy.node);
+    const T* row =
+        page_row<T, kDim>(sequences, sequences.keys, sequences.layout.key_rows(), head_index, place);
+    const T* values = Layout::kMeans ? nullptr
+                                     : page_row<T, kDim>(sequences, sequences.values,
+                                                         sequences.layout.value_rows(), head_index, place);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (row != nullptr) {
-        key[i] = tree_attention::load_eight(row + i * kHalf + chunk * 8, text.aligned);
+        key[i] = tree_attention::load_eight(row + i * kHalf + chunk * 8, sequences.aligned);
       }
       if (values != nullptr) {
-        value[i] = tree_attention::load_eight(values + i * kHalf + chunk * 8, text.aligned);
+        value[i] = tree_attention::load_eight(values + i * kHalf + chunk * 8, sequences.aligned);
       }
     }
   }
@@ -256,7 +257,7 @@ template <typename T, int kDim, typename Target>
 cudaError_t launch_page_copy(const PageCopy<Target>& params, cudaStream_t stream) {
   using Layout = typename LayoutOf<kDim, Target>::Type;
   const int64_t units = params.range.last - params.range.first;
-  const int64_t heads = params.text.num_sequences * params.text.layout.num_kv_heads;
+  const int64_t heads = params.sequences.num_sequences * params.sequences.layout.num_kv_heads;
   if (units <= 0 || heads == 0) {
     return cudaSuccess;
   }

@@ -13,7 +13,7 @@
 namespace htree::tree_cache {
 
 // The first `tokens` tokens of sequences in pages.
-struct PagedText {
+struct PagedSequences {
   PageLayout layout;
   const void* keys = nullptr;            // [num_pages, H_kv, key rows, K]
   const void* values = nullptr;          // [num_pages, H_kv, value rows, V]
@@ -27,7 +27,7 @@ struct PagedText {
 // page that the pool does not have.
 template <typename Target>
 struct PageCopy {
-  PagedText text;
+  PagedSequences sequences;
   Target target;
   const float2* rope = nullptr;  // of every position that rows are rotated to; null: no rotation
   uint32_t layer = 0;

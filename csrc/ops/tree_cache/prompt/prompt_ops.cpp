@@ -32,8 +32,8 @@ void check_capacity(const char* op, const char* name, int64_t capacity, int64_t 
                     " must be at least ", least, " and below 2^31, got ", capacity);
 }
 
-void check_text(const char* op, const PromptPages& pages, const TreeOptions& options, int64_t page_size,
-                const char* name, int64_t tokens) {
+void check_sequences(const char* op, const PromptPages& pages, const TreeOptions& options, int64_t page_size,
+                     const char* name, int64_t tokens) {
   check_cache_options(op, options);
   const Tensor no_lengths;
   check_pools(op, {pages.keys, pages.values, pages.block_table, no_lengths},
@@ -52,7 +52,7 @@ void check_copies(const char* op, const Tensor& copies, const Tensor& keys) {
                     copies.sym_strides());
 }
 
-// The last num_queries tokens of a text, with every option resolved.
+// The last num_queries tokens of a sequence, with every option resolved.
 AttentionProblem problem_of(const Tensor& keys, int64_t value_dim, int64_t num_sequences, int64_t num_heads,
                             int64_t tokens, int64_t num_queries, const TreeOptions& options) {
   AttentionProblem problem;
@@ -83,7 +83,7 @@ void check_copy_bytes(const char* op, const Tensor& copies, const AttentionProbl
 
 // ---- the ops
 
-// bytes of the copies of num_sequences texts of up to `capacity` tokens; 0 where tree_cache_prompt reads none
+// bytes of the copies of num_sequences sequences of up to `capacity` tokens; 0 where tree_cache_prompt reads none
 template <PromptBytes* kKernel>
 int64_t prompt_bytes(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_pool,
                      int64_t num_sequences, int64_t num_heads, int64_t capacity) {
@@ -109,7 +109,7 @@ void pack_prompt(const TreeOptions& options, const Tensor& copies, const Tensor&
                  const Tensor& block_table, int64_t num_heads, int64_t begin, int64_t end, int64_t capacity,
                  int64_t page_size) {
   const PromptPages given = {k_pool, v_pool, block_table};
-  check_text(kPackOp, given, options, page_size, "end", end);
+  check_sequences(kPackOp, given, options, page_size, "end", end);
   check_heads(kPackOp, "num_heads", num_heads, k_pool.sym_size(1));
   check_copies(kPackOp, copies, k_pool);
   TORCH_CHECK_VALUE(begin >= 0 && begin <= end, kPackOp, ": begin must lie between 0 and end = ", end,
@@ -140,7 +140,7 @@ AttentionRows prompt(const TreeOptions& options, const Tensor& q, const Tensor& 
                      int64_t capacity, bool store_lists, int64_t page_size) {
   const int64_t selection_stride = options.selection_stride;
   const PromptPages given = {k_pool, v_pool, block_table};
-  check_text(kPromptOp, given, options, page_size, "length", length);
+  check_sequences(kPromptOp, given, options, page_size, "length", length);
   check_rank(kPromptOp, "q", q, 4, "[B, n, H, K]");
   check_same_dtype(kPromptOp, "q", q, "k_pool", k_pool);
   check_same_device(kPromptOp, "q", q, "k_pool", k_pool);

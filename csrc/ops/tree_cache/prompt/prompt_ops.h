@@ -1,5 +1,5 @@
-// Rows of a prompt from pages, by the kernels of attention: options, checks and outputs of the ops, and their entry points
-// of CPU and CUDA. docs/semantics/tree_cache.md §7.6.
+// Rows of a prompt from pages, by the kernels of attention: options, checks and outputs of the ops, and their entry
+// points of CPU and CUDA. docs/semantics/tree_cache.md §7.6.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@ namespace htree::tree_cache {
 using tree_attention::AttentionProblem;
 using tree_attention::AttentionRows;
 
-// The pages of a call: sequences with texts of one length.
+// The pages of a call: sequences of one length.
 struct PromptPages {
   const Tensor& keys;         // [num_pages, H_kv, key rows, K] contiguous
   const Tensor& values;       // [num_pages, H_kv, value rows, V] contiguous
@@ -23,14 +23,15 @@ struct PromptPages {
 
 // ---- tree_cache_prompt_bytes
 
-// The bytes of the copies that the kernels of attention read, of texts of up to problem.num_keys tokens on the device of
-// `keys`; 0 where they read none.
+// The bytes of the copies that the kernels of attention read, of sequences of up to problem.num_keys tokens on the device
+// of `keys`; 0 where they read none.
 using PromptBytes = int64_t(const Tensor& keys, const AttentionProblem& problem);
 PromptBytes prompt_bytes_cpu, prompt_bytes_cuda;
 
 // ---- tree_cache_pack_prompt_
 
-// `copies` has prompt_bytes() for `capacity` tokens and holds the first `begin` ones; it gets those up to problem.num_keys.
+// `copies` has prompt_bytes() for `capacity` tokens and holds the first `begin` ones; it gets those up to
+// problem.num_keys.
 struct PackCall {
   const Tensor& copies;
   const AttentionProblem& problem;
@@ -42,7 +43,7 @@ PackPrompt pack_prompt_cpu, pack_prompt_cuda;
 
 // ---- tree_cache_prompt
 
-// q [B, n, H, K] are the last tokens of the text. The outputs are those of attention_rows.
+// q [B, n, H, K] are the last tokens of the sequence. The outputs are those of attention_rows.
 struct PromptCall {
   const Tensor& q;
   const AttentionProblem& problem;

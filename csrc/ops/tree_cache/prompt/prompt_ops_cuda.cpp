@@ -19,33 +19,33 @@ tree_attention::HalfType half_type(const Tensor& x) {
   return x.scalar_type() == at::kHalf ? tree_attention::HalfType::kHalf : tree_attention::HalfType::kBFloat16;
 }
 
-PagedText text_of(const PromptPages& pages, const PageLayout& layout, int64_t tokens) {
+PagedSequences sequences_of(const PromptPages& pages, const PageLayout& layout, int64_t tokens) {
   const auto aligned = [](const Tensor& x) {
     return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   };
-  PagedText text;
-  text.layout = layout;
-  text.keys = pages.keys.const_data_ptr();
-  text.values = pages.values.const_data_ptr();
-  text.block_table = pages.block_table.const_data_ptr<int32_t>();
-  text.num_sequences = pages.block_table.size(0);
-  text.tokens = static_cast<uint32_t>(tokens);
-  text.aligned = aligned(pages.keys) && aligned(pages.values);
-  return text;
+  PagedSequences sequences;
+  sequences.layout = layout;
+  sequences.keys = pages.keys.const_data_ptr();
+  sequences.values = pages.values.const_data_ptr();
+  sequences.block_table = pages.block_table.const_data_ptr<int32_t>();
+  sequences.num_sequences = pages.block_table.size(0);
+  sequences.tokens = static_cast<uint32_t>(tokens);
+  sequences.aligned = aligned(pages.keys) && aligned(pages.values);
+  return sequences;
 }
 
 // Copies units of a layer from the pages. `rope` is null where rows are not rotated.
 template <typename Target>
-void copy_units(const TreeCall& call, const PagedText& text, size_t layer, const Target& target,
+void copy_units(const TreeCall& call, const PagedSequences& sequences, size_t layer, const Target& target,
                 const float2* rope, const UnitRange& range, cudaStream_t stream) {
-  const PageCopy<Target> params{text, target, rope, static_cast<uint32_t>(layer), range};
+  const PageCopy<Target> params{sequences, target, rope, static_cast<uint32_t>(layer), range};
   C10_CUDA_CHECK(tree_attention::dispatch_shape(call.shape, [&](auto type, auto dim) {
     return launch_page_copy<typename decltype(type)::type, dim.value>(params, stream);
   }));
 }
 
-// The rotations of rows that stand at their positions in the text. Without rotations the table may end before they do.
-const float2* text_rope(const TreeCall& call) {
+// The rotations of rows that stand at their positions in the sequence. Without rotations the table may end before they do.
+const float2* sequence_rope(const TreeCall& call) {
   return call.problem.args.rotate ? call.rope : nullptr;
 }
 
@@ -62,20 +62,20 @@ void pack_prompt_cuda(const PromptPages& pages, const PageLayout& layout, const 
   const TreeCall tree =
       tree_attention::growing_tree_call(call.problem, tree_attention::forward_config(call.problem),
                                         half_type(pages.keys), call.capacity, call.copies.mutable_data_ptr());
-  const PagedText text = text_of(pages, layout, call.problem.num_keys);
+  const PagedSequences sequences = sequences_of(pages, layout, call.problem.num_keys);
   const tree_attention::TreeChange change = tree_attention::growing_tree_change(call.problem, call.begin);
   if (call.begin == 0) {
     C10_CUDA_CHECK(tree_attention::fill_growing_tables(tree, stream));
   }
   for (size_t i = 0; i < tree.layers.size(); ++i) {
     const tree_attention::TreeLayer& layer = tree.layers[i];
-    copy_units(tree, text, i, ParentTarget{layer.packed, layer.num_parents}, tree.rope, change.packed[i],
+    copy_units(tree, sequences, i, ParentTarget{layer.packed, layer.num_parents}, tree.rope, change.packed[i],
                stream);
-    copy_units(tree, text, i, ParentSpanTarget{layer.spans}, tree.rope, change.spans[i], stream);
+    copy_units(tree, sequences, i, ParentSpanTarget{layer.spans}, tree.rope, change.spans[i], stream);
   }
   const size_t top = tree.layers.size() - 1;
-  copy_units(tree, text, top, TileTarget{tree.top}, text_rope(tree), change.top, stream);
-  copy_units(tree, text, top, TileSpanTarget{tree.top_spans}, tree.rope, change.top_spans, stream);
+  copy_units(tree, sequences, top, TileTarget{tree.top}, sequence_rope(tree), change.top, stream);
+  copy_units(tree, sequences, top, TileSpanTarget{tree.top_spans}, tree.rope, change.top_spans, stream);
 }
 
 void prompt_cuda(const PromptPages& pages, const PageLayout& layout, const PromptCall& call) {
@@ -96,7 +96,7 @@ void prompt_cuda(const PromptPages& pages, const PageLayout& layout, const Promp
   if (const int64_t rows = tree_attention::tiled_tokens(problem, config); rows > 0) {
     tiles = at::empty({tree_attention::dense_layer_bytes(problem, rows)}, call.q.options().dtype(at::kByte));
     tree.rows = tree_attention::lay_out_tiles(problem, rows, static_cast<char*>(tiles.mutable_data_ptr()));
-    copy_units(tree, text_of(pages, layout, rows), 0, TileTarget{tree.rows}, text_rope(tree),
+    copy_units(tree, sequences_of(pages, layout, rows), 0, TileTarget{tree.rows}, sequence_rope(tree),
                {0, tree.rows.num_tiles}, scope.stream());
   }
   const auto& [out, gmax, gsum, lists] = call.outputs;

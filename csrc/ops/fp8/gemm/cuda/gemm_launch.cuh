@@ -9,8 +9,8 @@
 #include "host/cuda/tensor_map.h"
 #include "host/cuda/tile_plan.h"
 #include "ops/fp8/gemm/cuda/gemm_launch.h"
-#include "ops/fp8/gemm/cuda/gemm_stream.cuh"
-#include "ops/fp8/gemm/cuda/gemm_tile.cuh"
+#include "ops/fp8/gemm/cuda/sm90/gemm_stream.cuh"
+#include "ops/fp8/gemm/cuda/sm90/gemm_tile.cuh"
 
 namespace htree::fp8 {
 namespace {
@@ -47,9 +47,9 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   using Out = typename Tr::Out;
   const bool copies_c = p.sizes.n * static_cast<int64_t>(sizeof(Out)) % 16 == 0;
   // What the kernel takes as a and b, and as m and n.
-  const GemmOperand& rows = Tr::kTransposes ? p.b : p.a;
-  const GemmOperand& columns = Tr::kTransposes ? p.a : p.b;
-  const GemmSizes s = Tr::kTransposes ? GemmSizes{p.sizes.n, p.sizes.m, p.sizes.k} : p.sizes;
+  const GemmOperand& rows = Tr::kSwapsAb ? p.b : p.a;
+  const GemmOperand& columns = Tr::kSwapsAb ? p.a : p.b;
+  const GemmSizes s = Tr::kSwapsAb ? GemmSizes{p.sizes.n, p.sizes.m, p.sizes.k} : p.sizes;
   const GemmTileMaps maps{code_maps<Tr::kRows, Tr::kCluster>(rows, s.m, s.k),
                           code_maps<Tr::kColumns, 1>(columns, s.n, s.k),
                           copies_c ? result_map<typename Tr::Store>(p) : CUtensorMap{}};
@@ -62,17 +62,14 @@ cudaError_t launch_tiles(const GemmParams<typename Tr::Out>& p, int group, cudaS
   if (error != cudaSuccess) {
     return error;
   }
-  const GemmTileArguments<Out> arguments{s,
-                                         Tr::kTransposes ? p.b_scale : p.a_scale,
-                                         Tr::kTransposes ? p.a_scale : p.b_scale,
-                                         p.c,
-                                         plan.shares,
-                                         copies_c};
+  const GemmTileArguments<Out> arguments{
+      s,       Tr::kSwapsAb ? p.b_scale : p.a_scale, Tr::kSwapsAb ? p.a_scale : p.b_scale, p.c, plan.split,
+      copies_c};
   const LaunchShape shape{.grid = static_cast<unsigned>(plan.blocks),
                           .threads = Tr::kThreads,
                           .shared_bytes = Tr::kSharedBytes,
                           .cluster = Tr::kBlocksPerCluster,
-                          .overlaps = true};
+                          .pdl = true};
   return launch_kernel(gemm_tile_kernel<Tr>, shape, stream, maps, order, arguments);
 }
 
@@ -95,17 +92,17 @@ cudaError_t launch_streams(const GemmParams<typename Tr::Out>& p, cudaStream_t s
                           .threads = Tr::kThreads,
                           .shared_bytes = Tr::kSharedBytes,
                           .cluster = Tr::kParts,
-                          .overlaps = grid.x * grid.y <= static_cast<unsigned>(processors)};
+                          .pdl = grid.x * grid.y <= static_cast<unsigned>(processors)};
   return launch_kernel(gemm_stream_kernel<Tr>, shape, stream, maps, p, num_code_blocks(s));
 }
 
 template <class Tr>
 bool is_tile(const GemmConfig& c) {
-  constexpr int kRows = Tr::kTransposes ? Tr::kColumns : Tr::kRows;
-  constexpr int kColumns = Tr::kTransposes ? Tr::kRows : Tr::kColumns;
+  constexpr int kRows = Tr::kSwapsAb ? Tr::kColumns : Tr::kRows;
+  constexpr int kColumns = Tr::kSwapsAb ? Tr::kRows : Tr::kColumns;
   return c.rows == kRows && c.columns == kColumns && c.stages == Tr::Shape::kStages &&
          c.promote == Tr::kPromoteK && c.cluster == Tr::kCluster && c.parts == Tr::kParts &&
-         c.transposes == Tr::kTransposes;
+         c.swaps_ab == Tr::kSwapsAb;
 }
 
 // Launches the one of Tiles that `c` describes.
@@ -134,10 +131,10 @@ cudaError_t launch_described_stream(const GemmParams<Out>& p, const GemmConfig& 
 template <typename Out, int kRows, int kColumns, int kStages>
 using PlainTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1>;
 template <typename Out, int kRows, int kColumns, int kStages>
-using SharedTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1, 2>;
+using SplitKTile = GemmTileTraits<Out, kRows / 64, kRows, kColumns, kStages, 128, 1, 2>;
 // kRows and kColumns are rows and columns of c.
 template <typename Out, int kRows, int kColumns, int kStages>
-using TransposedTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 1, 1, true>;
+using SwapAbTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 1, 1, true>;
 template <typename Out, int kRows, int kColumns, int kStages>
 using MulticastTile = GemmTileTraits<Out, kColumns / 64, kColumns, kRows, kStages, 128, 2, 1, true>;
 
@@ -148,11 +145,11 @@ cudaError_t launch_gemm_tile(const GemmParams<Out>& p, const GemmConfig& c, cuda
       PlainTile<Out, 128, 64, 8>, PlainTile<Out, 128, 80, 7>, PlainTile<Out, 128, 96, 7>,
       PlainTile<Out, 128, 112, 6>, PlainTile<Out, 128, 128, 5>, PlainTile<Out, 128, 128, 6>,
       PlainTile<Out, 128, 144, 5>, PlainTile<Out, 128, 160, 5>, PlainTile<Out, 192, 96, 5>,
-      PlainTile<Out, 192, 128, 4>, SharedTile<Out, 128, 64, 8>, SharedTile<Out, 128, 96, 6>,
-      SharedTile<Out, 128, 128, 5>, SharedTile<Out, 192, 96, 5>, SharedTile<Out, 192, 128, 4>,
-      TransposedTile<Out, 104, 128, 6>, TransposedTile<Out, 120, 128, 5>, TransposedTile<Out, 144, 128, 5>,
-      TransposedTile<Out, 152, 128, 5>, TransposedTile<Out, 160, 128, 5>, TransposedTile<Out, 200, 128, 4>,
-      TransposedTile<Out, 104, 192, 4>, TransposedTile<Out, 120, 192, 4>, TransposedTile<Out, 128, 192, 4>,
+      PlainTile<Out, 192, 128, 4>, SplitKTile<Out, 128, 64, 8>, SplitKTile<Out, 128, 96, 6>,
+      SplitKTile<Out, 128, 128, 5>, SplitKTile<Out, 192, 96, 5>, SplitKTile<Out, 192, 128, 4>,
+      SwapAbTile<Out, 104, 128, 6>, SwapAbTile<Out, 120, 128, 5>, SwapAbTile<Out, 144, 128, 5>,
+      SwapAbTile<Out, 152, 128, 5>, SwapAbTile<Out, 160, 128, 5>, SwapAbTile<Out, 200, 128, 4>,
+      SwapAbTile<Out, 104, 192, 4>, SwapAbTile<Out, 120, 192, 4>, SwapAbTile<Out, 128, 192, 4>,
       MulticastTile<Out, 72, 128, 8>, MulticastTile<Out, 80, 128, 7>, MulticastTile<Out, 96, 128, 7>,
       MulticastTile<Out, 104, 128, 6>, MulticastTile<Out, 112, 128, 6>,
       // Only tuples of the tuning space name these.

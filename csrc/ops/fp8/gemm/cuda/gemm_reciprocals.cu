@@ -1,6 +1,6 @@
 // The factors by which cuBLAS multiplies: reciprocals of the scales.
-#include "device/hopper/kernel_overlap.cuh"
 #include "device/sizes.h"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/fp8/gemm/cuda/gemm_launch.h"
 #include "ops/fp8/gemm/cuda/gemm_scale.cuh"
@@ -12,7 +12,7 @@ namespace {
 // is near the bounds of fp32.
 __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
                                    float* out_b) {
-  device::overlap_launches();
+  device::pdl_launch_and_wait();
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (num_a + num_b == 2) {
     if (i == 0) {
@@ -30,11 +30,10 @@ __global__ void reciprocals_kernel(GemmScale a, int64_t num_a, float* out_a, Gem
 }  // namespace
 
 cudaError_t launch_reciprocals(GemmScale a, int64_t num_a, float* out_a, GemmScale b, int64_t num_b,
-                               float* out_b, bool overlaps, cudaStream_t stream) {
+                               float* out_b, bool pdl, cudaStream_t stream) {
   constexpr int kThreads = 128;
-  const LaunchShape shape{.grid = static_cast<unsigned>(ceil_div(num_a + num_b, kThreads)),
-                          .threads = kThreads,
-                          .overlaps = overlaps};
+  const LaunchShape shape{
+      .grid = static_cast<unsigned>(ceil_div(num_a + num_b, kThreads)), .threads = kThreads, .pdl = pdl};
   return launch_kernel(reciprocals_kernel, shape, stream, a, num_a, out_a, b, num_b, out_b);
 }
 

@@ -5,8 +5,8 @@
 // a time; the rotated queries of the group are broadcast. Every score is one sequential sum over the key
 // dimension, so it does not depend on the launch shape.
 //
-// The IO-only twin adds up what it loads instead of rotating
-// and multiplying (docs/semantics/io_twins.md §2.3).
+// The IO-only variant adds up what it loads instead of rotating
+// and multiplying (docs/semantics/io_only.md §2.3).
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_table(const float* row, float (&values)[kPa
 }
 
 // Rotates one slice of the tile's keys, each at its position p, into shared memory; where there is no key,
-// zeros. The twin leaves one sum per pack in the pack's row.
+// zeros. The IO-only variant leaves one sum per pack in the pack's row.
 template <typename Work, int kPack, typename T, int kHeads>
 __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const T* keys, int64_t first_p,
                                            int64_t first_pair, ScoresShared<kHeads>& shared) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void stage_keys(const ScoresParams<T>& params, const 
   }
 }
 
-// Rotates one slice of the group's queries by position n - 1, times the scale, into shared memory. The twin
+// Rotates one slice of the group's queries by position n - 1, times the scale, into shared memory. The IO-only variant
 // leaves the sum of the slice in row 0. A warp has the pairs of one head.
 template <typename Work, typename T, int kHeads>
 __device__ __forceinline__ void stage_queries(const ScoresParams<T>& params, const T* queries,

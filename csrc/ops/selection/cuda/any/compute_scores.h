@@ -23,7 +23,7 @@ struct ScoresParams {
   bool fill_tail = true;  // false: entries p >= n stay unwritten, because our own readers do not look there
 };
 
-// T is float, __half or __nv_bfloat16; Work is FullWork or IoOnly (docs/semantics/io_twins.md §2.2). The sum
+// T is float, __half or __nv_bfloat16; Work is FullWork or IoOnly (docs/semantics/io_only.md §2.2). The sum
 // over K runs in index order whatever the launch shape.
 template <typename Work, typename T>
 cudaError_t launch_compute_scores(const ScoresParams<T>& params, cudaStream_t stream);

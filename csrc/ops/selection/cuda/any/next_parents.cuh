@@ -16,7 +16,7 @@ namespace htree::tree_attention {
 constexpr int kNextParentsThreads = 128;
 
 // A block has one row: it maps positions to nodes, sorts them where they do not ascend yet, and stores them.
-// The IO-only twin copies positions.
+// The IO-only variant copies positions.
 template <typename Work>
 __global__ void __launch_bounds__(kNextParentsThreads)
     compute_next_parents_kernel(const NextParentsParams params, const NextParentsPlan plan) {

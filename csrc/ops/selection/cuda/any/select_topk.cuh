@@ -2,8 +2,8 @@
 // (docs/semantics/tree_attention.md §1.6), a radix select finds the smallest key that is chosen, and a scan
 // in the order of positions takes the first of those that are equal to it.
 //
-// The IO-only twin reads the scores in the same two passes and writes
-// hashed positions (docs/semantics/io_twins.md §2.3).
+// The IO-only variant reads the scores in the same two passes and writes
+// hashed positions (docs/semantics/io_only.md §2.3).
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ __device__ __forceinline__ void fold_bits(const float (&values)[kHeads], uint32_
   }
 }
 
-// normalizer[g] = the log-sum-exp of head g over the first `num` candidates. The twin folds what it reads.
+// normalizer[g] = the log-sum-exp of head g over the first `num` candidates. The IO-only variant folds what it reads.
 template <typename Work, int kHeads>
 __device__ __forceinline__ void make_lse(const float* scores, int64_t num, int64_t group, float* normalizer,
                                          SelectShared& shared, uint32_t& fold) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void raise_neighbours(uint32_t* keys, int64_t num, in
   }
 }
 
-// Stores the twin's row: its positions plus every score that was read, masked to nothing.
+// Stores the row of the IO-only variant: its positions plus every score that was read, masked to nothing.
 __device__ __forceinline__ void store_io_positions(const SelectParams& params, const RowIndex& row,
                                                    int64_t num, uint32_t fold, SelectShared& shared,
                                                    int32_t* out) {

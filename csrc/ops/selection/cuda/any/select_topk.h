@@ -28,14 +28,14 @@ struct SelectParams {
   SelectionOptions selection;
   SelectionOrder order = SelectionOrder::kByKey;
   void* scratch = nullptr;  // select_scratch_bytes() of device memory; null where that is 0
-  IoPositions io;           // read by the twin alone
+  IoPositions io;           // read by the IO-only variant alone
 
   constexpr int64_t num_rows() const { return num_batches * num_queries * num_lists; }
 };
 
 // Device memory that the launch needs on the current device: 0 unless the keys of a row exceed shared memory.
 int64_t select_scratch_bytes(const SelectParams& params);
-// Work is FullWork or IoOnly (docs/semantics/io_twins.md §2.2).
+// Work is FullWork or IoOnly (docs/semantics/io_only.md §2.2).
 template <typename Work>
 cudaError_t launch_select_topk(const SelectParams& params, cudaStream_t stream);
 

@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
     }
     return;
   }
-  const int wanted = p.list_width - 1;  // the query's own node is selected in any case
+  const int wanted = p.list_width - 1;  // the query's diagonal block is selected in any case
   if (wanted > 0) {
     RowKeys<kKeys> keys;
     const int64_t row_idx = batch * p.num_lists * p.num_kv_heads + row;
@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(kSelectThreads, kBlocks) leader_select_kernel(
       load_scores<kKeys, kSource == RowSource::kScoresOfEight ? 8 : 0>(
           keys, params.scores + row_idx * params.score_width * p.group, rank, p.group, references);
     }
-    // The query's own node is the first of the best.
+    // The query's diagonal block is the first of the best.
     const auto best =
         static_cast<int>(best_with_neighbours(params.selection, p.list_width, task.num_candidates)) - 1;
     choose_with_neighbours(keys, best, wanted, shared);

@@ -6,10 +6,10 @@
 // as keys are (dense_layer.cuh).
 #pragma once
 
-#include "device/hopper/tma.cuh"
-#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
 #include "device/sizes.h"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "ops/tree/cuda/sm80/query_row.cuh"
 #include "ops/tree/cuda/sm90/dense_layer.cuh"
 

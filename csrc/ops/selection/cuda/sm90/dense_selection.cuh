@@ -1,7 +1,7 @@
 // Selection at a dense top in two passes over the scores: references, then importances.
 #pragma once
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/selection/cuda/selection.h"
 #include "ops/selection/cuda/sm90/dense_scores.cuh"
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(kRows * 2, 1) dense_references_kernel(DenseRef
   Shared& shared = *aligned_shared<Shared>(raw);
   const GatherParams& p = params.gather;
   const ScoreTask task(p, kRows);
-  device::wait_for_previous_kernels();
+  device::pdl_wait();
   if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
+    device::pdl_launch_dependents();
   }
   if (task.selects_all(p)) {
     return;
   }
-  const int extra = params.selection.importance == Importance::kLse ? 1 : 0;  // the query's own node
+  const int extra = params.selection.importance == Importance::kLse ? 1 : 0;  // the query's diagonal block
   const int most = task.most_rank + extra, least = task.least_rank + extra;
   const int num_tiles = (most + kDenseTileNodes - 1) / kDenseTileNodes;
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
@@ -238,9 +238,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1) dense_importance_kernel(Dens
   const DenseReferenceParams& params = all.reference;
   const GatherParams& p = params.gather;
   const ScoreTask task(p);
-  device::wait_for_previous_kernels();
+  device::pdl_wait();
   if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
+    device::pdl_launch_dependents();
   }
   if (task.selects_all(p)) {
     return;
@@ -322,7 +322,7 @@ LaunchShape score_launch(const GatherParams& p) {
   return {.grid = dim3(runs * static_cast<unsigned>(p.num_kv_heads), p.num_batches),
           .threads = ScoreShared<kDim, kRows>::kThreads,
           .shared_bytes = kScoreSharedBytes<kDim, kRows>,
-          .overlaps = true};
+          .pdl = true};
 }
 
 template <typename T, int kDim>

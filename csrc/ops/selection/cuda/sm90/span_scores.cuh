@@ -159,7 +159,7 @@ struct SpanRun {
   }
 };
 
-// Keeps the scores of nodes before the row's own node and sets the others to -inf.
+// Keeps the scores of nodes before the row's diagonal block and sets the others to -inf.
 // For `end` see columns_before.
 template <int kRowsLog2>
 __device__ __forceinline__ void mask_nodes(float (&s)[64], const int (&end)[2]) {

@@ -65,7 +65,7 @@ struct GeneralQueryGradient {
 
 struct GeneralKeyGradient {
   const int32_t* counts = nullptr;    // [B, num_lists, H_kv]: parents in a list
-  const uint32_t* entries = nullptr;  // as InverseParams::entries
+  const uint32_t* entries = nullptr;  // as InvertedListParams::entries
   const uint32_t* offsets = nullptr;
   int64_t num_parents = 0;
   float* keys = nullptr;    // [num_batches, H_kv, num_parents * rate, K]; null: not wanted

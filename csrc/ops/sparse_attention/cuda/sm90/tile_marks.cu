@@ -1,7 +1,8 @@
 // The kernels of tile_marks.h. No torch.
 //
 // Marks: a thread block has a run of tokens and a K/V head. It sets a bit in shared memory for every entry of the run's
-// lists, and writes the tiles that have any. Users: a warp has a tile of tokens and looks for it in the tiles of every run.
+// lists, and writes the tiles that have any. Inverted tiles: a warp has a tile of tokens and looks for it in the tiles of
+// every run.
 #include "ops/sparse_attention/cuda/sm90/tile_marks.h"
 
 #include "host/cuda/kernel_launch.h"
@@ -144,13 +145,14 @@ __device__ __forceinline__ bool any_word(const uint32_t* from, int words) {
   return bits != 0;
 }
 
-constexpr int kUserWarps = 4;
+constexpr int kInvertedTileWarps = 4;
 
-// Grid: x = runs of kUserWarps warps, one for each tile of tokens up to the last query, `tiles` of each pair.
-__global__ void __launch_bounds__(kUserWarps * 32)
-    tile_users_kernel(GatherParams p, TileMarks marks, TileUsers out, int runs, int tiles, int bytes) {
+// Grid: x = runs of kInvertedTileWarps warps, one for each tile of tokens up to the last query, `tiles` of each pair.
+__global__ void __launch_bounds__(kInvertedTileWarps * 32)
+    inverted_tiles_kernel(GatherParams p, TileMarks marks, InvertedTiles out, int runs, int tiles,
+                          int bytes) {
   const int lane = threadIdx.x % 32;
-  const int row = static_cast<int>(blockIdx.x * kUserWarps + threadIdx.x / 32);
+  const int row = static_cast<int>(blockIdx.x * kInvertedTileWarps + threadIdx.x / 32);
   if (row >= p.num_batches * p.num_kv_heads * tiles) {
     return;
   }
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(kUserWarps * 32)
   const int log2 = run_tokens_log2(p.group);
   const int half_words = (1 << log2) / 8;
   const int64_t place = int64_t{pair} * marks.width + tile;
-  uint32_t* users = out.users + place * (2 * runs);
+  uint32_t* row_tiles = out.row_tiles + place * (2 * runs);
   int count = 0;
   for (int base = max((tile * kDenseTileNodes >> log2) - static_cast<int>(p.t0 >> log2), 0); base < runs;
        base += 32) {
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kUserWarps * 32)
     const unsigned first = __ballot_sync(device::kFullMask, uses[0]);
     const unsigned second = __ballot_sync(device::kFullMask, uses[1]);
     const unsigned before = (1u << lane) - 1;
-    uint32_t* to = users + count + __popc(first & before) + __popc(second & before);
+    uint32_t* to = row_tiles + count + __popc(first & before) + __popc(second & before);
     for (int half = 0; half < 2; ++half) {
       if (uses[half]) {
         *to++ = static_cast<uint32_t>(2 * run + half) << 16 | static_cast<uint32_t>(at);
@@ -200,16 +202,18 @@ cudaError_t launch_tile_marks(const GatherParams& gather, const TileMarks& marks
   return launch_kernel(tile_marks_kernel, shape, stream, gather, marks, runs, bytes);
 }
 
-cudaError_t launch_tile_users(const GatherParams& gather, const TileMarks& marks, const TileUsers& users,
-                              cudaStream_t stream) {
+cudaError_t launch_inverted_tiles(const GatherParams& gather, const TileMarks& marks,
+                                  const InvertedTiles& inverted, cudaStream_t stream) {
   const int runs = static_cast<int>(num_runs(gather.t0, gather.num_queries, gather.group));
   const int tiles = static_cast<int>((gather.t0 + gather.num_queries - 1) / kDenseTileNodes) + 1;
   const int64_t rows = int64_t{gather.num_batches} * gather.num_kv_heads * tiles;
   if (2 * runs > 1 << 16 || tiles > 1 << 16) {
-    return cudaErrorInvalidConfiguration;  // a user is two numbers of 16 bits; masked rows end far before this
+    return cudaErrorInvalidConfiguration;  // a tile of rows is two numbers of 16 bits; masked rows end far before this
   }
-  return launch_kernel(tile_users_kernel, {.grid = num_blocks(rows, kUserWarps), .threads = kUserWarps * 32},
-                       stream, gather, marks, users, runs, tiles, static_cast<int>(mark_bytes(gather.group)));
+  return launch_kernel(inverted_tiles_kernel,
+                       {.grid = num_blocks(rows, kInvertedTileWarps), .threads = kInvertedTileWarps * 32},
+                       stream, gather, marks, inverted, runs, tiles,
+                       static_cast<int>(mark_bytes(gather.group)));
 }
 
 }  // namespace htree::tree_attention

@@ -24,12 +24,12 @@ cudaError_t launch_tile_marks(const GatherParams& gather, const TileMarks& marks
 // For each tile of tokens of a (batch, K/V head) the tiles of kRowTileRows rows, half a run each, that have a mark in it,
 // ascending: the number of the tile of rows, counted from the first one of the launch, times 2^16, and the place of the
 // tile of tokens among those of the run. Tiles behind the last query have none and are not written.
-struct TileUsers {
-  uint32_t* users = nullptr;  // [B, H_kv, width, 2 * runs]
-  int32_t* counts = nullptr;  // [B, H_kv, width]
+struct InvertedTiles {
+  uint32_t* row_tiles = nullptr;  // [B, H_kv, width, 2 * runs]
+  int32_t* counts = nullptr;      // [B, H_kv, width]
 };
 // From marks that launch_tile_marks made for the same rows.
-cudaError_t launch_tile_users(const GatherParams& gather, const TileMarks& marks, const TileUsers& users,
-                              cudaStream_t stream);
+cudaError_t launch_inverted_tiles(const GatherParams& gather, const TileMarks& marks,
+                                  const InvertedTiles& inverted, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree/cuda/launch_params.h"
 #include "ops/tree/cuda/sm80/rotated_query.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ double frequency_of(const Frequencies& frequencies, d
 __global__ void rope_table_kernel(float2* table, int64_t size, int half, Frequencies frequencies,
                                   double log_base) {
   if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
+    device::pdl_launch_dependents();
   }
   const int64_t i = int64_t{blockIdx.x} * kTableThreads + threadIdx.x;
   if (i >= size * half) {
@@ -88,7 +88,7 @@ __global__ void top_lists_kernel(TopListParams p, int64_t total) {
 }
 
 // For positions [0, num_positions): [pair of 8-dim chunks][lane % 4][cos, cos, sin, sin], so that a lane
-// finds what rotate_user() needs in 16-byte pieces next to those of its neighbours.
+// finds what rotate_query() needs in 16-byte pieces next to those of its neighbours.
 __global__ void position_rotations_kernel(const float2* rope, __half2* rotations, int64_t num_positions,
                                           int half) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_row_scales(uint32_t scales, float (&row_sca
 }
 
 // Clears rows of a packed parent in the A operand of its transpose: bit i of `keep` is row i. What lies past
-// a query's own node may hold anything, NaN included, and a factor of 0 does not silence a NaN.
+// a query's diagonal block may hold anything, NaN included, and a factor of 0 does not silence a NaN.
 template <bool kPartial>
 class RowMask {
  public:

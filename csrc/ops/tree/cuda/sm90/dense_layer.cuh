@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree/cuda/copies.h"
 #include "ops/tree/cuda/sm80/packed_layer.cuh"
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerPa
     }
   }
   // Keys and values are older than the kernel before this one, the rotations may be its.
-  device::wait_for_previous_kernels();
+  device::pdl_wait();
   if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
+    device::pdl_launch_dependents();
   }
   bool scaled = false;
   if (active) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kLayerThreads) dense_layer_kernel(DenseLayerPa
   }
 }
 
-// Between the kernel that wrote keys or values and this one must lie one that is launched without `overlaps`, as
+// Between the kernel that wrote keys or values and this one must lie one that is launched without `pdl`, as
 // that of the table of rotations is, see dense_layer_kernel. Blocks share multiprocessors, but those that begin early
 // do so when every block of the kernel before has begun, so they spread like any others.
 template <typename T, int kDim>
@@ -137,7 +137,7 @@ cudaError_t launch_dense_layer(const DenseLayerParams& params, cudaStream_t stre
   const int64_t tiles = params.num_batches * params.num_kv_heads * params.tiles.num_tiles;
   return launch_kernel(
       dense_layer_kernel<T, kDim>,
-      {.grid = static_cast<unsigned>(tiles * kTileParts), .threads = kLayerThreads, .overlaps = true}, stream,
+      {.grid = static_cast<unsigned>(tiles * kTileParts), .threads = kLayerThreads, .pdl = true}, stream,
       params);
 }
 

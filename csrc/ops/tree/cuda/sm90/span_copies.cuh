@@ -30,11 +30,11 @@ struct SpanPlace {
 __host__ __device__ constexpr SpanPlace span_place(int column, int rows_log2) {
   const int quad = column % 8 / 2;
   const int own = column / 8 * 2 + column % 2;  // among the 32 columns of a thread
-  const int own_node = own >> rows_log2;
+  const int diagonal_block = own >> rows_log2;
   const int run_log2 = kSpanRowsLog2 - rows_log2 < 2 ? kSpanRowsLog2 - rows_log2 : 2;
-  return {
-      ((own_node >> run_log2) << (run_log2 + 2)) + (quad << run_log2) + (own_node & ((1 << run_log2) - 1)),
-      own & ((1 << rows_log2) - 1)};
+  return {((diagonal_block >> run_log2) << (run_log2 + 2)) + (quad << run_log2) +
+              (diagonal_block & ((1 << run_log2) - 1)),
+          own & ((1 << rows_log2) - 1)};
 }
 
 // Which tokens a span mean sums, and the position that it is rotated to.

@@ -289,7 +289,7 @@ __device__ __forceinline__ PowerOfTwo parent_power(const GradientParams& params,
                               bound.value, exponent_field(__uint_as_float(queries.query_unscale)));
 }
 
-// The first entry in [begin, end) whose list is `list` or a later one; entries are those of InverseParams.
+// The first entry in [begin, end) whose list is `list` or a later one; entries are those of InvertedListParams.
 // The whole warp calls; every round of the search leaves a 32nd of the entries.
 __device__ __forceinline__ uint32_t first_entry(const uint32_t* entries, uint32_t begin, uint32_t end,
                                                 uint32_t list, uint32_t width) {

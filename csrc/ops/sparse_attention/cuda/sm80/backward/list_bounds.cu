@@ -1,5 +1,5 @@
-// The bounds of the keys and values that the queries of a list multiply, and the powers of two that follow for the tasks of
-// per_list/. r = 16. No torch.
+// The bounds of the keys and values that the queries of a list multiply, and the powers of two that follow for the tasks
+// of per_list/. r = 16. No torch.
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
 #include "ops/tree/cuda/sm80/gather.cuh"
@@ -51,8 +51,8 @@ constexpr int kListBoundWarps = 8;
 // The queries of a list, counted in the chunk, and the place of the last of them in the tree.
 struct ListQueries {
   int first, count;
-  int64_t own_parent;
-  int own_children;  // of the own parent that take part
+  int64_t diagonal_parent;
+  int own_children;  // of the diagonal parent that take part
 
   __device__ __forceinline__ ListQueries(const ListBoundParams& params, int list_row) {
     const GatherParams& p = params.gather;
@@ -60,18 +60,18 @@ struct ListQueries {
     first = max(begin, 0);
     count = min(begin + p.stride, p.num_queries) - first;
     const int64_t node = node_of(p, p.t0 + first + count - 1);
-    own_parent = node / kParentRows;
+    diagonal_parent = node / kParentRows;
     own_children = static_cast<int>(node % kParentRows) + (params.refines_own ? 0 : 1);
   }
 };
 
 // The bound of the parents before the own one that a list holds. All lanes of a warp call and get the result.
 __device__ __forceinline__ KeyBound bound_of_parents(const ListBoundParams& params, int head_index,
-                                                     int list_row, int64_t own_parent) {
+                                                     int list_row, int64_t diagonal_parent) {
   const GatherParams& p = params.gather;
   const int64_t head = int64_t{head_index} * p.num_parents;
   if (!p.lists) {
-    return params.bounds.earlier[head + own_parent];
+    return params.bounds.earlier[head + diagonal_parent];
   }
   const int batch = head_index / p.num_kv_heads, kv_head = head_index % p.num_kv_heads;
   const int32_t* list =
@@ -80,9 +80,10 @@ __device__ __forceinline__ KeyBound bound_of_parents(const ListBoundParams& para
 #pragma unroll 4
   for (int slot = threadIdx.x % 32; slot < p.list_width; slot += 32) {
     const int parent = list[slot];
-    // A caller's list may hold the own parent before its end, where it counts whole, and later parents, which are absent.
-    const bool inner = parent == own_parent && slot + 1 < p.list_width && list[slot + 1] >= 0;
-    if (parent >= 0 && (parent < own_parent || inner)) {
+    // A caller's list may hold the diagonal parent before its end, where it counts whole, and later parents, which are
+    // absent.
+    const bool inner = parent == diagonal_parent && slot + 1 < p.list_width && list[slot + 1] >= 0;
+    if (parent >= 0 && (parent < diagonal_parent || inner)) {
       bound = larger(bound, params.bounds.parents[head + parent]);
     }
   }
@@ -116,9 +117,9 @@ __global__ void __launch_bounds__(kListBoundWarps * 32) list_bounds_kernel(ListB
   const int head_index = static_cast<int>(list_idx / p.num_lists);
   const int list_row = static_cast<int>(list_idx % p.num_lists);
   const ListQueries queries(params, list_row);
-  KeyBound bound = bound_of_parents(params, head_index, list_row, queries.own_parent);
+  KeyBound bound = bound_of_parents(params, head_index, list_row, queries.diagonal_parent);
   if (queries.own_children > 0) {
-    const int64_t parent = int64_t{head_index} * p.num_parents + queries.own_parent;
+    const int64_t parent = int64_t{head_index} * p.num_parents + queries.diagonal_parent;
     bound = larger(bound, params.bounds.nodes[parent * kParentRows + queries.own_children - 1]);
   }
   const int lane = threadIdx.x % 32;

@@ -136,7 +136,7 @@ struct AttendState : RowSums {
   }
 };
 
-constexpr int kConsumerBarrier = 1;  // of all threads that multiply
+constexpr int kConsumerBarrier = 1;  // of all consumer threads
 // Where one warpgroup does nothing but start copies.
 constexpr int kCopyRegisters = 24, kConsumeRegisters = 240;
 static_assert(128 * kCopyRegisters + 256 * kConsumeRegisters <= 65536);

@@ -1,7 +1,7 @@
 // dK and dV of a layer, docs/semantics/tree_attention.md §1.10, for any number of query heads per kv head:
-// one thread block per (batch, kv head, parent) walks the parent's users.
+// one thread block per (batch, kv head, parent) walks the parent's inverted list.
 //
-// A user is a list that holds the parent; with it come stride * G rows (query, head). Each of the four warps
+// It names the lists that hold the parent; with each come stride * G rows (query, head). Each of the four warps
 // takes a quarter of the rows and streams them through shared memory, 16 at a time: S^T = K' q^T and dP^T = V
 // dO^T with the parent's children as rows, then dV += P^T dO and dK' += dS^T q from the same registers. The
 // sums of the warps are added in their order at the end, so the result depends on the lists alone.
@@ -40,8 +40,8 @@ struct KeyGradientStage {
   static_assert(kBytes % 128 == 0 && kSumTiles * 512 <= kWarpBytes);
 };
 
-// The rows that use a parent: rows_per_list (query, head) pairs of each list.
-struct ParentUsers {
+// The rows that reference a parent: rows_per_list (query, head) pairs of each list.
+struct InvertedList {
   const uint32_t* entries;  // null: implicit lists; those from `first_list` on hold the parent
   uint32_t first_list;
   uint32_t num_rows;
@@ -50,7 +50,7 @@ struct ParentUsers {
   int head_idx, batch, kv_head;
   int span_shift;
 
-  __device__ __forceinline__ ParentUsers(const KeyGradientParams& params) {
+  __device__ __forceinline__ InvertedList(const KeyGradientParams& params) {
     const GatherParams& p = params.common.gather;
     parent = blockIdx.x;
     head_idx = blockIdx.y;
@@ -86,10 +86,10 @@ class RowStream {
  public:
   using Stage = KeyGradientStage<kKeyDim, kValueDim>;
 
-  __device__ __forceinline__ RowStream(const KeyGradientParams& params, const ParentUsers& users,
+  __device__ __forceinline__ RowStream(const KeyGradientParams& params, const InvertedList& inverted,
                                        uint32_t begin, uint32_t end, uint32_t ring)
       : params_(params),
-        users_(users),
+        inverted_(inverted),
         next_(begin),
         end_(end),
         begin_(begin),
@@ -120,26 +120,26 @@ class RowStream {
 
   __device__ __forceinline__ uint32_t read_entry(uint32_t step) const {
     const uint32_t row = row_of(step);
-    if (step >= end_ || row >= users_.num_rows) {
+    if (step >= end_ || row >= inverted_.num_rows) {
       return 0;
     }
-    const uint32_t list = row / users_.rows_per_list;
-    return users_.entries ? users_.entries[list]
-                          : (users_.first_list + list) * params_.common.gather.list_width +
-                                static_cast<uint32_t>(users_.parent);
+    const uint32_t list = row / inverted_.rows_per_list;
+    return inverted_.entries ? inverted_.entries[list]
+                             : (inverted_.first_list + list) * params_.common.gather.list_width +
+                                   static_cast<uint32_t>(inverted_.parent);
   }
 
   // Stores the numbers of the step issued last. They were loaded then, so that no lane waits for them now.
   __device__ __forceinline__ void store_views() {
     if (next_ > begin_ && next_ - 1 < end_ && lane_ < kParentRows) {
       const GradientParams& common = params_.common;
-      const int64_t rightmost = token_ >> users_.span_shift;
+      const int64_t rightmost = token_ >> inverted_.span_shift;
       const int place = static_cast<int>(rightmost % kParentRows);
       const int count = params_.entries ? count_ : static_cast<int>(rightmost / kParentRows) + 1;
       const int position = (count - 1 - slot_) * kParentRows + place;
-      // Above the bottom a query's own node is always refined.
+      // Above the bottom a query's diagonal block is always refined.
       const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
-                               rightmost + 1 - users_.parent * kParentRows);
+                               rightmost + 1 - inverted_.parent * kParentRows);
       const unsigned inside = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
       const uint32_t at =
           ring_ + (next_ - 1 - begin_) % kKeyGradientStages * Stage::kBytes + Stage::kViewOffset;
@@ -156,19 +156,19 @@ class RowStream {
       const GatherParams& p = common.gather;
       const uint32_t row = row_of(next_);
       const uint32_t list_row = entry_ / p.list_width;
-      const uint32_t in_list = row % users_.rows_per_list;
+      const uint32_t in_list = row % inverted_.rows_per_list;
       const uint32_t query = list_row * p.stride + in_list / p.group;
-      exists_ = row < users_.num_rows && query < static_cast<uint32_t>(p.num_queries);
+      exists_ = row < inverted_.num_rows && query < static_cast<uint32_t>(p.num_queries);
       slot_ = static_cast<int>(entry_ % p.list_width);
       token_ = p.t0 + query;
       const int64_t list_idx =
-          (users_.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + users_.kv_head;
+          (inverted_.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + inverted_.kv_head;
       count_ = params_.entries && exists_ ? params_.counts[list_idx] : 0;
       mask_ = common.selected && exists_
                   ? reinterpret_cast<const uint16_t*>(common.selected + list_idx * common.mask_words)[slot_]
                   : 0;
       const uint32_t record = exists_ ? query * p.group + in_list % p.group : 0u;
-      const int64_t first_record = int64_t{users_.head_idx} * p.num_queries * p.group;
+      const int64_t first_record = int64_t{inverted_.head_idx} * p.num_queries * p.group;
       const uint32_t stage = ring_ + (next_ - begin_) % kKeyGradientStages * Stage::kBytes;
       constexpr int kQueryChunks = kKeyDim / 8, kChunks = (kKeyDim + kValueDim) / 8;
 #pragma unroll
@@ -200,7 +200,7 @@ class RowStream {
   }
 
   const KeyGradientParams& params_;
-  const ParentUsers& users_;
+  const InvertedList& inverted_;
   uint32_t next_, end_, begin_, ring_;
   int lane_;
   uint32_t entry_;
@@ -401,7 +401,7 @@ __device__ __forceinline__ void store_sums(const KeyGradientParams& params, char
   }
 }
 
-// Grid: x = parents, those with most users first, y = batch * kv head.
+// Grid: x = parents, those with the longest inverted lists first, y = batch * kv head.
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel(KeyGradientParams params) {
   using Block = PackedParent<kKeyDim, kValueDim>;
@@ -410,12 +410,12 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
   const GradientParams& common = params.common;
   const GatherParams& p = common.gather;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const ParentUsers users(params);
-  if (users.num_rows == 0 && params.add) {
+  const InvertedList inverted(params);
+  if (inverted.num_rows == 0 && params.add) {
     return;
   }
   const uint32_t block = device::shared_address(shared);
-  const char* from = p.packed + (int64_t{blockIdx.y} * p.num_parents + users.parent) * Block::kBytes;
+  const char* from = p.packed + (int64_t{blockIdx.y} * p.num_parents + inverted.parent) * Block::kBytes;
   for (int at = threadIdx.x * 16; at < Block::kBytes; at += kKeyGradientWarps * 32 * 16) {
     device::copy_async_16(block + at, from + at);
   }
@@ -423,13 +423,13 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
   device::wait_copies<0>();
   __syncthreads();
 
-  const PowerOfTwo power = parent_power(common, users.parent);
+  const PowerOfTwo power = parent_power(common, inverted.parent);
   float key_sum[kKeyDim / 8][4] = {}, value_sum[kValueDim / 8][4] = {};
-  const uint32_t num_steps = (users.num_rows + kParentRows - 1) / kParentRows;
+  const uint32_t num_steps = (inverted.num_rows + kParentRows - 1) / kParentRows;
   const uint32_t steps_per_warp = (num_steps + kKeyGradientWarps - 1) / kKeyGradientWarps;
   const uint32_t begin = min(warp * steps_per_warp, num_steps), end = min(begin + steps_per_warp, num_steps);
   if (begin < end) {
-    RowStream<kKeyDim, kValueDim> stream(params, users, begin, end,
+    RowStream<kKeyDim, kValueDim> stream(params, inverted, begin, end,
                                          block + Stage::kBlockBytes + warp * Stage::kWarpBytes);
     const TileAddress<kKeyDim> key_at;
     const TileAddress<kValueDim> value_at;
@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(kKeyGradientWarps * 32, 2) key_gradient_kernel
   }
   __syncthreads();
 
-  store_sums<kKeyDim, kValueDim>(params, shared, users.parent, power, key_sum, value_sum);
+  store_sums<kKeyDim, kValueDim>(params, shared, inverted.parent, power, key_sum, value_sum);
 }
 
 template <typename T, int kDim>

@@ -1,12 +1,12 @@
 // dK and dV of a layer, docs/semantics/tree_attention.md §1.10, where up to 8 query heads share a kv head: a
-// warp walks the users of a (batch, kv head, parent) in a window of the lists.
+// warp walks the inverted list of a (batch, kv head, parent) in a window of the lists.
 //
-// A user is a query of a list that holds the parent; with it come up to 8 rows (query, head), one tile,
+// An inverted list holds the queries that reference the parent; with each come up to 8 rows (query, head), one tile,
 // streamed through shared memory. The parent's keys stay in registers as A operands and its values in shared
-// memory, so a user costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and
-// dK' += dS^T q', with the weights straight from the accumulators. Users come in pairs, so that the rows of two
+// memory, so a query costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and
+// dK' += dS^T q', with the weights straight from the accumulators. Queries come in pairs, so that the rows of two
 // fill the 16 of the last two products, and one waits for what the other computes. Queries are rotated in fp16 in
-// registers and transposed by movmatrix. A window keeps the rows of its users in the L2 while all parents of a
+// registers and transposed by movmatrix. A window keeps the rows of its queries in the L2 while all parents of a
 // head walk them. The sums of the windows are added one after another.
 #pragma once
 
@@ -19,20 +19,20 @@
 
 namespace htree::tree_attention {
 
-constexpr int kSharedParentWarps = 4;  // warps that share the users of a parent
-constexpr int kPairStages = 2;         // of two users each
+constexpr int kSharedParentWarps = 4;  // warps that share the inverted list of a parent
+constexpr int kPairStages = 2;         // of two queries each
 
-// One user in shared memory: its tiled record, the factors that rotate its queries, and what they
+// One query in shared memory: its tiled record, the factors that rotate its rows, and what they
 // see of the parent.
 template <int kDim>
-struct UserStage {
+struct QueryStage {
   using Record = TiledRecord<kDim>;
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kGradientOffset = Record::kGradientOffset;
   static constexpr int kMetaOffset = Record::kMetaOffset;
   static constexpr int kRotationOffset =
       Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
-  // The last copy of a user takes 16 bytes of each lane: the numbers of its rows, the rotation, and what nobody reads.
+  // The last copy of a query takes 16 bytes of each lane: the numbers of its rows, the rotation, and what nobody reads.
   static constexpr int kPresentOffset = kMetaOffset + 32 * 16;
   static_assert(kRotationOffset + kRowBytes <= kPresentOffset);
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
@@ -45,13 +45,13 @@ struct UserStage {
   static_assert(kSumBytes <= kRingBytes);
 };
 
-// The users of a parent in the window of lists [first_list, end_list): numbers of entries or, for the
+// The inverted list of a parent in the window of lists [first_list, end_list): numbers of entries or, for the
 // implicit lists of the top, of lists; each stands for `stride` queries.
-struct WindowUsers {
-  uint32_t begin, num_users;
+struct InvertedListWindow {
+  uint32_t begin, num_queries;
 
   // The whole warp calls.
-  __device__ __forceinline__ WindowUsers(const KeyGradientParams& params, int64_t parent) {
+  __device__ __forceinline__ InvertedListWindow(const KeyGradientParams& params, int64_t parent) {
     const GatherParams& p = params.common.gather;
     uint32_t end;
     if (params.entries) {
@@ -59,7 +59,7 @@ struct WindowUsers {
       begin = first_entry(params.entries, offset[0], offset[1], params.first_list, p.list_width);
       end = first_entry(params.entries, begin, offset[1], params.end_list, p.list_width);
     } else {
-      // Lists whose own parent comes before this one do not hold it, and above the bottom a list that refines
+      // Lists whose diagonal parent comes before this one do not hold it, and above the bottom a list that refines
       // everything adds nothing.
       int64_t token = parent * kParentRows * p.node_span;
       if (params.common.selected) {
@@ -69,21 +69,21 @@ struct WindowUsers {
       end = params.end_list;
       begin = static_cast<uint32_t>(min(first, int64_t{end}));
     }
-    num_users = (end - begin) * p.stride;
+    num_queries = (end - begin) * p.stride;
   }
 };
 
-// Copies users [begin, end) of a parent for one warp. Lane i knows user begin + 32 j + i.
+// Copies queries [begin, end) of an inverted list for one warp. Lane i knows query begin + 32 j + i.
 template <int kDim>
-class UserStream {
+class QueryStream {
  public:
-  using Stage = UserStage<kDim>;
+  using Stage = QueryStage<kDim>;
   using Record = TiledRecord<kDim>;
 
-  __device__ __forceinline__ UserStream(const KeyGradientParams& params, const WindowUsers& users,
-                                        int64_t parent, uint32_t begin, uint32_t end, uint32_t ring)
+  __device__ __forceinline__ QueryStream(const KeyGradientParams& params, const InvertedListWindow& window,
+                                         int64_t parent, uint32_t begin, uint32_t end, uint32_t ring)
       : params_(params),
-        users_(users),
+        window_(window),
         parent_(parent),
         begin_(begin),
         end_(end),
@@ -103,43 +103,43 @@ class UserStream {
     }
   }
 
-  // Waits for the next two users and returns the stage of the first; the second stands behind it.
+  // Waits for the next two queries and returns the stage of the first; the second stands behind it.
   __device__ __forceinline__ uint32_t wait() {
     constexpr uint32_t kLast = (kPairStages - 1) * Stage::kPairBytes;
     const uint32_t stage = ring_ + read_;
     const uint32_t before = ring_ + (read_ == 0 ? kLast : read_ - Stage::kPairBytes);
     device::wait_copies<kPairStages - 2>();
     __syncwarp();
-    issue_pair(before);  // no lane reads the users before these any more
+    issue_pair(before);  // no lane reads the queries before these any more
     read_ = read_ == kLast ? 0 : read_ + Stage::kPairBytes;
     return stage;
   }
 
  private:
-  // The entry of user `first` + lane.
+  // The entry of query `first` + lane.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
     const GatherParams& p = params_.common.gather;
-    const uint32_t user = first + lane_;
-    if (user >= end_) {
+    const uint32_t index = first + lane_;
+    if (index >= end_) {
       return 0;
     }
-    const uint32_t at = users_.begin + static_cast<uint32_t>(list_of(p, user));
+    const uint32_t at = window_.begin + static_cast<uint32_t>(list_of(p, index));
     return params_.entries ? params_.entries[at] : at * p.list_width + static_cast<uint32_t>(parent_);
   }
 
-  // For this lane's user among the next 32: what it sees of the parent, its position and its query.
+  // For this lane's query among the next 32 of the inverted list: what it sees of the parent, its position and its number.
   __device__ __forceinline__ void look_up() {
     const GradientParams& common = params_.common;
     const GatherParams& p = common.gather;
-    const uint32_t user = next_ + lane_;
+    const uint32_t index = next_ + lane_;
     const uint32_t entry = entry_;
     entry_ = read_entry(next_ + 32);
     const uint32_t list_row = entry / p.list_width;
     const int slot = static_cast<int>(entry % p.list_width);
-    query_ = list_row * p.stride + (user & (p.stride - 1));
+    query_ = list_row * p.stride + (index & (p.stride - 1));
     present_ = 0;
     position_ = 0;
-    if (user >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
+    if (index >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
       query_ = 0;
       return;
     }
@@ -149,7 +149,7 @@ class UserStream {
     const int count =
         params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kParentRows) + 1;
     const int position = (count - 1 - slot) * kParentRows + static_cast<int>(rightmost % kParentRows);
-    // Above the bottom a query's own node is always refined.
+    // Above the bottom a query's diagonal block is always refined.
     const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
                              rightmost + 1 - parent_ * kParentRows);
     present_ = rows >= kParentRows ? 0xffffu : (1u << max(static_cast<int>(rows), 0)) - 1u;
@@ -160,8 +160,8 @@ class UserStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  // Begins the copies of the next two users. Behind the last user they are copies that nobody reads: without a branch
-  // the products of the users before hide what the addresses wait for.
+  // Begins the copies of the next two queries. Behind the last query they are copies that nobody reads: without a branch
+  // the products of the queries before hide what the addresses wait for.
   __device__ __forceinline__ void issue_pair(uint32_t stage) {
     const int from = static_cast<int>((next_ - begin_) % 32);  // even
     if (from == 0) {
@@ -192,7 +192,7 @@ class UserStream {
   }
 
   const KeyGradientParams& params_;
-  const WindowUsers& users_;
+  const InvertedListWindow& window_;
   int64_t parent_;
   uint32_t begin_, end_;
   int lane_, rest_lane_;
@@ -211,9 +211,9 @@ __device__ __forceinline__ void load_four_chunks(uint32_t (&x)[4], uint32_t tile
   device::load_matrices(x, tile + chunk_offset<kDim>(lane % 8, first + lane / 8));
 }
 
-// Rotates the queries of a user to their position, in place.
+// Rotates the rows of a query to its position, in place.
 template <int kDim>
-__device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t rotations) {
+__device__ __forceinline__ void rotate_query(uint32_t (&q)[kDim / 8], uint32_t rotations) {
   constexpr int kPairs = kDim / 16;
   __half2 cosine[kPairs], sine[kPairs];
   const uint32_t at = rotations + threadIdx.x % 4 * 16;
@@ -236,9 +236,9 @@ __device__ __forceinline__ void rotate_user(uint32_t (&q)[kDim / 8], uint32_t ro
   }
 }
 
-// A user in shared memory, by addresses: its record, the factors that rotate its queries, and the word of what they see
+// A query in shared memory, by addresses: its record, the factors that rotate its rows, and the word of what they see
 // of the parent.
-struct UserRows {
+struct QueryRows {
   uint32_t record, rotations, present;
 };
 
@@ -247,7 +247,7 @@ class ParentGradient {
  public:
   using Block = PackedParent<kDim, kDim>;
   using Record = TiledRecord<kDim>;
-  using Stage = UserStage<kDim>;
+  using Stage = QueryStage<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
   // Loads the keys of the parent into registers, by way of `ring`, the shared memory of this warp, and its values into the
@@ -279,17 +279,17 @@ class ParentGradient {
     }
   }
 
-  // Adds two users. Where `alone`, the second is the first once more and counts nothing.
-  __device__ __forceinline__ void add_pair(const UserRows (&users)[2], bool alone, float score_scale,
+  // Adds two queries. Where `alone`, the second is the first once more and counts nothing.
+  __device__ __forceinline__ void add_pair(const QueryRows (&queries)[2], bool alone, float score_scale,
                                            float gradient_scale) {
     uint32_t q[2][kChunks];
 #pragma unroll
-    for (int user = 0; user < 2; ++user) {
+    for (int i_query = 0; i_query < 2; ++i_query) {
 #pragma unroll
       for (int i = 0; i < kChunks; i += 4) {
-        load_four_chunks<kDim>(reinterpret_cast<uint32_t(&)[4]>(q[user][i]), users[user].record, i);
+        load_four_chunks<kDim>(reinterpret_cast<uint32_t(&)[4]>(q[i_query][i]), queries[i_query].record, i);
       }
-      rotate_user<kDim>(q[user], users[user].rotations);
+      rotate_query<kDim>(q[i_query], queries[i_query].rotations);
     }
     // The even and the odd steps of each sum are chains of their own: one hides the latency of the others.
     float dp[2][2][4] = {}, s[2][2][4] = {};
@@ -297,8 +297,8 @@ class ParentGradient {
     for (int i = 0; i < kChunks; i += 4) {
       uint32_t x[2][4];
 #pragma unroll
-      for (int user = 0; user < 2; ++user) {
-        load_four_chunks<kDim>(x[user], users[user].record + Record::kGradientOffset, i);
+      for (int i_query = 0; i_query < 2; ++i_query) {
+        load_four_chunks<kDim>(x[i_query], queries[i_query].record + Record::kGradientOffset, i);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -306,32 +306,34 @@ class ParentGradient {
         uint32_t value[4];
         device::load_matrices(value, values_ + TileAddress<kDim>().plain(step));
 #pragma unroll
-        for (int user = 0; user < 2; ++user) {
-          device::mma_16x8x16<T>(dp[user][j], value, x[user][2 * j], x[user][2 * j + 1]);
-          device::mma_16x8x16<__half>(s[user][j], keys_[step], q[user][2 * step], q[user][2 * step + 1]);
+        for (int i_query = 0; i_query < 2; ++i_query) {
+          device::mma_16x8x16<T>(dp[i_query][j], value, x[i_query][2 * j], x[i_query][2 * j + 1]);
+          device::mma_16x8x16<__half>(s[i_query][j], keys_[step], q[i_query][2 * step],
+                                      q[i_query][2 * step + 1]);
         }
       }
     }
     uint32_t weights[4], gradients[4];
 #pragma unroll
-    for (int user = 0; user < 2; ++user) {
-      float(&weight)[4] = s[user][0];
-      float(&gradient)[4] = dp[user][0];
+    for (int i_query = 0; i_query < 2; ++i_query) {
+      float(&weight)[4] = s[i_query][0];
+      float(&gradient)[4] = dp[i_query][0];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        weight[e] += s[user][1][e];
-        gradient[e] += dp[user][1][e];
+        weight[e] += s[i_query][1][e];
+        gradient[e] += dp[i_query][1][e];
       }
-      weigh(users[user], user == 1 && alone, score_scale, gradient_scale, weight, gradient);
+      weigh(queries[i_query], i_query == 1 && alone, score_scale, gradient_scale, weight, gradient);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        weights[2 * user + half] = device::pack_pair<T>(weight[2 * half], weight[2 * half + 1]);
-        gradients[2 * user + half] = device::pack_pair<__half>(gradient[2 * half], gradient[2 * half + 1]);
+        weights[2 * i_query + half] = device::pack_pair<T>(weight[2 * half], weight[2 * half + 1]);
+        gradients[2 * i_query + half] = device::pack_pair<__half>(gradient[2 * half], gradient[2 * half + 1]);
       }
     }
-    // A load brings two chunks of both users, as the products take them.
+    // A load brings two chunks of both queries, as the products take them.
     const int lane = threadIdx.x % 32;
-    const uint32_t gradient_rows = (lane / 8 % 2 == 0 ? users[0] : users[1]).record + Record::kGradientOffset;
+    const uint32_t gradient_rows =
+        (lane / 8 % 2 == 0 ? queries[0] : queries[1]).record + Record::kGradientOffset;
 #pragma unroll
     for (int i = 0; i < kChunks; i += 2) {
       uint32_t x[2][2];
@@ -417,16 +419,16 @@ class ParentGradient {
   }
 
  private:
-  // Turns the scores of a user into weights and its dP^T into dS^T.
-  __device__ __forceinline__ void weigh(const UserRows& user, bool unseen, float score_scale,
+  // Turns the scores of a query into weights and its dP^T into dS^T.
+  __device__ __forceinline__ void weigh(const QueryRows& query, bool unseen, float score_scale,
                                         float gradient_scale, float (&s)[4], float (&dp)[4]) const {
     const int lane = threadIdx.x % 32;
     unsigned present;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(user.present) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(query.present) : "memory");
     present = unseen ? 0 : present;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 bits = device::load_shared_16(user.record + Record::kMetaOffset + (lane % 4 * 2 + i) * 16);
+      const uint4 bits = device::load_shared_16(query.record + Record::kMetaOffset + (lane % 4 * 2 + i) * 16);
       const float unscale = __uint_as_float(bits.z);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -459,43 +461,43 @@ class ParentGradient {
   float key_sum_[kChunks][4], value_sum_[kChunks][4];
 };
 
-// Grid: x = parents, y = batch * kv head. The warps of a block share the users of its parent in equal runs,
-// whose sums are added in the order of the warps. A block has several warps where few parents have many users
-// each, as at the top. Elsewhere it has one, so that no warp waits for one whose parent has more users.
+// Grid: x = parents, y = batch * kv head. The warps of a block share the inverted list of its parent in equal runs,
+// whose sums are added in the order of the warps. A block has several warps where few parents have long inverted lists
+// each, as at the top. Elsewhere it has one, so that no warp waits for one whose parent has a longer one.
 template <typename T, int kDim, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
-  using Stage = UserStage<kDim>;
+  using Stage = QueryStage<kDim>;
   extern __shared__ __align__(128) char shared[];
   const GradientParams& common = params.common;
   const GatherParams& p = common.gather;
   const int warp = kWarps == 1 ? 0 : threadIdx.x / 32;
   const int64_t parent = blockIdx.x;
-  const WindowUsers users(params, parent);
-  if (users.num_users == 0 && params.add) {
+  const InvertedListWindow window(params, parent);
+  if (window.num_queries == 0 && params.add) {
     return;
   }
   const PowerOfTwo power = parent_power(common, parent);
   const uint32_t rings = device::shared_address(shared);
   const uint32_t ring = rings + warp * Stage::kWarpBytes;
-  const uint32_t run = (users.num_users + kWarps - 1) / kWarps;
-  const uint32_t begin = min(warp * run, users.num_users);
-  const uint32_t end = min(begin + run, users.num_users);
+  const uint32_t run = (window.num_queries + kWarps - 1) / kWarps;
+  const uint32_t begin = min(warp * run, window.num_queries);
+  const uint32_t end = min(begin + run, window.num_queries);
   ParentGradient<T, kDim> sums;
   sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
             ring);
-  UserStream<kDim> stream(params, users, parent, begin, end, ring);
-  for (uint32_t user = begin; user < end; user += 2) {
+  QueryStream<kDim> stream(params, window, parent, begin, end, ring);
+  for (uint32_t index = begin; index < end; index += 2) {
     const uint32_t stage = stream.wait();
-    const bool alone = user + 1 == end;
+    const bool alone = index + 1 == end;
     const uint32_t stages[2] = {stage, alone ? stage : stage + Stage::kBytes};
-    UserRows rows[2];
+    QueryRows rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       rows[i] = {stages[i], stages[i] + Stage::kRotationOffset, stages[i] + Stage::kPresentOffset};
     }
     sums.add_pair(rows, alone, p.score_scale, power.scale);
   }
-  device::wait_copies<0>();  // those behind the last user
+  device::wait_copies<0>();  // those behind the last query
   if constexpr (kWarps > 1) {
     __syncwarp();
     if (warp > 0) {
@@ -517,7 +519,7 @@ cudaError_t launch_parent_gradient_warps(const KeyGradientParams& params, cudaSt
   const GatherParams& p = params.common.gather;
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
                           .threads = kWarps * 32,
-                          .shared_bytes = kWarps * UserStage<kDim>::kWarpBytes};
+                          .shared_bytes = kWarps * QueryStage<kDim>::kWarpBytes};
   return launch_kernel(parent_gradient_kernel<T, kDim, kWarps>, shape, stream, params);
 }
 

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
     int64_t next_parent = task.list ? task.list[0] : 0;
     for (int slot = 0; slot < task.num_slots; ++slot) {
       // The children that exist: they are candidates and, whatever list the caller gave, not past
-      // the query's own node.
+      // the query's diagonal block.
       const int64_t rows = min(static_cast<int64_t>(last_candidate) - slot * kParentRows,
                                rightmost + 1 - next_parent * kParentRows);
       const unsigned present =

@@ -24,7 +24,7 @@ struct PerQueryRing {
   static constexpr int kSharedBytes = kAttendWarps * kWarpBytes;
 };
 
-// Zeroes the value rows from `first` on. What lies past the query's own node may hold anything, NaN included,
+// Zeroes the value rows from `first` on. What lies past the query's diagonal block may hold anything, NaN included,
 // and a weight of 0 does not silence a NaN.
 template <int kValueDim>
 __device__ __forceinline__ void clear_value_rows(uint32_t values, int first) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kTiles == 1 ? 3 : 2)
     selected =
         reinterpret_cast<const uint16_t*>(params.selected + task.batch * params.selected_batch +
                                           (list_row * p.num_kv_heads + task.kv_head) * params.mask_words);
-    --last_candidate;  // the query's own node is always selected
+    --last_candidate;  // the query's diagonal block is always selected
     if (task.num_candidates <= p.list_width) {
       task.num_slots = 0;  // everything is selected
     }

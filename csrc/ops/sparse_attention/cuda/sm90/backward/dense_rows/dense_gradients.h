@@ -41,7 +41,7 @@ struct DenseGradientParams {
 // The tokens of masked rows, without rotations. `add` holds: the tokens' sums are there.
 struct MaskedGradientParams : DenseGradientParams {
   TileMarks marks;
-  TileUsers users;
+  InvertedTiles inverted;
   const float* query_sums = nullptr;  // [B, T_q, H, K] of the chunk: dQ of the layers above; null: none
 };
 template <bool kMasked>
@@ -56,7 +56,7 @@ cudaError_t launch_dense_query_gradient(const DenseGradientParams& params, cudaS
 template <typename T, int kDim>
 cudaError_t launch_dense_key_gradient(const DenseGradientParams& params, cudaStream_t stream);
 
-// The same for masked rows. Marks and, for the tokens, users must be there.
+// The same for masked rows. Marks and, for the tokens, inverted tiles must be there.
 template <typename T, int kDim>
 cudaError_t launch_masked_row_tiles(const MaskedGradientParams& params, cudaStream_t stream);
 template <typename T, int kDim>

@@ -16,7 +16,7 @@
 namespace htree::tree_attention {
 
 constexpr int kKeyRowStages = 4;
-constexpr int kDenseTileParents = kDenseTileNodes / kParentRows;  // one for each warp that multiplies
+constexpr int kDenseTileParents = kDenseTileNodes / kParentRows;  // one for each consumer warp
 
 template <int kDim>
 struct KeyGradientShared {
@@ -42,9 +42,9 @@ struct KeyTask {
   int end;
   int first_stored;  // what number the first stored tile of rows has
   int64_t head_index;
-  int last_token;         // of the queries
-  const uint32_t* users;  // of masked rows: the tiles of rows, TileUsers
-  int num_users;
+  int last_token;             // of the queries
+  const uint32_t* row_tiles;  // of masked rows, InvertedTiles
+  int num_row_tiles;
 
   __device__ __forceinline__ KeyTask(const RowGradientParams<kMasked>& params) {
     const GatherParams& p = params.gather;
@@ -59,12 +59,12 @@ struct KeyTask {
     end = (last_token >> row_log2) + 1;
     if constexpr (kMasked) {
       const int64_t place = head_index * params.marks.width + tile;
-      users = params.users.users + place * params.rows.num_tiles;
-      num_users = __ldg(params.users.counts + place);
+      row_tiles = params.inverted.row_tiles + place * params.rows.num_tiles;
+      num_row_tiles = __ldg(params.inverted.counts + place);
     }
   }
   // The tiles of rows that the block walks.
-  __device__ __forceinline__ int count() const { return kMasked ? num_users : end - begin; }
+  __device__ __forceinline__ int count() const { return kMasked ? num_row_tiles : end - begin; }
 };
 
 // All threads of the block call.
@@ -96,16 +96,16 @@ __device__ __forceinline__ void copy_key_operands(KeyGradientShared<kDim>& share
   const auto bytes = static_cast<uint32_t>(kMasked ? mark_bytes(params.gather.group) : 0);  // of a tile
   for (int i = 0; i < task.count(); ++i) {
     const int stage = i % kKeyRowStages;
-    const uint32_t user = kMasked ? __ldg(task.users + i) : 0;
+    const uint32_t entry = kMasked ? __ldg(task.row_tiles + i) : 0;
     if (i >= kKeyRowStages) {
       device::barrier_wait(&shared.empty[stage], (i / kKeyRowStages - 1) & 1);
     }
-    const int number = static_cast<int>(user >> 16);  // of the tile of rows
+    const int number = static_cast<int>(entry >> 16);  // of the tile of rows
     if constexpr (kMasked) {
       const int64_t run = (stored + number) / 2;  // every run has two tiles of rows
       device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes + bytes);
       device::bulk_load(shared.marks[stage],
-                        params.marks.marks + (run * params.marks.width + (user & 0xffff)) * bytes, bytes,
+                        params.marks.marks + (run * params.marks.width + (entry & 0xffff)) * bytes, bytes,
                         &shared.full[stage]);
     } else {
       device::barrier_arrive_expect(&shared.full[stage], 2 * kRowTile + kRowNumberBytes);
@@ -121,8 +121,8 @@ __device__ __forceinline__ void copy_key_operands(KeyGradientShared<kDim>& share
 }
 
 // What a warpgroup does with the tiles of rows, whose numbers `i` count from task.begin. A thread has tokens lane / 4 and
-// lane / 4 + 8 of its warp and rows 8 j + 2 (lane % 4) and the next. Of masked rows `i` is a place in task.users. The 16
-// tokens of a warp are a parent, so one bit for each row says whether its list holds them.
+// lane / 4 + 8 of its warp and rows 8 j + 2 (lane % 4) and the next. Of masked rows `i` is a place in task.row_tiles. The
+// 16 tokens of a warp are a parent, so one bit for each row says whether its list holds them.
 template <typename T, int kDim, bool kMasked>
 struct KeyGradientConsumer {
   KeyGradientShared<kDim>& shared;
@@ -173,13 +173,13 @@ struct KeyGradientConsumer {
     return *reinterpret_cast<const float2*>(
         &shared.numbers[stage(i)][which * kRowTileRows + 8 * j + threadIdx.x % 4 * 2]);
   }
-  // Sets what masked rows need. Their tiles ascend, so those that cross come first, and these begin in the block's tile of
-  // tokens, where there are no more than lanes: a tile of rows has at least 4 tokens.
+  // Sets what masked rows need. Their tiles ascend, so those that cross come first, and these begin in the block's tile
+  // of tokens, where there are no more than lanes: a tile of rows has at least 4 tokens.
   __device__ __forceinline__ void find_marks(int group) {
     const int lane = threadIdx.x % 32;
     const int end = (first_token + 63 + (1 << task.row_log2) - 1) >> task.row_log2;
-    const bool crosses =
-        lane < task.num_users && static_cast<int>(__ldg(task.users + lane) >> 16) + task.first_stored < end;
+    const bool crosses = lane < task.num_row_tiles &&
+                         static_cast<int>(__ldg(task.row_tiles + lane) >> 16) + task.first_stored < end;
     num_crossing = __popc(__ballot_sync(device::kFullMask, crosses));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // rows that stand for no query have the weight 0 under any marks
@@ -189,7 +189,7 @@ struct KeyGradientConsumer {
   // The rows are there, and so are the marks of their run, of which the tile is one half. All lanes of a warp call.
   __device__ __forceinline__ void read_marks(int i) {
     if constexpr (kMasked) {
-      const uint32_t half_of_run = __ldg(task.users + i) >> 16 & 1;
+      const uint32_t half_of_run = __ldg(task.row_tiles + i) >> 16 & 1;
       const uint8_t* marks = shared.marks[stage(i)] + (half_of_run << task.row_log2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -321,8 +321,8 @@ struct KeyGradientConsumer {
   }
 };
 
-// The sums of a row, of which this thread has dims 8 j + 2 (lane % 4) and the next, or zeros where there are none yet. All
-// are loaded before the first store, which might go to the same address.
+// The sums of a row, of which this thread has dims 8 j + 2 (lane % 4) and the next, or zeros where there are none yet.
+// All are loaded before the first store, which might go to the same address.
 template <int kDim>
 struct OldSums {
   float2 pairs[kDim / 8];
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const GatherParams& p = params.gather;
   const KeyTask<kMasked> task(params);
   if constexpr (kMasked) {
-    if (task.num_users == 0) {
+    if (task.num_row_tiles == 0) {
       return;  // nothing to add, for the whole block
     }
   }

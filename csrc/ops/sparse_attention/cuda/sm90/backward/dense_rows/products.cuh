@@ -1,7 +1,7 @@
 // Steps that both gradients of the dense rows share. sm_90a.
 #pragma once
 
-#include "device/hopper/wgmma.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "ops/sparse_attention/cuda/sm90/backward/dense_rows/rows.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/dense_rows/rows.cuh"
 #include "ops/tree/cuda/sm80/running_state.cuh"

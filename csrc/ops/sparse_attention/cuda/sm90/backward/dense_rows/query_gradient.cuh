@@ -21,7 +21,7 @@ template <bool kMasked>
 struct RunTask {
   int batch, kv_head, num_tiles;
   int64_t head_index;
-  int64_t last;   // token of the run that the call asks for, by its position in the text
+  int64_t last;   // token of the run that the call asks for, by its position in the sequence
   int64_t run;    // first token of the run, asked for or not
   int64_t index;  // of masked rows: among the marks
 

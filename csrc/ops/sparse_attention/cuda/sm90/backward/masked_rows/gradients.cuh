@@ -1,11 +1,11 @@
-// The gradients of the tokens for rows without rotations whose lists cover much of the text, on Hopper:
+// The gradients of the tokens for rows without rotations whose lists cover much of the sequence, on Hopper:
 // docs/semantics/tree_attention.md §1.10, §1.14.
 //
 // These are the kernels of backward/dense_rows/ for the rows of forward/masked_rows/, where the layers above the tokens
 // keep their own. What is added:
 //
 //   marks   dQ: as in the forward, a run of rows walks the tiles that some list of its has a parent in.
-//           dK, dV: a tile of tokens walks the tiles of rows that have a mark in it, TileUsers
+//           dK, dV: a tile of tokens walks the tiles of rows that have a mark in it, InvertedTiles
 //   mask    a row's weights at parents that its list does not hold are 0, and so are its dS
 //   sums    dQ is added to that of the layers above; dK and dV are added to what is there, as each K/V head's rows walk
 //           through a tile of tokens in their order and no other block has it

@@ -6,8 +6,8 @@
 // stored while products run.
 #pragma once
 
-#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "ops/sparse_attention/cuda/sm90/backward/per_list/task.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/query.cuh"
 
@@ -216,7 +216,7 @@ class GradientConsumer {
     device::wgmma_commit();
   }
 
-  // Removes the children of the queries' own parent that lie past a query. This thread has keys lane / 4 and
+  // Removes the children of the queries' diagonal parent that lie past a query. This thread has keys lane / 4 and
   // lane / 4 + 8, for rows 8 i + 2 (lane % 4) and the next.
   __device__ __forceinline__ void cut_own(float (&scores)[kScores], uint32_t present) const {
     const int key = lane_ / 4;

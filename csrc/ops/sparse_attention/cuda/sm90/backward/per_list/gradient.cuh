@@ -3,7 +3,7 @@
 //
 // A persistent block has three warpgroups. The four warps of the first, the producers, gather the parents of
 // a list and rotate their keys. The other two, the consumers, compute S^T, dP^T, dV, dK' and dQ of a tile.
-// Five products in one pass move fewer bytes than a second pass over the users of a parent would: that reads
+// Five products in one pass move fewer bytes than a second pass over the inverted lists would: that reads
 // q and dO once per use.
 #pragma once
 

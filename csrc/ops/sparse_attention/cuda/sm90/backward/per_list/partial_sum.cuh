@@ -18,8 +18,8 @@
 
 namespace htree::tree_attention {
 
-// The users of one parent that left partial sums in this launch.
-struct PartialUsers {
+// The lists in the inverted list of one parent that left partial sums in this launch.
+struct PartialList {
   const uint32_t* entries;  // of the head; null: implicit lists, which hold the parent in slot `parent`
   uint32_t begin, end;      // of entries or, without them, of lists
   int first_list;           // the head's first list in this launch
@@ -27,31 +27,31 @@ struct PartialUsers {
 };
 
 // A whole warp calls.
-__device__ __forceinline__ PartialUsers partial_users(const PartialSumParams& params, int head_index,
-                                                      int parent) {
+__device__ __forceinline__ PartialList partial_list(const PartialSumParams& params, int head_index,
+                                                    int parent) {
   const PerListGradientParams& b = params.tasks;
   const GatherParams& p = b.gather;
   const uint32_t per_head = p.num_lists * tasks_per_list(p);
   const uint32_t first_task = max(b.run.first_task, head_index * per_head);
   const uint32_t end_task = min(b.run.first_task + b.run.num_tasks, (head_index + 1) * per_head);
-  PartialUsers users;
-  users.first_list = static_cast<int>((first_task - head_index * per_head) / tasks_per_list(p));
+  PartialList list;
+  list.first_list = static_cast<int>((first_task - head_index * per_head) / tasks_per_list(p));
   const int end_list = static_cast<int>((end_task - head_index * per_head) / tasks_per_list(p));
-  users.first_partial = int64_t{first_task - b.run.first_task} * b.run.slots;
+  list.first_partial = int64_t{first_task - b.run.first_task} * b.run.slots;
   if (params.entries) {
     const uint32_t* offsets = params.offsets + head_index * (p.num_parents + 1) + parent;
-    users.entries = params.entries;
-    users.begin = first_entry(params.entries, offsets[0], offsets[1], users.first_list, p.list_width);
-    users.end = first_entry(params.entries, users.begin, offsets[1], end_list, p.list_width);
+    list.entries = params.entries;
+    list.begin = first_entry(params.entries, offsets[0], offsets[1], list.first_list, p.list_width);
+    list.end = first_entry(params.entries, list.begin, offsets[1], end_list, p.list_width);
   } else {
-    // Lists whose own parent comes before this one do not hold it.
+    // Lists whose diagonal parent comes before this one do not hold it.
     const int64_t token = parent * int64_t{kParentRows} * p.node_span - (p.t0 - b.lead);
-    const int64_t first = max(list_of(p, token + p.stride - 1), int64_t{users.first_list});
-    users.entries = nullptr;
-    users.begin = static_cast<uint32_t>(min(first, int64_t{end_list}));
-    users.end = static_cast<uint32_t>(end_list);
+    const int64_t first = max(list_of(p, token + p.stride - 1), int64_t{list.first_list});
+    list.entries = nullptr;
+    list.begin = static_cast<uint32_t>(min(first, int64_t{end_list}));
+    list.end = static_cast<uint32_t>(end_list);
   }
-  return users;
+  return list;
 }
 
 // Finds the partial sums of a parent, 32 at a time. All lanes of a warp call.
@@ -62,13 +62,13 @@ class PartialPlaces {
 
   __device__ __forceinline__ PartialPlaces(const PartialSumParams& params, int head_index, int parent)
       : params_(params),
-        users_(partial_users(params, head_index, parent)),
+        list_(partial_list(params, head_index, parent)),
         head_index_(head_index),
         parent_(parent),
         tasks_(tasks_per_list(params.tasks.gather)),
         powers_(params.tasks.powers + int64_t{head_index} * params.tasks.gather.num_lists * tasks_),
         query_power_(query_power(params.tasks, head_index)),
-        num_partials_((users_.end - users_.begin) * tasks_),
+        num_partials_((list_.end - list_.begin) * tasks_),
         index_(threadIdx.x % 32) {
     entry_ = read_entry(index_);
   }
@@ -87,7 +87,7 @@ class PartialPlaces {
 
  private:
   __device__ __forceinline__ uint32_t read_entry(uint32_t index) const {
-    return users_.entries && index < num_partials_ ? users_.entries[users_.begin + index / tasks_] : 0;
+    return list_.entries && index < num_partials_ ? list_.entries[list_.begin + index / tasks_] : 0;
   }
 
   __device__ __forceinline__ bool find(uint32_t entry) {
@@ -96,11 +96,11 @@ class PartialPlaces {
     }
     const PerListGradientParams& b = params_.tasks;
     const GatherParams& p = b.gather;
-    const uint32_t list = users_.entries ? entry / p.list_width : users_.begin + index_ / tasks_;
-    slot = users_.entries ? entry % p.list_width : parent_;
+    const uint32_t list = list_.entries ? entry / p.list_width : list_.begin + index_ / tasks_;
+    slot = list_.entries ? entry % p.list_width : parent_;
     place = static_cast<uint32_t>(
-        users_.first_partial +
-        ((list - users_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.run.slots + slot);
+        list_.first_partial + ((list - list_.first_list) * int64_t{tasks_} + index_ % tasks_) * b.run.slots +
+        slot);
     factor =
         key_factor(b.scale, query_power_, powers_[int64_t{list} * tasks_ + index_ % tasks_].score_gradient);
     // Entries past the end of a list, and lists that refine everything, left no sum.
@@ -109,7 +109,7 @@ class PartialPlaces {
   }
 
   const PartialSumParams& params_;
-  PartialUsers users_;
+  PartialList list_;
   int head_index_, parent_;
   uint32_t tasks_;
   const TaskPowers* powers_;  // of the head

@@ -2,7 +2,7 @@
 // and rotates their keys to their places in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
-#include "device/hopper/tma.cuh"
+#include "device/sm90/tma.cuh"
 #include "ops/sparse_attention/cuda/sm90/backward/per_list/task.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/key_rotation.cuh"
 
@@ -17,7 +17,7 @@ struct SlotPair {
   uint32_t selected;   // lane 2 i + j: the children of parent j that take no part for query i of the block
   float scale;         // lane 16 i + c: undoes the power of two of child c of parent i
   float power;         // common power of two of the task's keys
-  uint32_t own_rows;   // children of the own parent that the first (bits 0-7) and last (8-15) query see
+  uint32_t own_rows;   // children of the diagonal parent that the first (bits 0-7) and last (8-15) query see
 
   static constexpr uint32_t kExists = 1u << 18;  // takes part for some query; else it is read as zeros
 
@@ -89,7 +89,7 @@ class PairWalk {
       const GatherParams& p = params_.gather;
       num_slots_ = task.num_slots;
       tile_ = 0;
-      own_parent_ = static_cast<int>(task.own_parent);
+      diagonal_parent_ = static_cast<int>(task.diagonal_parent);
       own_rows_ = static_cast<uint32_t>(task.own_first | task.own_last << 8);
       first_parent_ = task.head_index * static_cast<uint32_t>(p.num_parents);
       key_power_ = params_.powers[task_idx_].key;
@@ -119,10 +119,10 @@ class PairWalk {
       return;
     }
     const int parent = list_ ? list_[slot] : slot;
-    if (parent < 0 || parent > own_parent_) {
+    if (parent < 0 || parent > diagonal_parent_) {
       return;  // a caller's list that breaks the rules: its node is absent, and nothing is read out of bounds
     }
-    const bool own = parent == own_parent_ || slot == num_slots_ - 1;
+    const bool own = parent == diagonal_parent_ || slot == num_slots_ - 1;
     uint32_t present = own ? (1u << (own_rows_ >> 8)) - 1u : kWholeSlot;
     uint32_t flags = SlotPair::kExists | (own ? kOwnSlot : 0u);
     if (query_masks(params_)) {
@@ -137,7 +137,7 @@ class PairWalk {
   const PerListGradientParams& params_;
   uint32_t task_idx_;
   int warp_;
-  int num_slots_, tile_, own_parent_;
+  int num_slots_, tile_, diagonal_parent_;
   uint32_t own_rows_, first_parent_;
   float key_power_;
   const int32_t* list_;
@@ -270,7 +270,7 @@ class GradientProducer {
     }
   }
 
-  // Clears the children of the own parent that lie in the future of some queries: a weight of 0 does not
+  // Clears the children of the diagonal parent that lie in the future of some queries: a weight of 0 does not
   // silence a NaN. Rows that no query sees become 0. In rows that only some queries see, elements that are
   // not finite become 0: for the queries that do see them, the sum of the weights or delta is not finite
   // either, so their gradients still show it.

@@ -3,8 +3,8 @@
 // against 128 query rows.
 #pragma once
 
-#include "device/hopper/mbarrier.cuh"
-#include "device/hopper/tma.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
 #include "ops/sparse_attention/cuda/gradients.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
 #include "ops/tree/cuda/sm80/gather.cuh"
@@ -16,7 +16,7 @@ namespace htree::tree_attention {
 constexpr int kGradientSlots = 8;  // parents in a tile
 constexpr int kGradientKeys = kGradientSlots * kParentRows;
 
-// A list and 128 of its (query, head) pairs. The queries of a list all have the same own parent.
+// A list and 128 of its (query, head) pairs. The queries of a list all have the same diagonal parent.
 struct GradientTask {
   int head_index;  // batch * kv heads + kv head
   int batch, kv_head;
@@ -25,8 +25,8 @@ struct GradientTask {
   int first_query, num_queries;  // of the list, counted in the chunk
   int num_slots;                 // m; 0 when everything is selected and nothing takes part
   int num_tiles;
-  int64_t own_parent;
-  // Children of the own parent that take part for the first and for the last query of the list.
+  int64_t diagonal_parent;
+  // Children of the diagonal parent that take part for the first and for the last query of the list.
   int own_first, own_last;
 };
 
@@ -68,8 +68,8 @@ __device__ __forceinline__ GradientTask gradient_task(const PerListGradientParam
   task.num_queries = min(begin + p.stride, p.num_queries) - task.first_query;
   const int64_t first = node_of(p, p.t0 + task.first_query);
   const int64_t last = node_of(p, p.t0 + task.first_query + task.num_queries - 1);
-  task.own_parent = first / kParentRows;
-  const int excluded = params.selected ? 1 : 0;  // the query's own node is always selected
+  task.diagonal_parent = first / kParentRows;
+  const int excluded = params.selected ? 1 : 0;  // the query's diagonal block is always selected
   task.own_first = static_cast<int>(first % kParentRows) + 1 - excluded;
   task.own_last = static_cast<int>(last % kParentRows) + 1 - excluded;
   task.num_slots = taking_part(params, task.batch, task.kv_head, task.list_row);
@@ -109,9 +109,9 @@ __device__ __forceinline__ float key_factor(float scale, float query, float scor
   return fabsf(scale) * inverse_power(query) * inverse_power(score_gradient);
 }
 
-// Powers of two that the rows and keys of a task have in common, that of the queries with all of their (batch, kv head) in
-// the chunk. One fp16 copy of dS can then serve both dQ += dS K and dK += dS^T Q; a power that a row or a key had of its own
-// would have to be undone inside one of the two sums.
+// Powers of two that the rows and keys of a task have in common, that of the queries with all of their (batch, kv head)
+// in the chunk. One fp16 copy of dS can then serve both dQ += dS K and dK += dS^T Q; a power that a row or a key had of
+// its own would have to be undone inside one of the two sums.
 template <typename T>
 struct OperandPowers {
   float key;             // brings keys into fp16's range
@@ -178,7 +178,7 @@ struct GradientShared {
   char values[Tile::kStages][Tile::kTileBytes];
   float log_sum[kGradientRows];      // log2 of the sum of e^score, less the shift of the weights
   float delta[kGradientRows];        // in the units of dS
-  uint8_t own_limit[kGradientRows];  // children of the own parent that the row sees
+  uint8_t own_limit[kGradientRows];  // children of the diagonal parent that the row sees
   uint32_t slots[Tile::kStages][kGradientSlots];
   // Bit c: child c takes part for the query, counted from the first of the block.
   uint16_t query_masks[Tile::kStages][kGradientSlots][kGradientRun];

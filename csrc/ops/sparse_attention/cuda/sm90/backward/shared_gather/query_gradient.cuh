@@ -21,9 +21,9 @@ struct SharedGatherGradientShape {
   static constexpr int kWarps = 12;                   // queries of a block
   static constexpr int kThreads = (kWarps + 4) * 32;  // and a warpgroup, one warp of which copies
   static constexpr int kRegisters = 160;
-  static constexpr int kLoaderRegisters = 32;
+  static constexpr int kProducerRegisters = 32;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static_assert(kWarps * 32 * kRegisters + 128 * kLoaderRegisters <= kThreads * kLaunchRegisters,
+  static_assert(kWarps * 32 * kRegisters + 128 * kProducerRegisters <= kThreads * kLaunchRegisters,
                 "raise_registers would wait for ever");
   using Shared = UnionShared<Block, kWarps>;
   static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
@@ -43,7 +43,7 @@ class SharedGatherGradientQuery {
       : sum_(params.query.common.gather.rope),
         rotations_(params.rotations + RotationFactors<kDim>::lane_offset()),
         selected_(selected),
-        rows_left_(task.num_candidates - (kSelected ? 1 : 0)),  // its own node is always selected
+        rows_left_(task.num_candidates - (kSelected ? 1 : 0)),  // its diagonal block is always selected
         rightmost_(static_cast<int>(rightmost)) {
     if (task.num_slots == 0) {
       return;
@@ -83,7 +83,7 @@ class SharedGatherGradientQuery {
 
   // Works on the next slot of the list: `parent`, which lies in shared memory at `block`.
   __device__ __forceinline__ void take(uint32_t block, int parent) {
-    // Whatever list the caller gave, nothing past the query's own node takes part.
+    // Whatever list the caller gave, nothing past the query's diagonal block takes part.
     const int rows = min(rows_left_, rightmost_ + 1 - parent * kParentRows);
     const unsigned exist = rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
     unsigned present = exist;
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
   }
 
   if (warp >= Shape::kWarps) {
-    device::lower_registers<Shape::kLoaderRegisters>();
+    device::lower_registers<Shape::kProducerRegisters>();
     load_unions(shared, num_parents, packed, warp);
     return;
   }

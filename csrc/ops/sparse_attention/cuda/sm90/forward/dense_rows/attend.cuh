@@ -1,25 +1,25 @@
 // Rows below `max_top_nodes` as dense causal attention, on Hopper: docs/semantics/tree_attention.md §1.5.
 //
 // Such a row sees so few tokens that its lists hold every parent, at every layer: all its nodes are opened, and its
-// softmax runs over the tokens up to its own, at their positions in the text. So nothing is selected or gathered. The
+// softmax runs over the tokens up to its own, at their positions in the sequence. So nothing is selected or gathered. The
 // tokens are laid out once like a dense top, and a task multiplies 128 rows with one tile after the other: a run of
-// neighbouring tokens, and all query heads of a K/V head. Runs start at multiples of their length in the text, so a
+// neighbouring tokens, and all query heads of a K/V head. Runs start at multiples of their length in the sequence, so a
 // row's result depends on nothing but its own position.
 //
 // The shape is that of FlashAttention-3's persistent kernel: a thread block per multiprocessor takes one task after the
-// other. Two warpgroups keep 64 rows each, and one brings tiles and queries.
+// other. Two consumer warpgroups keep 64 rows each, and a producer brings tiles and queries.
 //
 // With kMasked the rows are those of forward/masked_rows/: the tiles of a task are those that its marks list, each brings
 // the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above.
 //
-// The file holds first the shared memory of a block, then the warpgroup that brings, the warpgroups that multiply, and at
+// The file holds first the shared memory of a block, then the producer warpgroup, the consumer warpgroups, and at
 // last the kernel and its launch. The tasks and the rotation of their queries stand in task.cuh.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/sm90/forward/dense_rows/task.cuh"
 #include "ops/tree/cuda/sm80/running_state.cuh"
@@ -76,7 +76,7 @@ template <int kDim>
 constexpr int kRowsSharedBytes = sizeof(RowsShared<kDim>) + 1024;
 static_assert(kRowsSharedBytes<128> <= device::kHopperSharedBytes);
 
-// ---- the warpgroup that brings: one thread copies tiles, and three warps rotate the queries of the next task while
+// ---- the producer warpgroup: one thread copies tiles, and three warps rotate the queries of the next task while
 // the products of this one run
 
 // A place in the sequence of all tiles of a block.
@@ -193,7 +193,7 @@ __device__ __forceinline__ void rotate_task_queries(const DenseRowsParams& param
   }
 }
 
-// ---- the warpgroups that multiply
+// ---- the consumer warpgroups
 //
 // The products of scores of one tile run together with those of weights and values of the tile before, also where the
 // two belong to different tasks: the rows of a task are finished and written while the weights of the next task's first
@@ -248,7 +248,7 @@ class RowsConsumer {
         group_(device::uniform(threadIdx.x / 128)),
         lane_(threadIdx.x % 32) {}
 
-  // All threads that multiply call. `task`, the first of the block, and its queries are in shared memory, and `flags` say
+  // All consumer threads call. `task`, the first of the block, and its queries are in shared memory, and `flags` say
   // what it needs, as RowsShared::flags do.
   __device__ __forceinline__ void run(const RowsTask& task, int flags) {
     state_.clear_out();
@@ -568,7 +568,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   shared.init();
   if (threadIdx.x >= kRowsConsumers) {
     device::lower_registers<kRotatorRegisters>();
-    device::wait_for_previous_kernels();
+    device::pdl_wait();
     const int warp = device::uniform(static_cast<int>(threadIdx.x - kRowsConsumers) / 32);
     if (warp > 0) {
       rotate_task_queries<T, kDim, kMasked>(params, shared, warp - 1);
@@ -582,7 +582,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
   const QueryRotator<T, kDim, kMasked, kRowsConsumers / 32> rotator(
       params, device::uniform(static_cast<int>(threadIdx.x) / 32));
   rotator.fetch(task, shared.queries[0]);  // older than the kernel before this one
-  device::wait_for_previous_kernels();
+  device::pdl_wait();
   int flags = tile_flags(params, task, threadIdx.x, kRowsConsumers);
   const bool scaled = rotator.rotate(task, shared.queries[0], shared.factors[0]);
   if (threadIdx.x == 0) {
@@ -603,7 +603,7 @@ inline int section_pairs(int64_t pairs, int64_t bytes) {
   return static_cast<int>(ceil_div(pairs, ceil_div(pairs, std::max<int64_t>(1, kSectionBytes / bytes))));
 }
 
-// The queries must be older than some kernel before it that is launched without `overlaps`.
+// The queries must be older than some kernel before it that is launched without `pdl`.
 template <typename T, int kDim, bool kMasked>
 cudaError_t launch_rows(const DenseAttendParams& params, const TileMarks& marks, cudaStream_t stream) {
   const GatherParams& p = params.attend.gather;
@@ -621,7 +621,7 @@ cudaError_t launch_rows(const DenseAttendParams& params, const TileMarks& marks,
   const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(runs * pairs, processors)),
                           .threads = kRowsThreads,
                           .shared_bytes = kRowsSharedBytes<kDim>,
-                          .overlaps = true};
+                          .pdl = true};
   const RowsOrder order(static_cast<int>(runs), static_cast<int>(pairs), section_pairs(pairs, bytes));
   return launch_kernel(dense_rows_kernel<T, kDim, kMasked>, shape, stream,
                        DenseRowsParams{params, order, device::FastDivisor(p.num_kv_heads),

@@ -7,7 +7,7 @@
 
 namespace htree::tree_attention {
 
-constexpr int kRowsGroups = 2;  // warpgroups that multiply
+constexpr int kRowsGroups = 2;  // consumer warpgroups
 constexpr int kRowsConsumers = 128 * kRowsGroups;
 constexpr int kRowsThreads = kRowsConsumers + 128;
 constexpr int kTurnBarrier = 2;  // barriers 2 and 3: warpgroup 0 or 1 may issue its products

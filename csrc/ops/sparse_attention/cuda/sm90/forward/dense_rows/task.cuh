@@ -57,7 +57,7 @@ struct DenseRowsParams {
 struct alignas(16) RowsTask {
   int pair, batch, kv_head;
   int index;        // among the marks
-  int first, last;  // tokens of the run that the call asks for, by their positions in the text
+  int first, last;  // tokens of the run that the call asks for, by their positions in the sequence
   int run;          // first token of the run, asked for or not
   int last_tile;    // that of the run's tokens
 
@@ -201,7 +201,7 @@ class QueryRotator {
     return p_.group % kRun == 0;
   }
 
-  // Of token 0 of the text and the first head of the task.
+  // Of token 0 of the sequence and the first head of the task.
   __device__ __forceinline__ const T* queries_of(const RowsTask& task) const {
     return static_cast<const T*>(p_.queries.data) + task.batch * p_.queries.batch +
            int64_t{task.kv_head} * p_.group * p_.queries.head - p_.t0 * p_.queries.row;

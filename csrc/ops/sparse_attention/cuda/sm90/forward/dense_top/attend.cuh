@@ -10,7 +10,7 @@
 // kernel and its launch.
 #pragma once
 
-#include "device/hopper/kernel_overlap.cuh"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/sm90/forward/dense_products.cuh"
 
@@ -55,7 +55,7 @@ __host__ __device__ constexpr int attend_tokens(int group) {
   return group > 8 ? 8 : 16;
 }
 __host__ __device__ constexpr int attend_groups(int group) {
-  return group > 4 ? 2 : 1;  // warpgroups that multiply
+  return group > 4 ? 2 : 1;  // consumer warpgroups
 }
 
 // Where the rows of a block come from.
@@ -160,8 +160,8 @@ __device__ __forceinline__ void copy_tiles(AttendShared<kDim, kGroups>& shared, 
   }
 }
 
-// Zeroes the rows of a tile of values from `first` on. What lies at or past the query's own node may hold
-// anything, NaN included, and a weight of 0 does not silence a NaN. All threads that multiply call.
+// Zeroes the rows of a tile of values from `first` on. What lies at or past the query's diagonal block may hold
+// anything, NaN included, and a weight of 0 does not silence a NaN. All consumer threads call.
 template <int kDim, int kGroups>
 __device__ __forceinline__ void clear_values(char* tile, int first) {
   constexpr int kChunks = kPanelRowBytes / 16;
@@ -287,9 +287,9 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1) dense_attend_kernel(De
   const AttendTask task(p);
   const int64_t first_tile = task.head_index * params.tiles.num_tiles;
   init_rings(shared);
-  device::wait_for_previous_kernels();
+  device::pdl_wait();
   if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
+    device::pdl_launch_dependents();
   }
   if (threadIdx.x >= 128 * kGroups) {
     if constexpr (kGroups == 2) {
@@ -359,7 +359,7 @@ cudaError_t launch_dense_attend_groups(const DenseAttendParams& params, cudaStre
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(runs * p.num_kv_heads), p.num_batches),
                           .threads = 128 * (kGroups + 1),
                           .shared_bytes = kAttendSharedBytes<kDim, kGroups>,
-                          .overlaps = true};
+                          .pdl = true};
   return launch_kernel(dense_attend_kernel<T, kDim, kGroups>, shape, stream, params);
 }
 

@@ -1,9 +1,9 @@
-// The tokens of rows without rotations whose lists cover much of the text, on Hopper: docs/semantics/tree_attention.md
+// The tokens of rows without rotations whose lists cover much of the sequence, on Hopper: docs/semantics/tree_attention.md
 // §1.5, §1.7.
 //
 // A gather brings every parent of a list to every query that holds it. Where the lists of neighbouring queries together
 // hold nearly all parents, and no pair (query, parent) has a rotation of its own, it costs less to multiply the tiles of
-// the text as they lie and to take out what a query's list does not hold. So this is the kernel of forward/dense_rows/,
+// the sequence as they lie and to take out what a query's list does not hold. So this is the kernel of forward/dense_rows/,
 // which lays tokens out, takes its tasks and multiplies in the same way. What is added:
 //
 //   marks   tile_marks.cu makes the list of each task's tiles, and for every tile and token a byte with a bit per parent

@@ -8,8 +8,8 @@
 
 #include <algorithm>
 
-#include "device/hopper/kernel_overlap.cuh"
 #include "device/sizes.h"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/attend.h"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/consumer.cuh"
@@ -44,9 +44,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     init_barriers(shared);
   }
   __syncthreads();
-  device::wait_for_previous_kernels();
+  device::pdl_wait();
   if (threadIdx.x == 0) {
-    device::let_next_kernel_begin();
+    device::pdl_launch_dependents();
   }
   if (threadIdx.x < 128 * Tile::kProducerGroups) {
     device::lower_registers<Tile::kProducerRegisters>();
@@ -71,7 +71,7 @@ cudaError_t launch_per_list_rows(const AttendParams& params, cudaStream_t stream
   const LaunchShape shape{.grid = static_cast<unsigned>(std::min(num_list_tasks<Tile>(params), num_sms)),
                           .threads = Tile::kThreads,
                           .shared_bytes = sizeof(PerListShared<Tile>),
-                          .overlaps = true};
+                          .pdl = true};
   return launch_kernel(per_list_attend_kernel<T, Tile>, shape, stream, params);
 }
 

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "device/hopper/tma.cuh"
 #include "device/reduce.cuh"
+#include "device/sm90/tma.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/key_rotation.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/task.cuh"
 
@@ -15,11 +15,11 @@ namespace htree::tree_attention {
 struct SlotSource {
   uint32_t parent;  // among those of all batches and kv heads
   int slot;         // slot in the list
-  // Bits 0-15: the children that take part for some query. Bits 16-20 and 21-25: how many of the own parent's
+  // Bits 0-15: the children that take part for some query. Bits 16-20 and 21-25: how many of the diagonal parent's
   // children take part for the first and for the last query.
   uint32_t bits;
 
-  static constexpr uint32_t kOwn = 1u << 26;     // it is the queries' own parent
+  static constexpr uint32_t kOwn = 1u << 26;     // it is the queries' diagonal parent
   static constexpr uint32_t kExists = 1u << 27;  // not past the end of the list
   static constexpr uint32_t kInTile = 1u << 28;  // part of a tile, even if past the end of the list
 
@@ -291,7 +291,7 @@ class PerListProducer {
     }
   }
 
-  // Copies the values of the own parent, some of whose children lie in the future of some queries: a weight
+  // Copies the values of the diagonal parent, some of whose children lie in the future of some queries: a weight
   // of 0 does not silence a NaN there. Rows that no query sees become 0. In rows that only some queries see,
   // elements that are not finite become 0; returns whether there were such elements.
   template <typename T>

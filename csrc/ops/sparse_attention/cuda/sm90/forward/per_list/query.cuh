@@ -2,9 +2,9 @@
 // an operand of wgmma.
 #pragma once
 
-#include "device/hopper/tma.cuh"
-#include "device/hopper/wgmma.cuh"
 #include "device/shared_memory.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/task.cuh"
 #include "ops/tree/cuda/sm80/query_row.cuh"
 

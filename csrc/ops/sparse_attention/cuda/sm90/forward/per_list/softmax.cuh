@@ -3,9 +3,9 @@
 // and the next.
 #pragma once
 
-#include "device/hopper/wgmma.cuh"
 #include "device/mma.cuh"
 #include "device/reduce.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/task.cuh"
 #include "ops/tree/cuda/sm80/running_state.cuh"
 
@@ -98,7 +98,7 @@ struct PerListSoftmax {
     }
   }
 
-  // Takes out the children of the own parent, slot 0 of the first tile, from `limit[h]` on.
+  // Takes out the children of the diagonal parent, slot 0 of the first tile, from `limit[h]` on.
   __device__ __forceinline__ void cut_own(const int (&limit)[2]) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -210,7 +210,7 @@ struct PerListSoftmax {
     }
   }
 
-  // Adds the values of the own parent that copy_own_values() replaced by 0; `values` is where they
+  // Adds the values of the diagonal parent that copy_own_values() replaced by 0; `values` is where they
   // stand in global memory.
   __device__ __forceinline__ void add_nonfinite(const char* values, const int (&limit)[2]) {
     const int lane = threadIdx.x % 32;

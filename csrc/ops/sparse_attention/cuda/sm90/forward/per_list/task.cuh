@@ -6,7 +6,7 @@
 // and merge their results.
 #pragma once
 
-#include "device/hopper/mbarrier.cuh"
+#include "device/sm90/mbarrier.cuh"
 #include "ops/sparse_attention/cuda/attend.h"
 #include "ops/tree/cuda/sm80/gather.cuh"
 #include "ops/tree/cuda/sm80/packed_layer.cuh"
@@ -83,7 +83,7 @@ enum PerListBarrier : int {
   kGroupsMeet = 3,
 };
 
-// A list and kRows of its (query, head) pairs. The queries of a list all have the same own parent.
+// A list and kRows of its (query, head) pairs. The queries of a list all have the same diagonal parent.
 struct ListTask {
   int head_index;  // batch * kv heads + kv head
   int list_row;
@@ -92,7 +92,7 @@ struct ListTask {
   int num_queries;
   int num_slots;  // m; 0 when everything is selected and nothing takes part
   int num_tiles;
-  // Children of the own parent that take part for the first and for the last query of the list.
+  // Children of the diagonal parent that take part for the first and for the last query of the list.
   int own_first, own_last;
 };
 
@@ -114,9 +114,9 @@ __device__ __forceinline__ ListTask list_task(const AttendParams& params, int ta
   task.num_queries = min(p.stride, p.num_queries - task.first_query);
   const int64_t first = node_of(p, p.t0 + task.first_query);
   const int64_t last = node_of(p, p.t0 + (task.first_query + task.num_queries - 1));
-  const int64_t own_parent = first / kParentRows;
-  task.num_slots = static_cast<int>(min(int64_t{p.list_width}, own_parent + 1));
-  const int excluded = params.selected ? 1 : 0;  // the query's own node is always selected
+  const int64_t diagonal_parent = first / kParentRows;
+  task.num_slots = static_cast<int>(min(int64_t{p.list_width}, diagonal_parent + 1));
+  const int excluded = params.selected ? 1 : 0;  // the query's diagonal block is always selected
   task.own_first = static_cast<int>(first % kParentRows) + 1 - excluded;
   task.own_last = static_cast<int>(last % kParentRows) + 1 - excluded;
   if (params.selected && (task.num_slots - 1) * kParentRows + task.own_last + 1 <= p.list_width) {

@@ -7,8 +7,8 @@
 // change a bit.
 #pragma once
 
-#include "device/hopper/wgmma.cuh"
 #include "device/sizes.h"
+#include "device/sm90/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/attend.h"
 #include "ops/sparse_attention/cuda/sm80/forward/running_softmax.cuh"
@@ -25,9 +25,9 @@ struct SharedGatherShape {
   static constexpr int kThreads = (kWarps + 4) * 32;   // and a warpgroup, one warp of which copies
   // Of the 65536 registers the launch gives out 96 x 640 or 168 x 384.
   static constexpr int kRegisters = kTiles == 1 ? 112 : 232;
-  static constexpr int kLoaderRegisters = kTiles == 1 ? 24 : 40;
+  static constexpr int kProducerRegisters = kTiles == 1 ? 24 : 40;
   static constexpr int kLaunchRegisters = 65536 / (kThreads / 128 * 128) / 8 * 8;
-  static_assert(kWarps * 32 * kRegisters + 128 * kLoaderRegisters <= kThreads * kLaunchRegisters);
+  static_assert(kWarps * 32 * kRegisters + 128 * kProducerRegisters <= kThreads * kLaunchRegisters);
   using Shared = UnionShared<Block, kWarps>;
   static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
 };
@@ -61,7 +61,7 @@ class SharedGatherQuery {
                                                int64_t query, const uint16_t* selected)
       : rotations_(params.rotations + RotationFactors<kKeyDim>::lane_offset()),
         selected_(selected),
-        rows_left_(task.num_candidates - (kSelected ? 1 : 0)) {  // its own node is always selected
+        rows_left_(task.num_candidates - (kSelected ? 1 : 0)) {  // its diagonal block is always selected
     if (task.num_slots == 0) {
       return;
     }
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(SharedGatherShape<kKeyDim, kValueDim, kTiles>:
   }
 
   if (warp >= Shape::kWarps) {
-    device::lower_registers<Shape::kLoaderRegisters>();
+    device::lower_registers<Shape::kProducerRegisters>();
     load_unions(shared, num_parents, packed, warp);
     return;
   }

@@ -2,10 +2,10 @@
 // and the ring of shared memory through which every parent of the union passes once.
 #pragma once
 
-#include "device/hopper/mbarrier.cuh"
-#include "device/hopper/tma.cuh"
 #include "device/reduce.cuh"
 #include "device/sizes.h"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
 #include "ops/tree/cuda/sm80/gather.cuh"
 #include "ops/tree/cuda/sm80/packed_layer.cuh"
 
