@@ -422,6 +422,37 @@ def test_scores_are_close_for_float64() -> None:
     assert_close_spec(scores, expected[1], 0.0, 48 * 2.0**-53 * 200.0, dtype=torch.float64)
 
 
+# ---- other scores, as inputs of the same op
+
+
+def means_of_blocks(query: Tensor, key: Tensor, count: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """MoBA's gate: the product with the mean of a block's keys."""
+    means = key.unflatten(1, (-1, block_size)).mean(2)
+    return select_blocks(query, means.repeat_interleave(block_size, 1), count, block_size=block_size)
+
+
+def bounds_of_blocks(query: Tensor, key: Tensor, count: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Quest's gate: the largest product that a key between the channel minima and maxima of a block could have."""
+    blocks = key.unflatten(1, (-1, block_size))
+    bounds = torch.cat([blocks.amax(2), blocks.amin(2)], -1).repeat_interleave(block_size, 1)
+    signs = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
+    return select_blocks(signs, bounds, count, block_size=block_size)
+
+
+@pytest.mark.parametrize("gate", [means_of_blocks, bounds_of_blocks], ids=lambda gate: gate.__name__)
+def test_gates_of_other_methods(gate: Any, device: str) -> None:
+    query, key = (integers((2, 96, 2, 32), torch.float32, device, seed, largest=4) for seed in (1, 2))
+    blocks, _ = gate(query, key, 4, 8)
+    parts = key.unflatten(1, (-1, 8))
+    if gate is means_of_blocks:
+        scores = torch.einsum("bthd,bnhd->bthn", query, parts.mean(2))
+    else:
+        corners = torch.stack([parts.amax(2), parts.amin(2)])
+        scores = (query[:, :, None] * corners[:, :, None]).amax(0).sum(-1).transpose(2, 3)
+    diagonal = (torch.arange(96, device=device) // 8)[:, None].expand(scores.shape[:3])
+    assert torch.equal(blocks, reference.choose_blocks(scores, diagonal, 4)[0])
+
+
 def test_larger_integers_are_exact(device: str) -> None:
     """Sums of 128 products of values up to 8: beyond what an accumulation in 16 bits could hold."""
     query = integers((1, 400, 2, 128), torch.bfloat16, device, 1, largest=8)

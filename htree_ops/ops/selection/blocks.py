@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import named
+from htree_ops.ops.arguments import validate_arguments
 
 __all__ = ["select_blocks", "select_blocks_varlen"]
 
 
-@named
+@validate_arguments
 def select_blocks(
     index_query: Tensor,
     index_key: Tensor,
@@ -64,7 +64,7 @@ def select_blocks(
     return blocks, scores
 
 
-@named
+@validate_arguments
 def select_blocks_varlen(
     index_query: Tensor,
     index_key: Tensor,
