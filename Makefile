@@ -23,7 +23,7 @@ endif
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
 
-.PHONY: help demo test test-gpu test-two-gpus bench bits sanitize lint format wheel cuda-build clean preflight
+.PHONY: help demo docs test test-gpu test-two-gpus bench bits sanitize lint format wheel cuda-build clean preflight
 .DEFAULT_GOAL := help
 
 # A build that keeps what it prints in a log and shows what is compiled, errors and what setup.py decides:
@@ -58,6 +58,9 @@ bench: $(READY) ## every benchmark beside its baseline: OUT=folder for results
 
 bits: $(READY) ## digests of what every op computes, against those in tests/bits: ARGS=--help
 	$(PY) -m tests.bits $(ARGS)
+
+docs: $(READY) ## the pages as a site in build/docs; a warning is an error
+	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
 
 lint: $(VENV)/.installed ## ruff, mypy and clang-format, changing nothing
 	$(PY) -m ruff check .
@@ -94,7 +97,7 @@ $(VENV)/.installed: pyproject.toml | preflight
 	$(PY) -m pip install --upgrade pip
 	$(PY) -m pip install $(TORCH) $$($(PY) -c 'import re, pathlib; \
 	  text = pathlib.Path("pyproject.toml").read_text(); \
-	  print(*re.findall(r"\"([^\"]+)\"", re.search(r"^dev = \[(.*?)^\]", text, re.M | re.S).group(1)))')
+	  print(*re.findall(r"\"([^\"]+)\"", " ".join(re.findall(r"^(?:dev|docs) = \[(.*?)^\]", text, re.M | re.S))))')
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)

@@ -1,7 +1,7 @@
 """Time and peak memory of the backward of tree attention with stored lists and with lists selected again.
 
-Run: ``python -m benchmarks.tree_memory --csv PATH`` on a GPU with 20 GB. The table of docs/usage.md is of an H200:
-B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, bf16. Figures are reported, never asserted.
+Run: ``python -m benchmarks.tree_memory --csv PATH`` on a GPU with 20 GB. The table of docs/performance.md is of an
+H200: B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, bf16. Figures are reported, never asserted.
 """
 
 from __future__ import annotations

@@ -122,7 +122,6 @@ def _attention_rows(
 
 
 def _attention_rows_backward(
-    dout: Shape,
     q: Shape,
     k: Shape,
     v: Shape,
@@ -130,6 +129,8 @@ def _attention_rows_backward(
     gmax: Shape,
     gsum: Shape,
     lists: Shape,
+    dout: Shape | None,
+    dlse: Shape | None,
     starts: Sequence[int],
     output_mask: Sequence[bool],
     *packed: Any,
@@ -174,7 +175,6 @@ def _attention_varlen(
 
 
 def _attention_varlen_backward(
-    dout: Shape,
     query: Shape,
     key: Shape,
     value: Shape,
@@ -185,6 +185,8 @@ def _attention_varlen_backward(
     out: Shape,
     gmax: Shape,
     gsum: Shape,
+    dout: Shape | None,
+    dlse: Shape | None,
     grouping: str,
     output_mask: Sequence[bool],
     *packed: Any,
@@ -370,6 +372,7 @@ def _tree_cache_prompt(
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "_attention": _attention,
+    "_attention_lse": _attention,
     "_attention_forward": _attention,
     "_attention_backward": _attention_backward,
     "_attention_rows": _attention_rows,

@@ -174,6 +174,9 @@ SCHEMAS = {
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)"
     ),
     "_attention": f"(Tensor q, Tensor k, Tensor v, bool store_parents, {PACKED}) -> Tensor",
+    "_attention_lse": (
+        f"(Tensor q, Tensor k, Tensor v, bool store_parents, {PACKED}) -> (Tensor out, Tensor lse)"
+    ),
     "_attention_rows": (
         f"(Tensor q, Tensor k, Tensor v, SymInt[] starts, bool store_parents, {PACKED}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
@@ -184,8 +187,8 @@ SCHEMAS = {
     ),
     **dict.fromkeys(
         ("_attention_rows_backward", "_attention_rows_backward_sums"),
-        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, "
-        f"SymInt[] starts, bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)",
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor lists, Tensor? dout, "
+        f"Tensor? dlse, SymInt[] starts, bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)",
     ),
     "io_compute_scores": (
         "(Tensor q, Tensor layer_k, Tensor parents, Tensor cos, Tensor sin, int layer, "
@@ -211,8 +214,8 @@ SCHEMAS = {
         f"({DOCUMENTS}, str grouping, {PACKED}) -> (Tensor out, Tensor gmax, Tensor gsum)"
     ),
     "_attention_varlen_backward": (
-        f"(Tensor dout, {DOCUMENTS}, Tensor out, Tensor gmax, Tensor gsum, str grouping, bool[3] output_mask, "
-        f"{PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
+        f"({DOCUMENTS}, Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, str grouping, "
+        f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
     ),
     "_tree_cache_append_": (
         "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
@@ -262,6 +265,7 @@ BY_NAME = {"attention", "tree_attention", "attention_forward", "attention_backwa
 AUTOCAST = {
     "_attention",
     "_attention_forward",
+    "_attention_lse",
     "_attention_rows",
     "_attention_varlen",
     "_attention_varlen_forward",

@@ -1,26 +1,39 @@
-"""Writes the measured results of ``benchmarks/results/*.json`` into the README and ``docs/results.md``.
+"""Writes what was measured into the README and the pages of ``docs``, from the rows under ``benchmarks/results``.
 
-The README gets tree attention beside dense attention, ``docs/results.md`` the first case of every op on a GPU, then
-every machine and the cases of each op with the lowest factors. Run ``python -m benchmarks.harness.readme_table`` after
-committing results; ``--check`` changes nothing and fails where a document differs.
+``SECTIONS`` names each table, its page and what renders it. Run ``python -m benchmarks.harness.readme_table`` after
+committing results; ``--check`` changes nothing and fails where a page differs. What has no row is a dash.
+
+Longer than 700 lines because it is one list: the tables of all pages, each with the rows that it reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
-import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from htree_ops.cli import run_program
 
-__all__ = ["markers", "read_rows", "render", "render_headlines", "render_summary", "replace_section"]
+__all__ = [
+    "DENSE",
+    "DENSE_TO",
+    "SECTIONS",
+    "SETTINGS",
+    "Results",
+    "attention_times",
+    "markers",
+    "read_results",
+    "read_rows",
+    "replace_section",
+    "write_sections",
+]
 
 #: So many cases of an op and dtype ``docs/results.md`` shows, those of the lowest factor, and all that lose; the files
 #: have every case.
@@ -127,77 +140,406 @@ DENSE = "dense SDPA, cuDNN"
 STAGES = frozenset({"compute_scores", "select_topk", "compute_next_parents", "accumulate_non_topk"})
 
 
-def _crossovers(rows: Iterable[Entry]) -> str:
-    """From which length on tree attention is faster than dense attention, one clause per stride; "" if never seen.
-
-    Found between the last length at which dense is faster and the next, by straight lines of log time over log length.
-    """
-    ratios: dict[int, dict[int, float]] = {}
-    for row in rows:
-        found = re.fullmatch(r"T(\d+)_s(\d+)", row["case"])
-        if found and row["op"] == "tree_attention" and row["baseline"] == DENSE:
-            length, stride = map(int, found.groups())
-            ours, theirs = _sustained_or_median(row), _sustained_or_median(row, "baseline_")
-            ratios.setdefault(stride, {})[length] = math.log(ours / theirs)
-    clauses = []
-    for stride, by_length in sorted(ratios.items()):
-        steps = sorted(by_length.items())
-        crossings = [(a, b) for a, b in pairwise(steps) if a[1] > 0 >= b[1]]
-        if crossings:
-            (shorter, above), (longer, below) = crossings[-1]
-            length = shorter * (longer / shorter) ** (above / (above - below))
-            clauses.append(
-                f"from about {round(length / 1000)} thousand tokens on with `selection_stride={stride}`"
-            )
-        elif steps[-1][1] <= 0:
-            clauses.append(f"at every length measured with `selection_stride={stride}`")
-    if not clauses:
-        return ""
-    return f"Tree attention is faster than dense attention by cuDNN {' and '.join(clauses)}."
-
-
-#: Lengths of the README's table.
-SUMMARY_LENGTHS = (8192, 32768, 131072, 1048576)
+#: No row has this time.
+MISSING = "–"
 ONE_HEAD = re.compile(re.escape(DENSE) + r", 1 of (\d+) heads")
+#: Nodes of the top layer by default: up to so many tokens attention is dense, whatever the setting.
+DENSE_TO = 8192
 
 
-def render_summary(files: dict[str, list[Entry]]) -> str:
-    """The README's section: tree attention beside dense attention by length and direction, and where they cross.
+@dataclass(frozen=True)
+class Setting:
+    """A selection that the pages name: its stride, its span (None is the node's own mean), and its column."""
 
-    The fastest time of a line is bold. The time of dense attention on one of n heads counts n times, and its cell
-    says so.
+    stride: int
+    span: int | None
+    title: str
+
+
+#: The recommended setting, that for speed, and the score without spans at both ends of the strides.
+SETTINGS = (
+    Setting(1, 2, "quality: span 2, stride 1"),
+    Setting(4, 2, "speed: span 2, stride 4"),
+    Setting(1, None, "no span, stride 1"),
+    Setting(16, None, "no span, stride 16"),
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Rows of the JSON and the CSV files by name, those of the quality study, and the folder as pages name it."""
+
+    files: dict[str, list[Entry]]
+    tables: dict[str, list[dict[str, str]]]
+    quality: list[Entry]
+    folder: str = "benchmarks/results"
+
+
+def read_results(folder: Path) -> Results:
+    """Everything under ``benchmarks/results``.
+
+    Raises:
+        ValueError: as :func:`read_rows`.
     """
-    rows = [row for rows in files.values() for row in rows if row["gpu"] != "none"]
-    times: dict[tuple[bool, int], dict[str, tuple[float, str]]] = {}
-    for row in rows:
+    tables = {}
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="") as file:
+            tables[path.stem] = list(csv.DictReader(file))
+    study = folder / "quality" / "quality.json"
+    return Results(read_rows(folder), tables, json.loads(study.read_text()) if study.is_file() else [])
+
+
+def _count(number: int | str) -> str:
+    """``131 072``."""
+    return f"{int(number):,}".replace(",", " ")
+
+
+def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> str:
+    """A table of Markdown whose first ``left`` columns are words, but for one of lengths."""
+    marks = ["---" if place < left and x != "tokens" else "---:" for place, x in enumerate(columns)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, *rows)).replace(
+        "\n", f"\n|{'|'.join(marks)}|\n", 1
+    )
+
+
+def _bold(cells: dict[str, tuple[float, str]], names: Sequence[str]) -> list[str]:
+    """The cells in order, the fastest bold, dashes where there is none."""
+    shown = [cells.get(name) for name in names]
+    fastest = min(cell[0] for cell in shown if cell is not None)
+    return [MISSING if c is None else f"**{c[1]}**" if c[0] == fastest else c[1] for c in shown]
+
+
+def attention_times(results: Results, op: str) -> dict[int, dict[str, tuple[float, str]]]:
+    """By length the sustained time of every setting and of dense attention: microseconds and a cell.
+
+    The shape is that of the first cases: B=1, H=32, H_kv=4, D=128, k=512, M=8192, independent normal numbers. The time
+    of dense attention on one of n heads counts n times, and its cell says so.
+    """
+    names = {(setting.stride, setting.span): setting.title for setting in SETTINGS}
+    times: dict[int, dict[str, tuple[float, str]]] = {}
+    for row in (row for rows in results.files.values() for row in rows if row["gpu"] == "NVIDIA H200"):
         found = re.fullmatch(r"T(\d+)_s(\d+)", row["case"])
         one_head = ONE_HEAD.fullmatch(row["baseline"])
-        if not found or not (one_head or row["baseline"] == DENSE) or int(found[1]) not in SUMMARY_LENGTHS:
+        if not found or row["op"] != op or not (one_head or row["baseline"] == DENSE):
             continue
-        if row["op"] not in ("tree_attention", "tree_attention_backward"):
-            continue
-        cells = times.setdefault((row["op"].endswith("backward"), int(found[1])), {})
-        cells[f"stride {found[2]}"] = (_sustained_or_median(row), "")
+        cells = times.setdefault(int(found[1]), {})
+        ours = _sustained_or_median(row)
+        cells[names[int(found[2]), None]] = (ours, _time(ours))
         heads = int(one_head[1]) if one_head else 1
-        note = f" ({heads} × one head)" if one_head else ""
-        cells.setdefault(DENSE, (_sustained_or_median(row, "baseline_") * heads, note))
-    if not times:
+        theirs = _sustained_or_median(row, "baseline_") * heads
+        cells.setdefault(
+            DENSE, (theirs, f"{_time(theirs)} ({heads} × one head)" if one_head else _time(theirs))
+        )
+    if op == "tree_attention":
+        for line in results.tables.get("selection_span_h200", ()):
+            name = names.get((int(line["selection_stride"]), int(line["selection_span"] or 0) or None))
+            if name is not None and line["selection_span"]:
+                ours = float(line["sustained_ms"]) * 1000
+                times.setdefault(int(line["T"]), {})[name] = (ours, _time(ours))
+    return times
+
+
+def render_summary(results: Results) -> str:
+    """Tree attention beside dense attention, by length, direction and setting."""
+    names = [*(setting.title for setting in SETTINGS), DENSE]
+    lines = []
+    for op, direction in (("tree_attention", "forward"), ("tree_attention_backward", "backward")):
+        for length, cells in sorted(attention_times(results, op).items()):
+            row = _bold(cells, names)
+            if length <= DENSE_TO:
+                row = ["= stride 1" if cell == MISSING else cell for cell in row]
+            lines.append((_count(length), direction, *row))
+    if not lines:
         return NOTHING
-    names = sorted(
-        {name for cells in times.values() for name in cells} - {DENSE}, key=lambda name: int(name[7:])
+    rows = [row for rows in results.files.values() for row in rows if row["gpu"] != "none"]
+    rows = [row for row in rows if row["op"].startswith("tree_attention") and "_ar1_" not in row["case"]]
+    parts = {
+        "forward without a span": [row["commit"] for row in rows if row["op"] == "tree_attention"],
+        "with a span": [line["commit"] for line in results.tables.get("selection_span_h200", ())],
+        "backward": [row["commit"] for row in rows if row["op"] == "tree_attention_backward"],
+    }
+    commits = "; ".join(
+        f"{part} {', '.join(sorted({c[:7] for c in found}))}" for part, found in parts.items()
     )
-    names.append(DENSE)
-    lines = [f"| tokens | call | {' | '.join(names)} |", "|---:|---|" + "---:|" * len(names)]
-    for (is_backward, length), cells in sorted(times.items()):
-        fastest = min(cells.values())
-        texts = {name: f"{_time(cell[0])}{cell[1]}" for name, cell in cells.items()}
-        texts = {name: f"**{text}**" if cells[name] == fastest else text for name, text in texts.items()}
-        columns = (f"{length:,}".replace(",", " "), "backward" if is_backward else "forward")
-        lines.append(f"| {' | '.join((*columns, *(texts.get(name, '') for name in names)))} |")
-    machines = " and ".join(
-        dict.fromkeys(_machine(row) for row in rows if row["op"].startswith("tree_attention"))
+    machines = " and ".join(dict.fromkeys(map(_machine, rows)))
+    caption = f"Measured on {machines}, commits: {commits}."
+    return "\n\n".join((_grid(("tokens", "call", *names), lines, 2), caption))
+
+
+def render_settings(results: Results) -> str:
+    """Time of a forward and of a decoding step, and the memory of 32 caches, of each setting at four lengths."""
+    forward = attention_times(results, "tree_attention")
+    steps: dict[tuple[int, int | None], tuple[float, float]] = {}
+    for row in results.files.get("tree_cache_h200.json", ()):
+        found = re.fullmatch(r"B=1 T=(\d+)(?: span=(\d+))?", row["case"])
+        if found and row["baseline"] == DENSE:
+            steps[int(found[1]), int(found[2] or 0) or None] = _both_times(row)
+    lines = []
+    for length in (8192, 32768, 131072, 1048576):
+        cells = forward.get(length, {})
+        for setting in SETTINGS:
+            ours = cells.get(setting.title, (0, "= stride 1" if length <= DENSE_TO else MISSING))[1]
+            step = steps.get(
+                (length, setting.span), steps.get((length, None)) if length <= DENSE_TO else None
+            )
+            memory = _cache_gib(length, kv_heads=4, span=setting.span)
+            lines.append(
+                (
+                    _count(length),
+                    setting.title,
+                    ours,
+                    MISSING if step is None else _time(step[0]),
+                    f"{memory:.1f}",
+                )
+            )
+        dense = next((step for (tokens, _), step in steps.items() if tokens == length), None)
+        lines.append(
+            (
+                _count(length),
+                DENSE,
+                cells.get(DENSE, (0, MISSING))[1],
+                MISSING if dense is None else _time(dense[1]),
+                f"{32 * length * 4 * 128 * 2 * 2 / 2**30:.1f}",
+            )
+        )
+    titles = ("tokens", "setting", "forward", "decoding step", "GiB, 32 layers")
+    return _grid(titles, lines, 2)
+
+
+def _cache_gib(tokens: int, *, kv_heads: int, span: int | None, leaf_bits: int | None = None) -> float:
+    """GiB of 32 tree caches for one sequence, heads of 128, bf16: counted, not measured, on the device meta."""
+    from htree_ops import TreeKVCache
+
+    cache = TreeKVCache(1, kv_heads, 128, tokens, selection_span=span, leaf_bits=leaf_bits, device="meta")
+    return 32 * cache.num_bytes().allocated / 2**30
+
+
+def render_cache(results: Results) -> str:
+    """Memory of a cache of 32 layers by length and what it keeps."""
+    lines = []
+    for tokens in (8192, 32768, 131072, 1048576):
+        sizes = [32 * tokens * 8 * 128 * 2 * 2 / 2**30]
+        for span, bits in ((None, None), (4, None), (2, None), (2, 8), (2, 4)):
+            sizes.append(_cache_gib(tokens, kv_heads=8, span=span, leaf_bits=bits))
+        lines.append((_count(tokens), *(f"{size:.1f}" for size in sizes)))
+    titles = ("tokens", "dense K/V", "no span", "span 4", "span 2", "span 2, 8 bits", "span 2, 4 bits")
+    return _grid(titles, lines)
+
+
+def render_decode(results: Results) -> str:
+    """Decoding steps beside dense attention."""
+    lines = []
+    for row in results.files.get("tree_cache_h200.json", ()):
+        if row["op"] == "tree_cache_attention" and row["baseline"] == DENSE:
+            ours, theirs = _both_times(row)
+            facts = dict(fact.split("=") for fact in row["case"].replace(" in 1048576", "").split())
+            where = " (capacity 1 048 576)" if " in " in row["case"] else ""
+            lines.append(
+                (
+                    facts["B"],
+                    _count(facts["T"]) + where,
+                    facts.get("k", "512"),
+                    facts.get("span", "none"),
+                    facts.get("kv", "4"),
+                    *_bold(
+                        {"ours": (ours, _time(ours)), "dense": (theirs, _time(theirs))}, ("ours", "dense")
+                    ),
+                )
+            )
+    return _grid(("sequences", "tokens", "top_k", "span", "K/V heads", "step", DENSE), lines)
+
+
+#: How a model of models_h200.csv was run, and the column for it.
+WAYS = {
+    "ours, stride 4, span 2": "speed: span 2, stride 4",
+    "ours, stride 1": "no span, stride 1",
+    "ours, stride 16": "no span, stride 16",
+    "eager + SDPA": "SDPA",
+    "torch.compile + SDPA": "SDPA, torch.compile",
+    "Liger + SDPA": "SDPA, Liger",
+}
+
+
+def render_models(results: Results) -> str:
+    """A prefill and a training step of a model of eight layers, every way in which it was run."""
+    cells: dict[tuple[str, int], dict[str, tuple[float, str]]] = {}
+    for line in results.tables.get("models_h200", ()):
+        milliseconds = float(line["median_ms"])
+        cell = (milliseconds, _time(milliseconds * 1000))
+        cells.setdefault((line["phase"], int(line["tokens"])), {})[line["way"]] = cell
+    lines = [
+        (_count(tokens), phase, *_bold(found, list(WAYS))) for (phase, tokens), found in sorted(cells.items())
+    ]
+    return _grid(("tokens", "phase", *WAYS.values()), lines, 2)
+
+
+def render_short(results: Results) -> str:
+    """Sequences up to ``max_top_nodes``: the least and the largest multiple of cuDNN's time."""
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for line in results.tables.get("short_texts_h200", ()):
+        ratios.setdefault((int(line["T"]), line["what"]), []).append(float(line["ratio"]))
+    lengths = sorted({length for length, _ in ratios})
+    lines = []
+    for length in lengths:
+        spans = (ratios.get((length, what)) for what in ("forward", "backward"))
+        lines.append((_count(length), *(f"{min(x):.2f} to {max(x):.2f}" if x else MISSING for x in spans)))
+    return _grid(("tokens", "forward, of cuDNN's time", "backward, of cuDNN's time"), lines)
+
+
+def render_strides(results: Results) -> str:
+    """All strides on correlated inputs of 131 072 tokens."""
+    lines = {}
+    for row in results.files.get("tree_attention_h200.json", ()):
+        found = re.fullmatch(r"T131072_ar1_s(\d+)", row["case"])
+        if found and row["baseline"] == DENSE:
+            ours, theirs = _sustained_or_median(row), _sustained_or_median(row, "baseline_")
+            lines[int(found[1])] = (found[1], _time(ours), _time(theirs))
+    return _grid(("stride", "forward", DENSE), [lines[stride] for stride in sorted(lines)])
+
+
+def render_spans(results: Results) -> str:
+    """What a span adds to the forward of its stride, as a multiple of the time without one in the same run."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for line in results.tables.get("selection_span_h200", ()):
+        key = (int(line["T"]), int(line["selection_stride"]))
+        found.setdefault(key, {})[line["selection_span"]] = float(line["sustained_ms"])
+    lines = [
+        (
+            _count(length),
+            str(stride),
+            *(f"{times[span] / times['']:.2f}" if span in times else MISSING for span in ("4", "2")),
+        )
+        for (length, stride), times in sorted(found.items())
+    ]
+    return _grid(("tokens", "stride", "span 4", "span 2"), lines)
+
+
+def render_lists(results: Results) -> str:
+    """Peak memory of a backward with stored lists and without, and what selecting again adds to its time."""
+    found: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
+    for line in results.tables.get("tree_memory_h200", ()):
+        found.setdefault((int(line["T"]), int(line["selection_stride"])), {})[line["lists"]] = line
+    lines = []
+    for (length, stride), by_way in sorted(found.items()):
+        stored, again = by_way["stored"], by_way["selected again"]
+        peaks = (f"{float(way['peak_bytes']) / 1e9:.2f} GB" for way in (stored, again))
+        size = float(stored["list_bytes"]) / 1e6
+        longer = float(again["sustained_ms"]) / float(stored["sustained_ms"])
+        lines.append((_count(length), str(stride), f"{size:.0f} MB", *peaks, f"{longer:.2f}"))
+    return _grid(
+        ("tokens", "stride", "lists", "peak, stored", "peak, selected again", "time, multiple"), lines
     )
-    return "\n\n".join(filter(None, ("\n".join(lines), _crossovers(rows), f"Measured on {machines}.")))
+
+
+def render_prompts(results: Results) -> str:
+    """Prompts that enter a cache in chunks, as a multiple of the time of one call."""
+    lines = [
+        (
+            _count(line["T"]),
+            _count(line["chunk"]),
+            line["selection_stride"],
+            line["selection_span"] or "none",
+            f"{float(line['multiple']):.2f}",
+        )
+        for line in results.tables.get("chunked_prompt_h200", ())
+    ]
+    return _grid(("tokens", "chunk", "stride", "span", "time, of one call"), lines)
+
+
+def render_bits(results: Results) -> str:
+    """A decoding step from tokens in fewer bits, as a multiple of its time from 16 bits, on a CPU from 32."""
+    lines = [
+        (
+            "CPU" if name.endswith("cpu") else line["device"],
+            _count(line["tokens"]),
+            line["bits"],
+            line["ratio"][:4],
+        )
+        for name in ("tree_cache_leaves_time_h200", "tree_cache_leaves_time_cpu")
+        for line in results.tables.get(name, ())
+    ]
+    return _grid(("device", "tokens", "bits", "time, multiple"), lines, 1)
+
+
+def render_cpu(results: Results) -> str:
+    """How many times as fast as dense attention tree attention and a decoding step are on a CPU, run by run."""
+    lines = []
+    for name in ("tree_attention_cpu.json", "tree_cache_cpu.json"):
+        for row in results.files.get(name, ()):
+            if row["baseline"].startswith("dense SDPA"):
+                case = row["case"].replace("_c", ", span ").replace("_s", ", stride ")
+                commit = str(row["commit"])[:7]
+                lines.append((f"`{row['op']}`", case, row["dtype"], commit, f"{row['speedup']:.1f}"))
+    return _grid(("op", "case", "dtype", "commit", "times as fast as dense"), lines, 4)
+
+
+#: The rows of the first table of docs/quality.md: a name, the span and the stride of the tree; None is dense attention.
+COPIES: tuple[tuple[str, tuple[int | None, int] | None], ...] = (
+    ("dense attention", None),
+    ("quality: span 2, stride 1", (2, 1)),
+    ("finest: span 1, stride 1", (1, 1)),
+    ("speed: span 2, stride 4", (2, 4)),
+    ("span 2, stride 16", (2, 16)),
+    ("no span, stride 1: the public algorithm", (None, 1)),
+    ("no span, stride 16", (None, 16)),
+)
+
+
+def render_copies(results: Results) -> str:
+    """Copies found and bits per byte: two dense models converted, and models trained with the attention."""
+    done = [
+        row
+        for row in results.quality
+        if row["status"] == "final"
+        and row["scale"] == "full"
+        and row["context"] == 4096
+        and not row["choice"]
+    ]
+
+    def cell(rows: Iterable[Entry]) -> str:
+        found = [f"{100 * row['copies_found']:.1f} %, {row['bits_per_byte']:.3f}" for row in rows]
+        return " · ".join(dict.fromkeys(found)) or MISSING
+
+    def converted(setting: tuple[int | None, int] | None, text: str, seen: int) -> list[Entry]:
+        run = "evaluated: dense" if setting is None else f"evaluated: {_words(setting)}, k=16, own"
+        return [
+            row
+            for row in done
+            if row["piece"] == "conversion"
+            and row["run"] == run
+            and row["seen"] == seen
+            and text in row["text"]
+        ]
+
+    def trained(setting: tuple[int | None, int] | None, positions: str) -> list[Entry]:
+        name = "dense" if setting is None else f"{_words(setting)}, k=16, {positions}"
+        names = {f"{name}, seed {seed}" for seed in (0, 1)} | ({"train: dense"} if setting is None else set())
+        return [
+            row
+            for row in done
+            if row["piece"] in ("scratch", "conversion")
+            and row["run"] in names
+            and row["seen"] == 4
+            and (setting is not None or positions == "own")
+        ]
+
+    lines = [
+        (
+            name,
+            cell(converted(setting, "153a1f0d7a17", 1)),
+            cell(converted(setting, "5abfdba7066f", 4)),
+            cell(trained(setting, "own")),
+            cell(trained(setting, "compact")),
+        )
+        for name, setting in COPIES
+    ]
+    titles = ("attention", "converted, model 1", "converted, model 2", "trained, own", "trained, compact")
+    return _grid(titles, lines, 1)
+
+
+def _words(setting: tuple[int | None, int]) -> str:
+    span, stride = setting
+    return f"{'mean' if span is None else f'span {span}'}, s={stride}"
 
 
 def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
@@ -232,8 +574,10 @@ def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
 
 
 def _time(microseconds: float) -> str:
-    """Three or four figures with the unit: ``94.3 µs``, ``12.1 ms``."""
+    """Three or four figures with the unit: ``94.3 µs``, ``12.1 ms``, ``17.9 s``."""
     value, unit = (microseconds, "µs") if microseconds < 1000 else (microseconds / 1000, "ms")
+    if value >= 10_000:
+        value, unit = value / 1000, "s"
     return f"{value:.{1 if value < 100 else 0}f} {unit}"
 
 
@@ -275,28 +619,28 @@ def _by_place(rows: Iterable[Entry]) -> dict[str, list[Entry]]:
     return places
 
 
-def render(files: dict[str, list[Entry]], folder: str) -> str:
-    """The section of ``docs/results.md``. ``folder``: the results' place as the document names it."""
+def render(results: Results) -> str:
+    """The section of ``docs/results.md``."""
     parts = []
-    for name, rows in files.items():
+    for name, rows in results.files.items():
         for place, here in _by_place(rows).items():
             tables = []
             if shown := _shown_cases(_fastest_equals(here)):
                 tables.append(f"{HEADER}\n" + "\n".join(map(_line, shown)))
             if others := _yardsticks(here):
                 tables.append(others)
-            parts.append(f"{place} (`{folder}/{name}`):\n\n" + "\n\n".join(tables))
+            parts.append(f"{place} (`{results.folder}/{name}`):\n\n" + "\n\n".join(tables))
     return "\n\n".join(parts) or NOTHING
 
 
-def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
+def render_headlines(results: Results) -> str:
     """The first section of ``docs/results.md``: the first case of every op on a GPU, stages left out.
 
     Then the first cases of those with yardsticks only.
     """
     on_gpu = {
         name: [row for row in rows if row["gpu"] != "none" and row["op"] not in STAGES]
-        for name, rows in files.items()
+        for name, rows in results.files.items()
     }
     lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
     parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
@@ -304,7 +648,9 @@ def render_headlines(files: dict[str, list[Entry]], folder: str) -> str:
     machines: dict[str, list[str]] = {}
     for name, rows in on_gpu.items():
         for here in _by_place(rows).values():
-            machines.setdefault(_machine(here[0]), []).append(f"`{folder}/{name}` ({_commit(here[0])})")
+            machines.setdefault(_machine(here[0]), []).append(
+                f"`{results.folder}/{name}` ({_commit(here[0])})"
+            )
     parts += [f"Measured on {machine}: {', '.join(names)}." for machine, names in machines.items()]
     return "\n\n".join(parts) or NOTHING
 
@@ -328,49 +674,54 @@ def replace_section(document: str, section: str, name: str = "results") -> str:
     return f"{before}{begin_mark}\n{section}\n{end_mark}{after}"
 
 
+#: Every generated table: the page, its name there, and what renders it.
+SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
+    ("README.md", "results", render_summary),
+    ("docs/performance.md", "forward", render_summary),
+    ("docs/performance.md", "spans", render_spans),
+    ("docs/performance.md", "strides", render_strides),
+    ("docs/performance.md", "short", render_short),
+    ("docs/performance.md", "models", render_models),
+    ("docs/performance.md", "decode", render_decode),
+    ("docs/performance.md", "prompts", render_prompts),
+    ("docs/performance.md", "lists", render_lists),
+    ("docs/performance.md", "bits", render_bits),
+    ("docs/performance.md", "cpu", render_cpu),
+    ("docs/choosing_settings.md", "settings", render_settings),
+    ("docs/serving.md", "cache", render_cache),
+    ("docs/quality.md", "copies", render_copies),
+    ("docs/results.md", "headlines", render_headlines),
+    ("docs/results.md", "results", render),
+)
+
+
+def write_sections(root: Path, results: Results) -> dict[Path, str]:
+    """The pages below ``root`` that differ from the results, as they should be.
+
+    Raises:
+        ValueError: a page lacks the markers of a table.
+    """
+    pages: dict[Path, str] = {}
+    for page, name, renderer in SECTIONS:
+        path = root / page
+        pages[path] = replace_section(pages.get(path, path.read_text()), renderer(results), name)
+    return {path: text for path, text in pages.items() if text != path.read_text()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 written or equal, 1 ``--check`` found a difference, 2 unusable files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.readme_table", description=__doc__)
-    parser.add_argument(
-        "--readme",
-        type=Path,
-        default=Path("README.md"),
-        help="file of the short table to write (default %(default)s)",
-    )
-    parser.add_argument(
-        "--document",
-        type=Path,
-        default=Path("docs/results.md"),
-        help="file of all tables to write (default %(default)s)",
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path("benchmarks/results"),
-        help="folder of JSON files (default %(default)s)",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; status 1 where a document differs"
-    )
+    parser.add_argument("--root", type=Path, default=Path("."), help="the checkout (default: here)")
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where a page differs")
     arguments = parser.parse_args(argv)
     try:
-        files = read_rows(arguments.results)
-        folder = arguments.results.as_posix()
-        changed: dict[Path, str] = {}
-        readme, document = arguments.readme.read_text(), arguments.document.read_text()
-        new_document = replace_section(document, render_headlines(files, folder), "headlines")
-        for path, old, new in (
-            (arguments.readme, readme, replace_section(readme, render_summary(files))),
-            (arguments.document, document, replace_section(new_document, render(files, folder))),
-        ):
-            if new != old:
-                changed[path] = new
+        changed = write_sections(arguments.root, read_results(arguments.root / "benchmarks" / "results"))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     for path, text in changed.items():
         if arguments.check:
-            print(f"{path} differs from {arguments.results}: run without --check", file=sys.stderr)
+            print(f"{path} differs from the results: run without --check", file=sys.stderr)
         else:
             path.write_text(text)
     return int(arguments.check and bool(changed))

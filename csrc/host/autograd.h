@@ -13,6 +13,7 @@
 #include <functional>
 #include <initializer_list>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -66,6 +67,11 @@ inline bool needs_grad(TensorRefs tensors) {
     }
   }
   return false;
+}
+
+// A gradient as an op takes it that may do without.
+inline std::optional<at::Tensor> if_defined(const at::Tensor& gradient) {
+  return gradient.defined() ? std::optional(gradient) : std::nullopt;
 }
 
 // Mutating and out= ops return nothing, so torch's fallbacks would record no node and

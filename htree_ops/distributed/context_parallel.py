@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
         steps: int,
         store_parents: bool,
         *packed: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
         ctx.steps, ctx.packed = steps, packed
@@ -83,13 +83,12 @@ class _Attention(torch.autograd.Function):
             )
         out, gmax, gsum = (_together([result[i] for result in results]) for i in range(3))
         ctx.save_for_backward(q, k, v, out, gmax, gsum, *(result[3] for result in results))
-        ctx.mark_non_differentiable(gmax, gsum)
-        return out, gmax, gsum
+        return out, gmax + gsum.log()
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = [None] * (7 + len(ctx.packed))
-        if dout is None:
+        if dout is None and dlse is None:
             return None, None, None, *nothing
         q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
@@ -97,11 +96,12 @@ class _Attention(torch.autograd.Function):
         dq: list[Tensor] = []
         dk: list[Tensor] = []
         dv: list[Tensor] = []
-        by_step = zip(*(x.chunk(ctx.steps, 2) for x in (dout, q, out, gmax, gsum)), strict=True)
-        for (d, rows, *states), stored in zip(by_step, lists, strict=True):
+        of_heads = ([None] * ctx.steps if x is None else x.chunk(ctx.steps, 2) for x in (dout, dlse))
+        by_step = zip(*of_heads, *(x.chunk(ctx.steps, 2) for x in (q, out, gmax, gsum)), strict=True)
+        for (d, d_lse, rows, *states), stored in zip(by_step, lists, strict=True):
             keys, values = _whole(under_way.pop(0), ctx)
             gradients = torch.ops.htree._attention_rows_backward_sums(
-                d, rows, keys, values, *states, stored, ctx.starts, mask, *ctx.packed
+                rows, keys, values, *states, stored, d, d_lse, ctx.starts, mask, *ctx.packed
             )
             dq.append(gradients[0])
             # The exchange of this step runs while the next one computes.
@@ -238,8 +238,8 @@ def tree_attention_cp(
 
     Returns:
         out [B, T/n, H, V], differentiable in q, k and v; with ``return_lse`` also lse [B, T/n, H] in fp32 (fp64 for
-        fp64), without a gradient. The rows are those of :func:`htree_ops.tree_attention` on the whole sequence, bit for
-        bit, and on the CPU so is the gradient of q. The gradients of k and v differ by the order of their sums.
+        fp64), differentiable in q and k. The rows are those of :func:`htree_ops.tree_attention` on the whole sequence,
+        bit for bit, and on the CPU so is the gradient of q. The gradients of k and v differ by the order of their sums.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
@@ -275,5 +275,5 @@ def tree_attention_cp(
     groups = q.shape[2] // k.shape[2] if chosen.scope == "q_head" else 1
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
     plan = (members.group_name, rank, size, balance, groups, steps, chosen.store_parents)
-    out, gmax, gsum = _Attention.apply(q, k, v, *plan, *chosen.packed())
-    return (out, gmax + gsum.log()) if return_lse else out
+    out, lse = _Attention.apply(q, k, v, *plan, *chosen.packed())
+    return (out, lse) if return_lse else out

@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
         share: Share,
         store_parents: bool,
         *packed: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
         ctx.share, ctx.packed = share, packed
@@ -149,13 +149,12 @@ class _Attention(torch.autograd.Function):
                 _put(x, piece, result)
             lists.append(stored)
         ctx.save_for_backward(q, k, v, out, gmax, gsum, *lists)
-        ctx.mark_non_differentiable(gmax, gsum)
-        return out, gmax, gsum
+        return out, gmax + gsum.log()
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         nothing = [None] * (6 + len(ctx.packed))
-        if dout is None:
+        if dout is None and dlse is None:
             return None, None, None, *nothing
         q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
@@ -165,9 +164,8 @@ class _Attention(torch.autograd.Function):
         for row, offsets in ctx.share.whole:
             rows = slice(row, row + offsets[-1])
             of_rows, *of_keys = torch.ops.htree._attention_varlen_backward(
-                dout[rows],
                 *_documents(q, k, v, rows, offsets, ctx),
-                *(x[rows] for x in (out, gmax, gsum)),
+                *(None if x is None else x[rows] for x in (out, gmax, gsum, dout, dlse)),
                 "auto",
                 mask,
                 *ctx.packed,
@@ -182,12 +180,12 @@ class _Attention(torch.autograd.Function):
         ]
         for piece, stored in zip(ctx.share.pieces, lists, strict=True):
             of_rows, *of_keys = torch.ops.htree._attention_rows_backward_sums(
-                _rows(dout, piece),
                 _rows(q, piece),
                 _keys(keys, piece, ctx),
                 _keys(values, piece, ctx),
                 *(_rows(x, piece) for x in (out, gmax, gsum)),
                 stored,
+                *(None if x is None else _rows(x, piece) for x in (dout, dlse)),
                 list(piece.starts),
                 mask,
                 *ctx.packed,
@@ -409,8 +407,8 @@ def tree_attention_varlen_cp(
 
     Returns:
         out [N/n, H, V], differentiable in query, key and value; with ``return_lse`` also lse [N/n, H] in fp32 (fp64 for
-        fp64), without a gradient. Rows at or behind cu_seqlens[-1] are 0, with lse -inf, and have no gradient. On the
-        CPU the rows are those of :func:`htree_ops.tree_attention_varlen`, bit for bit.
+        fp64), differentiable in query and key. Rows at or behind cu_seqlens[-1] are 0, with lse -inf, and have no
+        gradient. On the CPU the rows are those of :func:`htree_ops.tree_attention_varlen`, bit for bit.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, ValueError, TypeError: as
@@ -449,5 +447,5 @@ def tree_attention_varlen_cp(
     share = share_of(offsets, query.shape[0] // len(parts), parts, chosen.selection_stride)
     groups = query.shape[1] // key.shape[1] if chosen.scope == "q_head" else 1
     plan = (members.group_name, size, balance, groups, share, chosen.store_parents)
-    out, gmax, gsum = _Attention.apply(query, key, value, *plan, *chosen.packed())
-    return (out, gmax + gsum.log()) if return_lse else out
+    out, lse = _Attention.apply(query, key, value, *plan, *chosen.packed())
+    return (out, lse) if return_lse else out

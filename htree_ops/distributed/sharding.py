@@ -36,6 +36,11 @@ def _wanted(outputs: Sequence[Placement], mask: Sequence[bool]) -> list[Placemen
     return [placement if wanted else None for placement, wanted in zip(outputs, mask, strict=True)]
 
 
+def _given(tensors: Sequence[Placement | None], args: tuple[Any, ...]) -> list[Placement | None]:
+    """The placements of those of the first ``args`` that are there; a gradient may be None."""
+    return [place if x is not None else None for place, x in zip(tensors, args, strict=False)]
+
+
 def _mask(args: tuple[Any, ...], place: int, size: int) -> Sequence[bool]:
     """The ``output_mask`` of a call; the dispatcher leaves out what has its default value."""
     return args[place] if len(args) > place else (True,) * size
@@ -75,19 +80,22 @@ def _attention_ways(q: Any, k: Any, v: Any) -> list[Placement]:
     return [_WHOLE, Shard(0), *([Shard(2)] if _heads_divide(q, k, v, 2) else [])]
 
 
-def _attention(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
-    return [_rule([way], [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)]
+def _attention(outputs: int) -> Callable[..., list[Rule]]:
+    """Of ops whose outputs all have the batch first and the heads third, as the lists [B, rows, H, k] have."""
 
+    def rules(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
+        ways = _attention_ways(q, k, v)
+        return [_rule([way] * outputs, [way] * 3, 3 + len(options)) for way in ways]
 
-def _attention_rows(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
-    """The lists are [B, rows, H, k]."""
-    return [_rule([way] * 4, [way] * 3, 3 + len(options)) for way in _attention_ways(q, k, v)]
+    return rules
 
 
 def _attention_rows_backward(*args: Any) -> list[Rule]:
-    """Of (dout, q, k, v, out, gmax, gsum, lists, starts, output_mask, ...)."""
-    ways = _attention_ways(*args[1:4])
-    return [_rule(_wanted([way] * 3, args[9]), [way] * 8, len(args)) for way in ways]
+    """Of (q, k, v, out, gmax, gsum, lists, dout or None, dlse or None, starts, output_mask, ...)."""
+    return [
+        _rule(_wanted([way] * 3, args[10]), _given([way] * 9, args), len(args))
+        for way in _attention_ways(*args[:3])
+    ]
 
 
 # ---- tree attention of packed documents, whose offsets every rank has
@@ -107,11 +115,12 @@ def _attention_varlen(outputs: int) -> Callable[..., list[Rule]]:
 
 
 def _attention_varlen_backward(*args: Any) -> list[Rule]:
-    """Of (dout, query, key, value, both offsets, max_q, max_k, out, gmax, gsum, grouping, output_mask, ...)."""
-    return [
-        _rule(_wanted([way] * 3, args[12]), [way] * 4 + [_WHOLE] * 2 + [None] * 2 + [way] * 3, len(args))
-        for way in _varlen_ways(*args[1:4])
-    ]
+    """Of (query, key, value, both offsets, max_q, max_k, out, gmax, gsum, dout, dlse, grouping, output_mask, ...)."""
+    rules = []
+    for way in _varlen_ways(*args[:3]):
+        tensors = [*[way] * 3, _WHOLE, _WHOLE, None, None, *[way] * 5]
+        rules.append(_rule(_wanted([way] * 3, args[13]), _given(tensors, args), len(args)))
+    return rules
 
 
 # ---- selection of blocks, for which each index head stands alone
@@ -306,13 +315,14 @@ def _grouped_hadamard(x: Any, group: int, *options: Any) -> list[Rule]:
 
 #: The rule of each op, and the place of its first argument that is no tensor.
 RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
-    "_attention": (_attention, 3),
-    "_attention_rows": (_attention_rows, 3),
-    "_attention_rows_backward": (_attention_rows_backward, 8),
-    "_attention_rows_backward_sums": (_attention_rows_backward, 8),
+    "_attention": (_attention(1), 3),
+    "_attention_lse": (_attention(2), 3),
+    "_attention_rows": (_attention(4), 3),
+    "_attention_rows_backward": (_attention_rows_backward, 9),
+    "_attention_rows_backward_sums": (_attention_rows_backward, 9),
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
-    "_attention_varlen_backward": (_attention_varlen_backward, 6),
+    "_attention_varlen_backward": (_attention_varlen_backward, 5),
     "select_blocks": (_select_blocks, 2),
     "select_blocks_varlen": (_select_blocks_varlen, 4),
     "rope": (_rope, 4),

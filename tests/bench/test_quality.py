@@ -578,7 +578,7 @@ def test_wrong_flags_are_one_line(study, tmp_path, capsys):
 
 
 def test_the_recommended_settings_are_those_of_the_rows(study):
-    """What README and docstring say of them are shares of the published rows; that for quality keeps its promise."""
+    """What page and docstring say of them are shares of the published rows; that for quality keeps its promise."""
     rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
     size = study.settings.FULL.conversion
     models = [
@@ -613,12 +613,12 @@ def test_the_recommended_settings_are_those_of_the_rows(study):
     assert trained.copies_found >= 0.95 * dense.copies_found
     assert trained.bits_per_byte <= dense.bits_per_byte + 0.005
     said += [f"{100 * by_default.copies_found:.0f} %"]
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "quality.md").read_text().split())
     docstring = " ".join(HTreeAttention.recommended.__doc__.split())
-    for document in (readme, docstring):
+    for document in (page, docstring):
         for words in said:
             assert words.removesuffix(" %") in document, words
-    assert f"{100 * trained.copies_found:.0f} % of the copies" in readme
+    assert f"{100 * trained.copies_found:.0f} % of the copies" in page
     assert f"{100 * trained.copies_found:.1f} % of the copies" in docstring
     with (ROOT / "benchmarks" / "results" / "quality" / "conversion_again.csv").open() as file:
         again = [
@@ -627,6 +627,6 @@ def test_the_recommended_settings_are_those_of_the_rows(study):
     assert {int(row["seen"]) for row in again} == {dense.seen}
     copies = [100 * dense.copies_found, *(100 * float(row["copies_found"]) for row in again)]
     assert (
-        f"dense attention finds {min(copies):.0f} to {max(copies):.0f} %, at the same bits per byte" in readme
+        f"dense attention finds {min(copies):.0f} to {max(copies):.0f} %, at the same bits per byte" in page
     )
     assert f"dense attention {min(copies):.0f} to {max(copies):.0f} %" in docstring

@@ -33,6 +33,11 @@ def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor
     return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
 
 
+def lse_gradient(sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor:
+    """An upstream gradient of the log-sum-exps [B, T, H]."""
+    return normal(sizes[:3], torch.promote_types(dtype, torch.float32), device, 9)
+
+
 def one_process(
     sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> list[Tensor]:
@@ -40,7 +45,8 @@ def one_process(
     *qkv, dout = inputs(sizes, dtype, device)
     q, k, v = (x.requires_grad_() for x in qkv)
     out, lse = htree_ops.tree_attention(q, k, v, return_lse=True, **options)
-    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes, dtype, device)))
+    return [x.detach() for x in (out, lse, *gradients)]
 
 
 def many_processes(
@@ -52,10 +58,10 @@ def many_processes(
     def share(x: Tensor) -> Tensor:
         return shard_sequence(x, group, balance=balance)
 
-    *qkv, dout = map(share, inputs(sizes, dtype, device))
+    *qkv, dout, dlse = map(share, (*inputs(sizes, dtype, device), lse_gradient(sizes, dtype, device)))
     q, k, v = (x.requires_grad_() for x in qkv)
     out, lse = tree_attention_cp(q, k, v, group, balance=balance, return_lse=True, **options)
-    found = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+    found = (out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
     return [unshard_sequence(x.detach(), group, balance=balance) for x in found]
 
 
@@ -89,16 +95,19 @@ def sums_of_ranks(
     A group of one computes the sequence as one piece.
     """
     q, k, v, dout = inputs(sizes, dtype, device)
+    dlse = lse_gradient(sizes, dtype, device)
     tree = packed(**{name: options[name] for name in ("compression_rate", "max_top_nodes", "top_k")})
     totals: list[Tensor] = []
     for rank in range(size):
         parts = parts_of(rank, size, balance, sizes[1]) if size > 1 else (0,)
         starts = [part * sizes[1] // (size * len(parts)) for part in parts]
         length = sizes[1] // (size * len(parts))
-        rows, upstream = (torch.cat([x[:, at : at + length] for at in starts], 1) for x in (q, dout))
+        rows, upstream, of_lse = (
+            torch.cat([x[:, at : at + length] for at in starts], 1) for x in (q, dout, dlse)
+        )
         results = torch.ops.htree._attention_rows(rows, k, v, starts, True, *tree)
         _, *sums = torch.ops.htree._attention_rows_backward_sums(
-            upstream, rows, k, v, *results, starts, [True] * 3, *tree
+            rows, k, v, *results, upstream, of_lse, starts, [True] * 3, *tree
         )
         assert all(x.dtype == torch.promote_types(dtype, torch.float32) for x in sums)
         totals = [a + b for a, b in zip(totals, sums, strict=True)] if totals else sums

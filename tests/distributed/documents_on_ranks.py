@@ -23,6 +23,11 @@ def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor
     return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
 
 
+def lse_gradient(sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor:
+    """An upstream gradient of the log-sum-exps [N, H]."""
+    return normal(sizes[:2], torch.promote_types(dtype, torch.float32), device, 9)
+
+
 def one_process(
     sizes: Sizes, offsets: list[int], dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> list[Tensor]:
@@ -37,7 +42,8 @@ def one_process(
     out, lse = htree_ops.tree_attention_varlen(
         q, *wide, ends, ends, sizes[0], sizes[0], return_lse=True, **given
     )
-    return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), dout))]
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes, dtype, device)))
+    return [x.detach() for x in (out, lse, *gradients)]
 
 
 def many_processes(
@@ -51,10 +57,11 @@ def many_processes(
 ) -> list[Tensor]:
     """The same with the tokens on ``size`` ranks, put together again."""
     group = group_of(size)
-    *qkv, dout = (shard_sequence(x, group, 0, balance=balance) for x in inputs(sizes, dtype, device))
+    tensors = (*inputs(sizes, dtype, device), lse_gradient(sizes, dtype, device))
+    *qkv, dout, dlse = (shard_sequence(x, group, 0, balance=balance) for x in tensors)
     q, k, v = (x.requires_grad_() for x in qkv)
     out, lse = tree_attention_varlen_cp(q, k, v, offsets, group, balance=balance, return_lse=True, **options)
-    found = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+    found = (out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
     return [unshard_sequence(x.detach(), group, 0, balance=balance) for x in found]
 
 

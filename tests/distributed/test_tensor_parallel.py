@@ -139,9 +139,8 @@ def test_pending_sums_are_added_and_heads_that_do_not_divide_are_gathered(ranks:
 @pytest.mark.parametrize("tokens", [24, 5])
 def test_log_sums_of_heads_on_several_ranks(tokens: int, ranks: Pool) -> None:
     for found in ranks.run(tp_on_ranks.log_sums, 4, tokens):
-        assert found["equal"] == [True, True]
-        assert found["placed"] == [(Shard(2),), (Shard(2),)]
-        assert found["differentiable"] == [True, False]
+        assert found["equal"] == [True] * 5
+        assert found["placed"] == [(Shard(2),)] * 5
 
 
 def test_batch_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:

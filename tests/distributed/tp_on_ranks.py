@@ -50,7 +50,8 @@ def example(name: str) -> tuple[Any, ...]:
     tree, mask = packed(**TREE), [True] * 3
     rows = (q[:, :16], k, v, [12, 4], True, *tree)
     results = ops._attention_rows(*rows)
-    rows_and_results = (x(4, 16, 8, 6, seed=14), *rows[:3], *results, rows[3], mask, *tree)
+    gradients = (x(4, 16, 8, 6, seed=14), x(4, 16, 8, seed=15))
+    rows_and_results = (*rows[:3], *results, *gradients, rows[3], mask, *tree)
     ends = torch.tensor([0, 13, 40], dtype=torch.int32)
     documents = (q[0], k[0], v[0], ends, ends, 27, 27)
     of_documents = (*documents, "auto", *tree)
@@ -62,15 +63,17 @@ def example(name: str) -> tuple[Any, ...]:
     scales = (x(8, 1, seed=12).abs() + 1, x(1, 12, seed=13).abs() + 1)
     table: dict[str, Callable[[], tuple[Any, ...]]] = {
         "_attention": lambda: (q, k, v, True, *tree),
+        "_attention_lse": lambda: (q, k, v, True, *tree),
         "_attention_rows": lambda: rows,
         "_attention_rows_backward": lambda: rows_and_results,
         "_attention_rows_backward_sums": lambda: rows_and_results,
         "_attention_varlen": lambda: of_documents,
         "_attention_varlen_forward": lambda: of_documents,
         "_attention_varlen_backward": lambda: (
-            x(40, 8, 6, seed=18),
             *documents,
             *ops._attention_varlen_forward(*of_documents),
+            x(40, 8, 6, seed=18),
+            None,
             "auto",
             mask,
             *tree,
@@ -211,11 +214,15 @@ def log_sums(size: int, tokens: int) -> dict[str, Any]:
     q = q[:, 24 - tokens :]
     sharded = [distribute_tensor(x, mesh_of(size), [Shard(2)]).requires_grad_() for x in (q, k, v)]
     found = htree_ops.tree_attention(*sharded, return_lse=True, **TREE)
-    expected = htree_ops.tree_attention(q, k, v, return_lse=True, **TREE)
+    plain = [x.detach().requires_grad_() for x in (q, k, v)]
+    expected = htree_ops.tree_attention(*plain, return_lse=True, **TREE)
+    (found[1] * 2).sum().backward()  # of the lse alone
+    (expected[1] * 2).sum().backward()
+    found = (*found, *(x.grad for x in sharded))
+    expected = (*expected, *(x.grad for x in plain))
     return {
         "equal": [torch.equal(a.full_tensor(), b) for a, b in zip(found, expected, strict=True)],
         "placed": [x.placements for x in found],
-        "differentiable": [x.requires_grad for x in found],
     }
 
 

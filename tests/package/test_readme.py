@@ -1,4 +1,4 @@
-"""The README and its pages are true: examples run, names and switches exist, figures are those of the files."""
+"""The README and the pages of docs are true: examples run, names exist, figures are those of the files; and plain."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import csv
 import inspect
 import re
 import runpy
+import socket
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import htree_ops
 from benchmarks.harness import readme_table
 from htree_ops.info import op_names
-from htree_ops.ops.tree_attention.options import TreeKeywords
+from htree_ops.ops.tree_attention.options import RECOMMENDED, TreeKeywords
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 FAMILIES = [
     path.name for path in sorted((ROOT / "htree_ops" / "ops").iterdir()) if (path / "__init__.py").is_file()
 ]
+#: The README and every page of the site; semantics is a specification, with sentences of its own.
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.*"))]
+    if path.suffix in (".md", ".rst") and "semantics" not in path.parts
+}
 
 
 def section(title: str, document: str = README) -> str:
@@ -34,17 +43,184 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-def test_the_example_runs_as_printed(capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert blocks
-    assert len(blocks[0].strip().splitlines()) <= 10
-    for name in ("usage.md", "models.md"):
-        blocks += re.findall(r"^```python\n(.*?)^```", page(name), re.M | re.S)
-    for block in blocks:
-        names: dict[str, object] = {}
-        exec(compile(block, "README.md", "exec"), names)
-    out = capsys.readouterr().out
-    assert "torch.Size([1, 4096, 256])" in out
+def blocks_of(name: str, language: str) -> list[str]:
+    """The code blocks of a page in a language."""
+    if name.endswith(".rst"):
+        found = re.findall(rf"^\.\. code-block:: {language}\n\n((?:   .*\n|\n)+)", PAGES[name], re.M)
+        return [textwrap.dedent(block) for block in found]
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[name], re.M | re.S)
+
+
+@pytest.fixture
+def as_under_torchrun(monkeypatch):
+    """The environment of one rank alone, on the CPU; groups that an example made are gone afterwards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for key, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }.items():
+        monkeypatch.setenv(key, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+EXAMPLES = [
+    pytest.param(name, block, id=f"{name}-{number}")
+    for name in PAGES
+    for number, block in enumerate(blocks_of(name, "python"))
+]
+
+
+@pytest.mark.parametrize(("name", "block"), EXAMPLES)
+def test_an_example_runs(name, block, as_under_torchrun, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a rank of gloo on every machine
+    exec(compile(block, name, "exec"), {"__name__": name})
+
+
+def test_the_readme_prints_what_it_says(capsys):
+    first = blocks_of("README.md", "python")[0]
+    assert len(first.strip().splitlines()) <= 10
+    exec(compile(first, "README.md", "exec"), {})
+    assert "torch.Size([1, 4096, 256])" in capsys.readouterr().out
+
+
+def test_every_code_block_is_one_that_a_test_reads():
+    """Python runs; a line of a shell names a target, a module or a file that exists, and flags that its source has."""
+    for name, text in PAGES.items():
+        languages = set(re.findall(r"^```(\S*)\n.*?^```", text, re.M | re.S)) - {"{toctree}"}
+        languages |= set(re.findall(r"^\.\. code-block:: (\w+)", text, re.M))
+        assert languages <= {"python", "sh"}, name
+        assert not re.search(r"\n\n    \S", text), f"{name}: an indented block"
+        for line in "".join(blocks_of(name, "sh")).splitlines():
+            command = line.partition("#")[0]
+            check_command(name, command)
+
+
+def check_command(page: str, command: str) -> None:
+    """Fails where a line of a shell block names what does not exist."""
+    if target := re.match(r"make ([a-z-]+)", command):
+        assert re.search(rf"^{target[1]}:.*## ", (ROOT / "Makefile").read_text(), re.M), f"{page}: {command}"
+        return
+    called = re.search(
+        r"(?:python -m ([\w.]+)(?: ([a-z-]+))?|(?:python|torchrun .*) (examples/\w+\.py))", command
+    )
+    if called is None:
+        assert re.match(r"(python3\.11 -m venv|pip install|cd ~) ", command), f"{page}: {command}"
+        return
+    module, word, script = called.groups()
+    path = ROOT / (script or module.replace(".", "/"))
+    sources = [path] if path.is_file() else [*path.parent.glob(f"{path.name}.py"), *path.glob("**/*.py")]
+    if script:
+        sources += (ROOT / "examples" / "lm").glob("*.py")
+    elif not path.is_dir():
+        sources += (ROOT / module.split(".")[0]).glob("**/*.py")
+    text = "".join(source.read_text() for source in sources)
+    assert text, f"{page}: {command}"
+    if word and (path / "__main__.py").is_file():
+        assert f'"{word}"' in text, f"{page}: {command} has no {word}"
+    for flag in re.findall(r"--([a-z][a-z-]+)", command[called.end(1 if module else 3) :]):
+        assert any(x in text for x in (f"--{flag}", flag.replace("-", "_"))), (
+            f"{page}: {command} has no --{flag}"
+        )
+
+
+def prose(name: str) -> list[str]:
+    """The sentences of a page: no headings, tables, code, directives or generated sections; code is one word."""
+    text = re.sub(r"^```.*?^```", "\n", PAGES[name], flags=re.M | re.S)
+    text = re.sub(r"^\.\. .*\n(?:\n|   .*\n)*", "\n", text, flags=re.M)
+    text = re.sub(r"^<!-- (\S+) -->.*?^<!-- /\1 -->", "\n", text, flags=re.M | re.S)
+    text = re.sub(r"^(?:[#|<(]|  <|=+$).*$", "", text, flags=re.M)
+    text = re.sub(r"`[^`]+`", "CODE", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"[*\[\]]|__", "", re.sub(r"^- |^\d\. ", "\n\n", text, flags=re.M))
+    paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [s for part in paragraphs for s in re.split(r"(?<=[.!?:])\s+(?=[A-Z0-9\"])", part) if s]
+
+
+NAMED_BY_NUMBER = r"(?:[Tt]orch|Python|transformers|RTX|OLMo|Gemma|GPUs?|\()\s[\d., ()and]*\d"
+
+
+def numbers(sentence: str) -> list[str]:
+    """The numbers of a sentence: not those of names and versions, nor parts of words."""
+    sentence = re.sub(r"(?<=\d) (?=\d{3}\b)", "", sentence)
+    sentence = re.sub(NAMED_BY_NUMBER, "", sentence)
+    return re.findall(r"(?<![\w.:§^-])\d+(?:\.\d+)?(?:e-\d+)?(?:k|M)?(?![\w.]*\d|-\w)", sentence)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_sentences_are_short(name):
+    """At most thirty words and three numbers."""
+    too_long = [
+        sentence
+        for sentence in prose(name)
+        if len([word for word in sentence.split() if re.search(r"\w", word)]) > 30
+        or len(numbers(sentence)) > 3
+    ]
+    assert not too_long, "\n".join(too_long)
+
+
+def test_numbers_are_counted():
+    sentence = (
+        "At 131 072 tokens it takes 4.5 ms, 1.2 times 128k, in fp16 on an H200 with torch 2.11, an RTX 4090."
+    )
+    assert numbers(sentence) == ["131072", "4.5", "1.2", "128k"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_words_are_those_of_the_trade(name):
+    sentences = " ".join(prose(name))
+    for word in (r"texts?", "rooms?", "twins?", "aims?", "drafts", "documents' default"):
+        assert not re.search(rf"\b{word}\b", sentences), f"{word}: see the words in CONTRIBUTING.md"
+
+
+def test_the_readme_has_its_order_and_size():
+    assert len(README.splitlines()) <= 150
+    titles = re.findall(r"^## (.*)", README, re.M)
+    order = [
+        "Beside dense attention",
+        "Install",
+        "Quick start",
+        "Use it in your model",
+        "What runs where",
+        "Names",
+        "Pages",
+        "Licence and citation",
+    ]
+    assert titles == order
+
+
+def test_limits_stay_short():
+    assert len(page("limits.md").split()) <= 700
+
+
+def test_the_api_has_every_public_name():
+    pages = "".join(text for name, text in PAGES.items() if name.startswith("docs/api/"))
+    whole = set(re.findall(r"automodule:: (\S+)\n(?!   :no-members:)", pages))
+    for name in set(htree_ops.__all__) - {"__version__"}:
+        module = getattr(htree_ops, name).__module__
+        assert re.search(rf":: htree_ops\.{name}$", pages, re.M) or module in whole, name
+
+
+def test_every_page_is_in_the_contents():
+    """Links between pages lead somewhere, and the index reaches every page."""
+    contents = {}
+    for name, text in PAGES.items():
+        here = (ROOT / name).parent
+        for target in re.findall(r"\]\(([\w./-]+\.(?:md|rst))(?:#[\w-]+)?\)", text):
+            assert (here / target).is_file(), f"{name}: {target}"
+        entries = "\n".join(re.findall(r"^```{toctree}\n(.*?)^```", text, re.M | re.S))
+        contents[name] = {
+            str((here / line).relative_to(ROOT)) for line in re.findall(r"^[\w/]+$", entries, re.M)
+        }
+    reached = set().union(*contents.values())
+    for name in PAGES:
+        assert name in ("README.md", "docs/index.md") or name.rpartition(".")[0] in reached, name
 
 
 @pytest.mark.parametrize("script", ["draw_tree", "draw_results"])
@@ -53,7 +229,7 @@ def test_the_scripts_draw_the_pictures(tmp_path, script):
     pytest.importorskip("matplotlib")
     folder = ROOT / "docs" / "images"
     assert runpy.run_path(str(folder / f"{script}.py"))["main"](["--out", str(tmp_path)]) == 0
-    shown = README + page("results.md")
+    shown = "".join(PAGES.values())
     drawn = sorted(path.name for path in tmp_path.iterdir())
     assert len(drawn) in (2, 4)
     for name in drawn:
@@ -61,11 +237,12 @@ def test_the_scripts_draw_the_pictures(tmp_path, script):
         assert f"images/{name}" in shown
 
 
-def test_the_two_commands_are_targets():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", README, re.M)):
-        assert re.search(rf"^{target}:.*## ", makefile, re.M), target
-    assert {"demo", "test"} <= set(re.findall(r"^    make ([a-z-]+)", README, re.M))
+def test_the_two_commands_are_those_of_the_quick_start():
+    """That they are targets, and those of other pages too, is checked with every block."""
+    assert set(re.findall(r"^make ([a-z-]+)", section("Quick start"), re.M)) == {"demo", "test"}
+    for name, text in PAGES.items():
+        for target in set(re.findall(r"`make ([a-z][a-z-]*)", text)):
+            check_command(name, f"make {target}")
 
 
 def test_every_name_can_be_imported():
@@ -75,7 +252,7 @@ def test_every_name_can_be_imported():
     for name in table:
         assert name in htree_ops.__all__, name
     options = {*inspect.signature(htree_ops.tree_attention).parameters, *TreeKeywords.__annotations__}
-    others = {"htree_ops", "out", "info", "venv"}
+    others = {"htree_ops"}
     for name in set(re.findall(r"`([A-Za-z_]+)(?:=\d*)?`", README)) - others:
         assert name in options or hasattr(htree_ops, name) or name.startswith("HTREE_"), name
 
@@ -115,17 +292,16 @@ def test_the_table_names_every_switch():
 
 
 def test_the_figures_are_those_of_the_files():
-    folder = ROOT / "benchmarks" / "results"
-    files = readme_table.read_rows(folder)
-    results = page("results.md")
-    for text, name, written in (
-        (README, "results", readme_table.render_summary(files)),
-        (results, "headlines", readme_table.render_headlines(files, "benchmarks/results")),
-        (results, "results", readme_table.render(files, "benchmarks/results")),
-    ):
-        assert readme_table.replace_section(text, written, name) == text, (
-            "run python -m benchmarks.harness.readme_table"
-        )
+    results = readme_table.read_results(ROOT / "benchmarks" / "results")
+    changed = readme_table.write_sections(ROOT, results)
+    assert not changed, f"{[str(path) for path in changed]}: run python -m benchmarks.harness.readme_table"
+
+
+def test_settings_are_the_recommended_ones():
+    """The first columns of the tables are what the layer recommends."""
+    for setting, goal in zip(readme_table.SETTINGS, RECOMMENDED.values(), strict=False):
+        assert {"selection_span": setting.span, "selection_stride": setting.stride} == goal
+    assert htree_ops.TreeOptions().top_nodes == readme_table.DENSE_TO
 
 
 def test_the_errors_of_compression_are_those_of_the_file():
@@ -133,7 +309,7 @@ def test_the_errors_of_compression_are_those_of_the_file():
         measured = list(csv.DictReader(file))
     cells = re.findall(
         r"^\| (\d+) % \| (\d+) \| (yes|no) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$",
-        page("usage.md"),
+        page("performance.md"),
         re.M,
     )
     assert 2 * len(cells) == len(measured)

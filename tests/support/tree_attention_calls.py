@@ -71,6 +71,7 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     parents = [stage.parents for stage in stages]
     stored = torch.ops.htree._attention_rows(q, k, v, [t0], True, *packed)[3]
     dout = normal((*rows, case.V), case.dtype, device, seed + 9)
+    dlse = normal(rows, case.state_dtype, device, seed + 10)
     io_shared = (rate, case.M, top_k, case.scale, "stratified", True)
     built = reference.tree_build(k, v, rate)
     times = torch.arange(case.T_q, device=device, dtype=torch.int32) % (rate * top_k)
@@ -114,11 +115,16 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
         Call("attention_backward", (dout, q, k, v, *forward[:3], parents, *shared), later),
         Call("_attention_forward", (q, k, v, True, *packed)),
         Call("_attention", (q, k, v, True, *packed), differentiable=(0, 1, 2)),
+        Call("_attention_lse", (q, k, v, True, *packed), differentiable=(0, 1, 2)),
         Call("_attention_rows", (q, k, v, [t0], True, *packed)),
         Call("_attention_backward", (dout, q, k, v, *forward[:3], parents, mask, *packed)),
         *(
-            Call(name, (dout, q, k, v, *forward[:3], stored, [t0], mask, *packed))
-            for name in ("_attention_rows_backward", "_attention_rows_backward_sums")
+            Call(name, (q, k, v, *forward[:3], stored, *given, [t0], mask, *packed))
+            for name, given in (
+                ("_attention_rows_backward", (dout, dlse)),
+                ("_attention_rows_backward", (None, dlse)),
+                ("_attention_rows_backward_sums", (dout, None)),
+            )
         ),
     ]
     if top.layer > 0:

@@ -96,6 +96,7 @@ def assert_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    dlse: Tensor | None = None,
 ) -> None:
     """Assert (dq, dk, dv), any of them None, against float64 ones: 5 times the tolerance of outputs."""
     __tracebackhide__ = True
@@ -103,7 +104,7 @@ def assert_gradients(
         if gradient is None:
             continue
         a, b = TOLERANCE[gradient.dtype]
-        atol = GRADIENT_FACTOR * a * largest(dout) * largest(q, k, v)
+        atol = GRADIENT_FACTOR * a * largest(dout, *([] if dlse is None else [dlse])) * largest(q, k, v)
         assert_close_spec(
             gradient, wanted, rtol=GRADIENT_FACTOR * b, atol=atol, dtype=gradient.dtype, name=name
         )
@@ -114,30 +115,42 @@ LARGE_TAPE = 1 << 26
 
 
 def reference_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    parents: Sequence[Tensor],
+    options: dict[str, Any],
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv in float64 by autograd through the reference under the given lists.
+    """dq, dk, dv in float64 by autograd through the reference under the given lists, from gradients of out and lse.
 
     Large problems go one K/V head of one batch after the other: the tape of all would take gigabytes.
     """
     if q.numel() * k.shape[1] < LARGE_TAPE:
-        return _gradients_of_a_part(q, k, v, dout, parents, options)
+        return _gradients_of_a_part(q, k, v, dout, parents, options, dlse)
     gradients = tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
     group = q.shape[2] // max(k.shape[2], 1)
     for batch in range(k.shape[0]):
         for head in range(k.shape[2]):
             queries = (slice(batch, batch + 1), slice(None), slice(head * group, (head + 1) * group))
             keys = (slice(batch, batch + 1), slice(None), slice(head, head + 1))
-            found = _gradients_of_a_part(
-                q[queries], k[keys], v[keys], dout[queries], [x[keys] for x in parents], options
-            )
+            lists = [x[keys] for x in parents]
+            of_lse = None if dlse is None else dlse[queries]
+            found = _gradients_of_a_part(q[queries], k[keys], v[keys], dout[queries], lists, options, of_lse)
             for gradient, place, part in zip(gradients, (queries, keys, keys), found, strict=True):
                 gradient[place] = part
     return gradients
 
 
 def _gradients_of_a_part(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parents: Sequence[Tensor], options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    parents: Sequence[Tensor],
+    options: dict[str, Any],
+    dlse: Tensor | None,
 ) -> tuple[Tensor, ...]:
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     # The tree holds values rounded to the storage dtype: differentiate at exactly those values.
@@ -148,7 +161,9 @@ def _gradients_of_a_part(
     )
     if not forward.out.requires_grad:  # without a query nothing depends on the keys
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
-    return torch.autograd.grad(forward.out, leaves, dout.double())
+    if dlse is None:
+        return torch.autograd.grad(forward.out, leaves, dout.double())
+    return torch.autograd.grad((forward.out, forward.lse), leaves, (dout.double(), dlse.double()))
 
 
 class _Widen(torch.autograd.Function):

@@ -101,7 +101,7 @@ class VarlenCase(OptionFields, Case):
 
 @dataclass(frozen=True, kw_only=True)
 class VarlenBackwardCase(Case):
-    """The gradient of ``forward``: what ``_attention_varlen_forward`` gave, and a standard normal upstream gradient."""
+    """The gradient of ``forward``: what ``_attention_varlen_forward`` gave, and a standard normal gradient of out."""
 
     forward: VarlenCase
 
@@ -110,7 +110,7 @@ class VarlenBackwardCase(Case):
         inputs = self.forward.make_inputs(device, seed)
         state = torch.ops.htree._attention_varlen_forward(*inputs, "auto", *self.forward.packed())
         dout = normal(tuple(state[0].shape), self.dtype, device, 3 * seed + 1_000_003)
-        return (dout, *inputs, *state)
+        return (*inputs, *state, dout, None)
 
     def bytes(self) -> int:
         """query, key, value, out, dout read and their gradients written once."""

@@ -67,8 +67,8 @@ def test_attention_and_its_gradient(
     monkeypatch.setenv("HTREE_TREE_GATHER", gather)
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
     for store_parents in (True, False):
-        out = torch.ops.htree.attention(q, k, v, *case.op_options(), store_parents)
-        for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+        results = torch.ops.htree._attention_lse(q, k, v, store_parents, *case.packed())
+        for gradient in torch.autograd.grad(results, (q, k, v), [torch.randn_like(x) for x in results]):
             assert gradient.isfinite().all()
 
 
@@ -150,6 +150,7 @@ def test_rows_before_the_first_selection_of_a_long_sequence(span: int | None) ->
             *results, lists = torch.ops.htree._attention_rows(rows, k, v, starts, store_parents, *packed)
             assert results[0].isfinite().all()
             gradients = torch.ops.htree._attention_rows_backward(
-                torch.randn_like(rows), rows, k, v, *results, lists, starts, [True] * 3, *packed
+                *(rows, k, v, *results, lists, torch.randn_like(rows), torch.randn_like(results[2])),
+                *(starts, [True] * 3, *packed),
             )
             assert all(x.isfinite().all() for x in gradients)

@@ -40,7 +40,7 @@ def test_frozen_inputs_cost_no_gradient(wanted: tuple[int, ...], device: str) ->
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is OPS._attention_rows_backward.default:
-                masks.append(tuple(args[9]))
+                masks.append(tuple(args[10]))
             return func(*args, **(kwargs or {}))
 
     with Record():

@@ -125,6 +125,9 @@ ROWS = {
 ROWS_BACKWARD = {
     **ROWS,
     **{what: row for what, row in BACKWARD.items() if "parents" not in row[0]},
+    "no gradient": ({"dout": None, "dlse": None}, ValueError, ["dout", "dlse", "None"]),
+    "dlse shape": ({"dlse": zeros(2, 12, 3)}, ValueError, ["dlse", "4", "3"]),
+    "dlse dtype": ({"dlse": zeros(2, 12, 4, dtype=torch.float64)}, TypeError, ["dlse", "float32", "float64"]),
     "lists of one layer": ({"lists": int32(2, 12, 2, 2)}, ValueError, ["lists", "24", "12"]),
     "lists rank": ({"lists": int32(2, 2, 12, 2, 2)}, ValueError, ["lists", "24", "12"]),
     "lists dtype": ({"lists": zeros(2, 24, 2, 2)}, TypeError, ["lists", "int32", "float32"]),
@@ -295,6 +298,7 @@ TABLE = [
         for op in ("attention", "tree_attention", "attention_forward")
         for what, row in WHOLE.items()
     ),
+    *(("_attention_lse", what, *row) for what, row in WHOLE.items() if what != "importance"),
     *(("_attention_rows", what, *row) for what, row in ROWS.items()),
     *(("_attention_rows_backward", what, *row) for what, row in ROWS_BACKWARD.items()),
     *(("attention_backward", what, *row) for what, row in {**WHOLE, **BACKWARD}.items()),
@@ -312,7 +316,9 @@ def test_a_wrong_argument_is_named(op, what, changes, error, words, device):
         make_call(op, device, **changed)
     message = str(caught.value)
     assert type(caught.value) is error
-    function = {"attention": "tree_attention"}.get(op, op.removeprefix("_"))
+    function = {"attention": "tree_attention", "_attention_lse": "tree_attention"}.get(
+        op, op.removeprefix("_")
+    )
     assert message.startswith(f"{function}: ")
     body = message.removeprefix(f"{function}: ")
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", body)]

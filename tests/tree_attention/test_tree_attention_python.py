@@ -87,8 +87,6 @@ def test_gradients_flow_through_the_function(scope, store_parents, return_lse, d
         *leaves, **keywords(case), scope=scope, store_parents=store_parents, return_lse=return_lse
     )
     out = result[0] if return_lse else result
-    if return_lse:
-        assert not result[1].requires_grad
     got = torch.autograd.grad(out.square().sum(), leaves)
     q, k, v = (x.detach().requires_grad_() for x in leaves)
     group = case.H // case.H_kv if scope == "q_head" else 1

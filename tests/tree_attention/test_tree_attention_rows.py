@@ -97,10 +97,11 @@ def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -
         unstored = OPS._attention_rows(rows, k, v, [begin], False, *tree)
         assert unstored[3].shape == (lists.shape[0], 0, *lists.shape[2:])
         assert torch.equal(unstored[0], results[0])
-        state = (dout[:, begin:end], rows, k, v, *results)
-        gradients = OPS._attention_rows_backward(*state, lists, [begin], MASK, *tree)
-        again = OPS._attention_rows_backward(*state, unstored[3], [begin], MASK, *tree)
-        unrounded = OPS._attention_rows_backward_sums(*state, lists, [begin], MASK, *tree)
+        rest = (dout[:, begin:end], None, [begin], MASK, *tree)
+        state = (rows, k, v, *results)
+        gradients = OPS._attention_rows_backward(*state, lists, *rest)
+        again = OPS._attention_rows_backward(*state, unstored[3], *rest)
+        unrounded = OPS._attention_rows_backward_sums(*state, lists, *rest)
         for one, other, wide in zip(gradients, again, unrounded, strict=True):
             assert torch.equal(one, other)
             assert torch.equal(one, wide.to(dtype))
@@ -124,10 +125,9 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
         starts = [i * step for i in places]
         rows, upstream = (torch.cat([x[:, at : at + step] for at in starts], 1) for x in (q, dout))
         *results, lists = OPS._attention_rows(rows, k, v, starts, True, *tree)
-        ours = OPS._attention_rows_backward(upstream, rows, k, v, *results, lists, starts, MASK, *tree)
-        again = OPS._attention_rows_backward(
-            upstream, rows, k, v, *results, lists[:, :0], starts, MASK, *tree
-        )
+        rest = (upstream, None, starts, MASK, *tree)
+        ours = OPS._attention_rows_backward(rows, k, v, *results, lists, *rest)
+        again = OPS._attention_rows_backward(rows, k, v, *results, lists[:, :0], *rest)
         sums = [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
         for i, start in enumerate(starts):
             piece = slice(i * step, (i + 1) * step)
@@ -136,7 +136,7 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
                 assert torch.equal(found[:, piece], expected)
             ours_here = stacked(lists, len(starts) * step // stride)[:, :, i * step // stride :]
             assert torch.equal(ours_here[:, :, : step // stride], stacked(one[3], step // stride))
-            state = (upstream[:, piece], rows[:, piece], k, v, *one)
+            state = (rows[:, piece], k, v, *one, upstream[:, piece], None)
             theirs = OPS._attention_rows_backward(*state, [start], MASK, *tree)
             assert_close(ours[0][:, piece], theirs[0], 0 if device == "cpu" else 2e-2)
             for total, part in zip(sums, theirs[1:], strict=True):
@@ -188,10 +188,9 @@ def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
     assert lists.shape == (2, 2, 2, 2)
     assert torch.equal(lists[:, :1], parents[0][:, :1])
     assert (lists[:, 1:] == -1).all()
-    gradients = OPS._attention_rows_backward(dout[:, :1], q[:, :1], k, v, *results, lists, [0], MASK, *tree)
-    again = OPS._attention_rows_backward(
-        dout[:, :1], q[:, :1], k, v, *results, lists[:, :0], [0], MASK, *tree
-    )
+    rest = (dout[:, :1], None, [0], MASK, *tree)
+    gradients = OPS._attention_rows_backward(q[:, :1], k, v, *results, lists, *rest)
+    again = OPS._attention_rows_backward(q[:, :1], k, v, *results, lists[:, :0], *rest)
     for one, other in zip(gradients, again, strict=True):
         assert torch.equal(one, other)
 
@@ -201,7 +200,7 @@ def test_no_row(device: str) -> None:
     out, gmax, gsum, lists = OPS._attention_rows(q[:, :0], k, v, [4], True, *packed(4, 8, 2))
     assert out.shape == (1, 0, 2, 4)
     dq, dk, dv = OPS._attention_rows_backward(
-        dout[:, :0], q[:, :0], k, v, out, gmax, gsum, lists, [4], MASK, *packed(4, 8, 2)
+        q[:, :0], k, v, out, gmax, gsum, lists, dout[:, :0], None, [4], MASK, *packed(4, 8, 2)
     )
     assert dq.numel() == 0
     assert not dk.any()

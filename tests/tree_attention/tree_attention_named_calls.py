@@ -166,6 +166,7 @@ CALLS = {
     "attention_forward": {**QKV, **OPTIONS, "store_parents": True},
     "attention": {**QKV, **OPTIONS, "store_parents": True},
     "tree_attention": {**QKV, **OPTIONS, "store_parents": True},
+    "_attention_lse": {**QKV, "store_parents": True, **OPTIONS},
     "_attention_rows": {**QKV, "starts": [8], "store_parents": True, **OPTIONS},
     "attention_backward": {
         "dout": normal(2, 12, 4, 5),
@@ -179,6 +180,7 @@ CALLS = {
     },
     "_attention_rows_backward": {
         "dout": normal(2, 12, 4, 5),
+        "dlse": normal(2, 12, 4),
         **QKV,
         "out": normal(2, 12, 4, 5),
         "gmax": ones(2, 12, 4),

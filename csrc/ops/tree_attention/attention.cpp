@@ -111,6 +111,16 @@ Tensor attention(const TreeOptions& options, const Tensor& q, const Tensor& k, c
   return std::get<0>(run_suffix<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false));
 }
 
+// (attention(...), gmax + log(gsum))
+template <AttentionForward* kKernel>
+AttentionLse attention_lse(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                           bool /*store_parents*/) {
+  const AttentionState state =
+      run_suffix<kKernel>("tree_attention", q, k, v, options, /*store_parents=*/false);
+  const auto& [out, gmax, gsum, parents] = state;
+  return {out, log_sum_exp(gmax, gsum)};
+}
+
 // attention_forward for queries in pieces, with its lists as torch.cat(parents, 1): what Autograd calls. The tree is
 // built once for all pieces.
 template <AttentionForward* kKernel>
@@ -132,16 +142,17 @@ AttentionRows attention_rows(const TreeOptions& options, const Tensor& q, const 
 
 // The gradient of the loop above with `parents` held fixed:
 // torch.autograd.grad(attention of the given cut, (q, k, v), dout); P = (s - gmax).exp() / gsum per merged
-// candidate, D = (dout * out).sum(-1), dS = P * (dout @ V^T - D); each layer's dK, dV go down through
+// candidate, D = (dout * out).sum(-1) - dlse, dS = P * (dout @ V^T - D); each layer's dK, dV go down through
 // tree_build_backward
 template <AttentionBackward* kKernel>
-void run_backward(const char* op, const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                  const Tensor& out, const Tensor& gmax, const Tensor& gsum, at::TensorList parents,
-                  c10::SymIntArrayRef starts, const TreeOptions& options, const Gradients& gradients) {
+void run_backward(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse, const Tensor& q,
+                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                  at::TensorList parents, c10::SymIntArrayRef starts, const TreeOptions& options,
+                  const Gradients& gradients) {
   if constexpr (kKernel != nullptr) {
     const AttentionArgs args = resolve_options(op, options, k, starts, !parents.empty());
     const auto& [dq, dk, dv] = gradients;
-    if (dout.numel() == 0) {
+    if (out.numel() == 0) {
       // Without a query no key has a gradient.
       for (const Tensor& gradient : {dq, dk, dv}) {
         if (gradient.defined()) {
@@ -153,8 +164,9 @@ void run_backward(const char* op, const Tensor& dout, const Tensor& q, const Ten
       for (const Tensor& list : parents) {
         lists.push_back(packed_rows(list));
       }
-      kKernel(unit_last(dout), unit_last(q), unit_last(k), unit_last(v), unit_last(out), unit_last(gmax),
-              unit_last(gsum), lists, args, dq, dk, dv);
+      kKernel(unit_last(given_or_zeros(dout, out)), dlse.has_value() ? dlse->contiguous() : Tensor(),
+              unit_last(q), unit_last(k), unit_last(v), unit_last(out), unit_last(gmax), unit_last(gsum),
+              lists, args, dq, dk, dv);
     }
   }
 }
@@ -165,20 +177,20 @@ Gradients attention_backward(const TreeOptions& options, const Tensor& dout, con
                              at::TensorList parents, std::array<bool, 3> output_mask) {
   Gradients gradients =
       prepare_attention_backward(dout, q, k, v, out, gmax, gsum, parents, options, output_mask);
-  run_backward<kKernel>("attention_backward", dout, q, k, v, out, gmax, gsum, parents, {suffix_start(q, k)},
-                        options, gradients);
+  run_backward<kKernel>("attention_backward", dout, /*dlse=*/std::nullopt, q, k, v, out, gmax, gsum, parents,
+                        {suffix_start(q, k)}, options, gradients);
   return gradients;
 }
 
 template <AttentionBackward* kKernel>
-Gradients attention_rows_backward(const TreeOptions& options, const Tensor& dout, const Tensor& q,
-                                  const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
-                                  const Tensor& gsum, const Tensor& lists, c10::SymIntArrayRef starts,
-                                  std::array<bool, 3> output_mask) {
-  Gradients gradients =
-      prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts, options, output_mask);
+Gradients attention_rows_backward(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                  const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                  const Tensor& lists, const OptionalTensor& dout, const OptionalTensor& dlse,
+                                  c10::SymIntArrayRef starts, std::array<bool, 3> output_mask) {
+  Gradients gradients = prepare_attention_rows_backward(dout, dlse, q, k, v, out, gmax, gsum, lists, starts,
+                                                        options, output_mask);
   if constexpr (kKernel != nullptr) {
-    run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum,
+    run_backward<kKernel>("attention_rows_backward", dout, dlse, q, k, v, out, gmax, gsum,
                           lists_of_layers(lists, q, k, options), starts, options, gradients);
   }
   return gradients;
@@ -186,11 +198,12 @@ Gradients attention_rows_backward(const TreeOptions& options, const Tensor& dout
 
 // attention_rows_backward with dk and dv as the sums that it rounds, fp32 (fp64 for fp64).
 template <AttentionBackward* kKernel>
-Gradients attention_rows_backward_sums(const TreeOptions& options, const Tensor& dout, const Tensor& q,
-                                       const Tensor& k, const Tensor& v, const Tensor& out,
-                                       const Tensor& gmax, const Tensor& gsum, const Tensor& lists,
-                                       c10::SymIntArrayRef starts, std::array<bool, 3> output_mask) {
-  Gradients gradients = prepare_attention_rows_backward(dout, q, k, v, out, gmax, gsum, lists, starts,
+Gradients attention_rows_backward_sums(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                       const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                       const Tensor& gsum, const Tensor& lists, const OptionalTensor& dout,
+                                       const OptionalTensor& dlse, c10::SymIntArrayRef starts,
+                                       std::array<bool, 3> output_mask) {
+  Gradients gradients = prepare_attention_rows_backward(dout, dlse, q, k, v, out, gmax, gsum, lists, starts,
                                                         options, {output_mask[0], false, false});
   auto& [dq, dk, dv] = gradients;
   if (output_mask[1]) {
@@ -200,7 +213,7 @@ Gradients attention_rows_backward_sums(const TreeOptions& options, const Tensor&
     dv = new_tensor(v.sym_sizes(), state_dtype(v), v);
   }
   if constexpr (kKernel != nullptr) {
-    run_backward<kKernel>("attention_rows_backward", dout, q, k, v, out, gmax, gsum,
+    run_backward<kKernel>("attention_rows_backward", dout, dlse, q, k, v, out, gmax, gsum,
                           lists_of_layers(lists, q, k, options), starts, options, gradients);
   }
   return gradients;
@@ -210,6 +223,7 @@ template <AttentionForward* kForward, AttentionBackward* kBackward>
 void register_kernels(torch::Library& library) {
   library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward<kForward>>));
   library.impl("_attention", TORCH_FN(kPacked<attention<kForward>>));
+  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse<kForward>>));
   library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows<kForward>>));
   library.impl("_attention_backward", TORCH_FN(kPacked<attention_backward<kBackward>>));
   library.impl("_attention_rows_backward", TORCH_FN(kPacked<attention_rows_backward<kBackward>>));
@@ -220,23 +234,28 @@ void register_kernels(torch::Library& library) {
 
 TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string qkv = "(Tensor q, Tensor k, Tensor v, ";
-  const std::string results =
-      "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
+  const std::string results = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
+  const std::string of_dout = "(Tensor dout, " + results;
   const std::string state = ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
   const std::string gradients = ") -> (Tensor dq, Tensor dk, Tensor dv)";
 
   const std::string packed = kPackedSchema;
   const std::string forward = "_attention_forward" + qkv + "bool store_parents, " + packed + state;
   const std::string attention = "_attention" + qkv + "bool store_parents, " + packed + ") -> Tensor";
+  const std::string lse =
+      "_attention_lse" + qkv + "bool store_parents, " + packed + ") -> (Tensor out, Tensor lse)";
   const std::string rows = "_attention_rows" + qkv + "SymInt[] starts, bool store_parents, " + packed +
                            ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
   const std::string backward =
-      "_attention_backward" + results + "Tensor[] parents, bool[3] output_mask, " + packed + gradients;
-  const std::string of_rows =
-      results + "Tensor lists, SymInt[] starts, bool[3] output_mask, " + packed + gradients;
+      "_attention_backward" + of_dout + "Tensor[] parents, bool[3] output_mask, " + packed + gradients;
+  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
+  const std::string of_rows = "(" + results +
+                              "Tensor lists, Tensor? dout, Tensor? dlse, SymInt[] starts, "
+                              "bool[3] output_mask, " +
+                              packed + gradients;
   const std::string rows_backward = "_attention_rows_backward" + of_rows;
   const std::string rows_backward_sums = "_attention_rows_backward_sums" + of_rows;
-  define_ops(library, {forward.c_str(), attention.c_str(), rows.c_str(), backward.c_str(),
+  define_ops(library, {forward.c_str(), attention.c_str(), lse.c_str(), rows.c_str(), backward.c_str(),
                        rows_backward.c_str(), rows_backward_sums.c_str()});
 
   // The ops of the design documents, and `attention` by the name of the function too.
@@ -247,7 +266,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       "attention_forward" + qkv + forward_options + state,
       "attention" + qkv + forward_options + ") -> Tensor",
       "tree_attention" + qkv + forward_options + ") -> Tensor",
-      "attention_backward" + results + "Tensor[] parents, " + backward_options + gradients};
+      "attention_backward" + of_dout + "Tensor[] parents, " + backward_options + gradients};
   for (const std::string& schema : by_name) {
     define_ops(library, {schema.c_str()});
   }
@@ -282,6 +301,7 @@ using torch::autograd::variable_list;
 // ---- the ops, called through the dispatcher
 
 using AttentionOp = PackedOp<Tensor(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
+using LseOp = PackedOp<AttentionLse(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
 using ForwardOp =
     PackedOp<AttentionState(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
 using RowsOp = PackedOp<AttentionRows(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -289,13 +309,18 @@ using RowsOp = PackedOp<AttentionRows(const Tensor& q, const Tensor& k, const Te
 using BackwardOp = PackedOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                                       at::TensorList parents, std::array<bool, 3> output_mask)>;
-using RowsBackwardOp =
-    PackedOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                       const Tensor& out, const Tensor& gmax, const Tensor& gsum, const Tensor& lists,
-                       c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
+using RowsBackwardOp = PackedOp<Gradients(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
+    const Tensor& gsum, const Tensor& lists, const OptionalTensor& dout, const OptionalTensor& dlse,
+    c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
 
 const AttentionOp& attention_op() {
   static const AttentionOp op("htree::_attention");
+  return op;
+}
+
+const LseOp& attention_lse_op() {
+  static const LseOp op("htree::_attention_lse");
   return op;
 }
 
@@ -330,29 +355,32 @@ const RowsBackwardOp& attention_rows_backward_sums_op() {
 struct AttentionNode : Function<AttentionNode> {
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const TreeOptions& options, bool store_parents) {
+  // Gives out, and with `returns_lse` the log-sum-exps too.
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const TreeOptions& options, bool store_parents, bool returns_lse) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
     const auto [out, gmax, gsum, lists] =
         attention_rows_op()(options, q, k, v, {suffix_start(q, k)}, store_parents);
     ctx->save_for_backward({q, k, v, out, gmax, gsum, lists});
     save_options(ctx->saved_data, options);
-    return out;
+    return returns_lse ? variable_list{out, log_sum_exp(gmax, gsum)} : variable_list{out};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) {
-      return variable_list(5);
+    const OptionalTensor dout = if_defined(grads[0]);
+    const OptionalTensor dlse = grads.size() > 1 ? if_defined(grads[1]) : std::nullopt;
+    if (!dout.has_value() && !dlse.has_value()) {
+      return variable_list(6);
     }
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
     auto [dq, dk, dv] =
-        attention_rows_backward_op()(load_options(ctx->saved_data), grads[0], q, k, v, saved[3], saved[4],
-                                     saved[5], saved[6], {suffix_start(q, k)}, wanted);
-    return {dq, dk, dv, Tensor(), Tensor()};
+        attention_rows_backward_op()(load_options(ctx->saved_data), q, k, v, saved[3], saved[4], saved[5],
+                                     saved[6], dout, dlse, {suffix_start(q, k)}, wanted);
+    return {dq, dk, dv, Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -360,10 +388,21 @@ Tensor attention_autograd(const TreeOptions& options, const Tensor& q, const Ten
                           bool store_parents) {
   if (needs_grad({q, k, v})) {
     check_attention("tree_attention", q, k, v, options);  // attention_rows would name itself
-    return AttentionNode::apply(q, k, v, options, store_parents);
+    return AttentionNode::apply(q, k, v, options, store_parents, /*returns_lse=*/false)[0];
   }
   at::AutoDispatchBelowAutograd guard;
   return attention_op()(options, q, k, v, store_parents);
+}
+
+AttentionLse attention_lse_autograd(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                    const Tensor& v, bool store_parents) {
+  if (needs_grad({q, k, v})) {
+    check_attention("tree_attention", q, k, v, options);
+    const variable_list results = AttentionNode::apply(q, k, v, options, store_parents, /*returns_lse=*/true);
+    return {results[0], results[1]};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return attention_lse_op()(options, q, k, v, store_parents);
 }
 
 Gradients attention_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& q,
@@ -376,12 +415,14 @@ Gradients attention_backward_autograd(const TreeOptions& options, const Tensor& 
 }
 
 template <const RowsBackwardOp& (*kOp)()>
-Gradients attention_rows_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& q,
-                                           const Tensor& k, const Tensor& v, const Tensor& out,
-                                           const Tensor& gmax, const Tensor& gsum, const Tensor& lists,
+Gradients attention_rows_backward_autograd(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                           const Tensor& v, const Tensor& out, const Tensor& gmax,
+                                           const Tensor& gsum, const Tensor& lists,
+                                           const OptionalTensor& dout, const OptionalTensor& dlse,
                                            c10::SymIntArrayRef starts, std::array<bool, 3> output_mask) {
-  return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
-    return kOp()(options, dout, q, k, v, out, gmax, gsum, lists, starts, output_mask);
+  const Tensor of_out = dout.value_or(Tensor()), of_lse = dlse.value_or(Tensor());
+  return once_differentiable("attention_backward", {of_out, of_lse, q, k, v, out}, output_mask, [&] {
+    return kOp()(options, q, k, v, out, gmax, gsum, lists, dout, dlse, starts, output_mask);
   });
 }
 
@@ -407,6 +448,14 @@ Tensor attention_autocast(const TreeOptions& options, const Tensor& q, const Ten
 }
 
 template <at::DeviceType kDevice>
+AttentionLse attention_lse_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
+                                    const Tensor& v, bool store_parents) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const Cast cast = cast_inputs<kDevice>(q, k, v);
+  return attention_lse_op()(options, cast.q, cast.k, cast.v, store_parents);
+}
+
+template <at::DeviceType kDevice>
 AttentionState attention_forward_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
                                           const Tensor& v, bool store_parents) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
@@ -427,6 +476,7 @@ AttentionRows attention_rows_autocast(const TreeOptions& options, const Tensor& 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   register_no_gradient(library, {"_attention_forward", "_attention_rows"});
   library.impl("_attention", TORCH_FN(kPacked<attention_autograd>));
+  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autograd>));
   library.impl("_attention_backward", TORCH_FN(kPacked<attention_backward_autograd>));
   library.impl("_attention_rows_backward",
                TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_op>>));
@@ -436,12 +486,14 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
 
 TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
   library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCPU>>));
+  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autocast<at::kCPU>>));
   library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCPU>>));
   library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCPU>>));
 }
 
 TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
   library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCUDA>>));
+  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autocast<at::kCUDA>>));
   library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCUDA>>));
   library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCUDA>>));
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,9 @@ using AttentionState = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
 // The same with the lists of all layers in one tensor, see all_lists_shape(). The lists of a layer start at any multiple of
 // 4 bytes, as every row of odd k does: kernels read and write entries one by one.
 using AttentionRows = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+// (out [B, T_q, H, V], lse [B, T_q, H])
+using AttentionLse = std::tuple<Tensor, Tensor>;
+using OptionalTensor = std::optional<Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 // L of §1.2. ceil(T / r^l) > M means T > M * r^l, so a symbolic T is compared with one bound per layer and
@@ -145,9 +149,17 @@ inline AttentionRows prepare_attention_rows(const Tensor& q, const Tensor& k, co
   return std::tuple_cat(new_results(q, v), std::make_tuple(lists));
 }
 
-// What a forward gave, and the gradient of its output.
-inline void check_results(const char* op, const Tensor& dout, const Tensor& q, const Tensor& v,
-                          const Tensor& out, const Tensor& gmax, const Tensor& gsum) {
+// The log-sum-exp of the scores of each row, natural logarithm, in the dtype of the states.
+inline Tensor log_sum_exp(const Tensor& gmax, const Tensor& gsum) {
+  return gmax.add(gsum.log());
+}
+
+// What a forward gave, and the gradients of out and lse, of which one may be missing.
+inline void check_results(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse,
+                          const Tensor& q, const Tensor& v, const Tensor& out, const Tensor& gmax,
+                          const Tensor& gsum) {
+  TORCH_CHECK_VALUE(dout.has_value() || dlse.has_value(), op,
+                    ": dout or dlse must be given, got None for both");
   const std::array<SymInt, 4> shape = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
     check_dtype(op, name, tensor, {dtype});
@@ -155,10 +167,16 @@ inline void check_results(const char* op, const Tensor& dout, const Tensor& q, c
     check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
                 rank == 4 ? "[B, T_q, H, V]" : "[B, T_q, H]");
   };
-  check_one("dout", dout, q.scalar_type(), 4);
+  if (dout.has_value()) check_one("dout", *dout, q.scalar_type(), 4);
+  if (dlse.has_value()) check_one("dlse", *dlse, state_dtype(q), 3);
   check_one("out", out, q.scalar_type(), 4);
   check_one("gmax", gmax, state_dtype(q), 3);
   check_one("gsum", gsum, state_dtype(q), 3);
+}
+
+// The gradient of the output, or zeros: of a query's heads, read by every query.
+inline Tensor given_or_zeros(const OptionalTensor& dout, const Tensor& out) {
+  return dout.has_value() ? *dout : out.new_zeros(out.sizes().slice(out.dim() - 2)).expand(out.sizes());
 }
 
 // Returns uninitialised dq, dk, dv with the shapes and dtype of q, k, v; undefined
@@ -178,7 +196,7 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
                                             const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_backward";
   check_attention(kOp, q, k, v, options);
-  check_results(kOp, dout, q, v, out, gmax, gsum);
+  check_results(kOp, dout, /*dlse=*/std::nullopt, q, v, out, gmax, gsum);
   if (!parents.empty()) {
     const int64_t depth = depth_of(k.sym_size(1), options);
     TORCH_CHECK_VALUE(static_cast<int64_t>(parents.size()) == depth, kOp,
@@ -192,14 +210,15 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
   return new_gradients(q, k, v, output_mask);
 }
 
-inline Gradients prepare_attention_rows_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                                 const Tensor& v, const Tensor& out, const Tensor& gmax,
-                                                 const Tensor& gsum, const Tensor& lists,
-                                                 c10::SymIntArrayRef starts, const TreeOptions& options,
+inline Gradients prepare_attention_rows_backward(const OptionalTensor& dout, const OptionalTensor& dlse,
+                                                 const Tensor& q, const Tensor& k, const Tensor& v,
+                                                 const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                                 const Tensor& lists, c10::SymIntArrayRef starts,
+                                                 const TreeOptions& options,
                                                  const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_rows_backward";
   check_attention_rows(kOp, q, k, v, starts, options);
-  check_results(kOp, dout, q, v, out, gmax, gsum);
+  check_results(kOp, dout, dlse, q, v, out, gmax, gsum);
   const bool stored = lists.dim() > 1 && lists.sym_size(1) != 0;
   check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, stored),
                 "[B, 0 or max(2, layers * ceil(T_q / selection_stride)), H_kv, top_k]", "q", q);

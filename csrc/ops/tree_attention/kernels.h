@@ -45,13 +45,13 @@ RecomputeSelection recompute_selection_cpu, recompute_selection_cuda;
 
 // ---- the whole: §1.5, §1.10. `parents` holds one list tensor per layer, [0] for the bottom. Their batches may lie
 // further apart than they are long; what a batch holds is packed. It is empty where lists are not kept; the backward
-// then selects them again. An undefined dq, dk or dv is not
-// wanted and costs nothing.
+// then selects them again. `dlse`, the gradient of the log-sum-exps, is contiguous or undefined. An undefined dq, dk or
+// dv is not wanted and costs nothing.
 using AttentionForward = void(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                               const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                               const std::vector<Tensor>& parents);
-using AttentionBackward = void(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+using AttentionBackward = void(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                                const std::vector<Tensor>& parents, const AttentionArgs& args,
                                const Tensor& dq, const Tensor& dk, const Tensor& dv);
 AttentionForward attention_forward_cpu, attention_forward_cuda;

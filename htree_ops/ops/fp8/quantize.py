@@ -118,7 +118,7 @@ def fp8_quantize(
 
     Returns:
         (q float8_e4m3fn of the shape of x, the scale used as a fresh tensor, int32 [] number of overflows). An
-        overflow is an element with |x·s| > 464, the rounding limit of 448, or an infinite one.
+        overflow is an element with ``|x·s| > 464``, the rounding limit of 448, or an infinite one.
 
     Raises:
         UnsupportedDtypeError: x or scale has another dtype.
@@ -165,7 +165,7 @@ def fp8_fake_quant(
 
     Arguments and errors are those of :func:`fp8_quantize`. With a given scale a value is rounded up by up to 1/17, in
     float16 to infinity where that passes 65504; the computed one takes the largest value to itself. The gradient goes
-    straight through the rounding: dx = dy where |x·s| ≤ 448, else 0; the scale has none.
+    straight through the rounding: ``dx = dy where |x·s| ≤ 448, else 0``; the scale has none.
 
     Raises:
         NotImplementedError: scale requires a gradient.

@@ -59,7 +59,7 @@ def rmsnorm_rope(
     ``n · cos + rotate_half(n) · sin``. Channel i is paired with i + hd/2, as in transformers; weights of Meta's own
     Llama files, which pair neighbours, need their rows permuted first. The norm multiplies by ``weight``: for Gemma,
     which multiplies by 1 + weight, pass that. Arithmetic in fp32 (fp64 for fp64) with one final rounding; squares are
-    summed in that precision, so |x| beyond 1e19 in fp32 gives 0. A NaN makes its row NaN, an infinity makes
+    summed in that precision, so ``|x|`` beyond 1e19 in fp32 gives 0. A NaN makes its row NaN, an infinity makes
     its row 0 except for itself and its rotation partner, which are NaN.
     Source: docs/semantics/rmsnorm_rope.md §3.1, design document [002].
 

@@ -111,8 +111,7 @@ def tree_attention(
         k: keys [B, T, H_kv, K], H a multiple of H_kv.
         v: values [B, T, H_kv, V]. All three float32, float16 or bfloat16, or float64 on the CPU; under
             autocast they are cast to its dtype.
-        return_lse: also return the log-sum-exp of each row's scores. Where a gradient is recorded this runs
-            the forward a second time.
+        return_lse: also return the log-sum-exp of each row's scores.
         options: the keywords below as one :class:`htree_ops.TreeOptions`; those that are given beside it replace its
             own. None is their defaults.
         compression_rate: r >= 2, children per node; 16.
@@ -148,8 +147,8 @@ def tree_attention(
 
     Returns:
         out [B, T_q, H, V] in the dtype of q, differentiable in q, k and v with the selection held fixed. With
-        ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), without
-        gradient.
+        ``return_lse`` also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), differentiable
+        in q and k: what merges this attention with another, by weights that follow from both lse, needs it.
 
     On a GPU the tensor-core path (r = 16, half precision, K = V of 32, 64 or 128, H / H_kv <= 16) needs, beside the
     output and the stored lists, one packed copy of K and V and at most 10^9 bytes for T up to about 10^6, because
@@ -178,19 +177,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, options: TreeOptions, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     k, v = expand_heads(options, q, k, v)
-    packed = options.packed()
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not return_lse:
-        return torch.ops.htree._attention(q, k, v, options.store_parents, *packed)
-    tensors = (q.detach(), k.detach(), v.detach())
-    if hasattr(q, "device_mesh"):  # a DTensor has no metadata for the elements of a Tensor[]
-        start = k.shape[1] - q.shape[1]
-        out, gmax, gsum, _ = torch.ops.htree._attention_rows(*tensors, [start], False, *packed)
-    else:
-        out, gmax, gsum, _ = torch.ops.htree._attention_forward(*tensors, False, *packed)
-    if records:
-        out = torch.ops.htree._attention(q, k, v, options.store_parents, *packed)
-    return out, gmax + gsum.log()
+    op = torch.ops.htree._attention_lse if return_lse else torch.ops.htree._attention
+    return op(q, k, v, options.store_parents, *options.packed())
 
 
 class DocumentedKeywords(TreeKeywords, total=False):

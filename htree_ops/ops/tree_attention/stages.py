@@ -333,7 +333,7 @@ def select_accumulate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A layer above the bottom in one op: select, and accumulate what is not selected (§1.5, §1.6, §1.8).
 
-    Equals compute_scores, select_topk, mask_topk_scores_, accumulate_non_topk and compute_next_parents,
+    Equals compute_scores, select_topk, :func:`mask_topk_scores_`, accumulate_non_topk and compute_next_parents,
     without the buffer of scores.
 
     Args:

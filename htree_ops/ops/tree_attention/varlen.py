@@ -102,8 +102,8 @@ def tree_attention_varlen(
 
     Returns:
         out [N, H, V] in the dtype of query, differentiable in query, key and value. With ``return_lse`` also lse
-        [N, H], natural logarithm, float32 (float64 for float64), without gradient. Rows at or behind cu_seq_q[-1] are
-        0, with lse -inf, and have no gradient.
+        [N, H], natural logarithm, float32 (float64 for float64), differentiable in query and key. Rows at or behind
+        cu_seq_q[-1] are 0, with lse -inf, and have the gradient 0, whatever comes back for them.
 
     A document that breaks these rules (more queries than keys, longer than max_q or max_k, a difference that is no
     multiple of the stride, offsets that descend or leave the tensors) is a ValueError on the CPU. On CUDA its rows and

@@ -98,7 +98,7 @@ class TreeKVCache:
         num_pages: pages of the pool; None is enough for the capacity of all sequences.
         leaf_bits: 8 or 4 to keep tokens in so many bits a channel, with a scale for each row; nodes, and with them the
             selection, stay those of the tokens as they came. None keeps tokens in ``dtype``. head_dim and value_dim
-            are then multiples of 64 up to 512. docs/quality.md says what it costs, docs/limits.md how fast it is.
+            are then multiples of 64 up to 512. docs/quality.md says what it costs, docs/performance.md how fast it is.
         prompt_bytes: most bytes of the copies that a prompt in chunks leaves on a GPU for its next chunk, until a step
             of few rows; they take as much as the pages of the prompt, at most half as much again. None is no bound, 0
             keeps none, so that every chunk copies the whole sequence again (docs/semantics/tree_cache.md §7.6).

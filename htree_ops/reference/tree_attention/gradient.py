@@ -18,12 +18,15 @@ def htree_backward_naive(
     q: Tensor,
     forward: Forward,
     *,
+    dlse: Tensor | None = None,
     compression_rate: int = 16,
     scale: float | None = None,
     rope_base: float | None = 10000.0,
     inv_freq: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq [B,T_q,H,K], dk [B,T,S,K], dv [B,T,S,V] for dout [B,T_q,H,V], the selection held fixed.
+    """Return dq [B,T_q,H,K], dk [B,T,S,K], dv [B,T,S,V] for dout [B,T_q,H,V] and dlse [B,T_q,H], that of the lse.
+
+    The selection is held fixed.
 
     `forward` is the result of `htree_forward_naive` for the same q with scope "kv_head". Everything is
     computed in the dtype of forward.out.
@@ -36,6 +39,8 @@ def htree_backward_naive(
     split = (batch, num_queries, groups, num_heads // groups)
     query, d_out = q.to(wide).reshape(*split, width), dout.to(wide).reshape(*split, dout.shape[-1])
     delta = (d_out * forward.out.reshape(d_out.shape)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(wide).reshape(split)
     gmax, gsum = forward.gmax.reshape(split), forward.gsum.reshape(split)
     dq = torch.zeros_like(query)
     dk, dv = (torch.zeros_like(x) for x in forward.layers[-1])

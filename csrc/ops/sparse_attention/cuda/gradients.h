@@ -14,7 +14,7 @@ namespace htree::tree_attention {
 // query, times a power of two, and V elements of dO.
 struct RowMeta {
   float log_sum;        // log2 of the sum of e^score over the cut
-  float delta;          // sum over V of dO * O
+  float delta;          // row_delta()
   float unscale;        // undoes the power of two of the query
   float gradient_norm;  // norm of the row of dO
 };
@@ -46,12 +46,10 @@ struct TaskPowers {
 };
 
 struct RowParams {
-  TensorView queries;          // [B, T_q, H, K]; the three views start at the chunk's first query
-  TensorView gradients;        // dO [B, T_q, H, V]
-  TensorView outputs;          // O [B, T_q, H, V]
-  const float* max = nullptr;  // [B, T_q, H], natural units
-  const float* sum = nullptr;
-  int64_t state_batch = 0;
+  TensorView queries;    // [B, T_q, H, K]; the three views start at the chunk's first query
+  TensorView gradients;  // dO [B, T_q, H, V]
+  TensorView outputs;    // O [B, T_q, H, V]
+  RowStates states;
   char* records = nullptr;        // [B, H_kv, num_queries]; null: not wanted
   bool tiled = false;             // tiled records of up to 8 heads; else G rows of 2 (K + V) bytes
   RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]

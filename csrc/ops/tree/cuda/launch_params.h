@@ -30,6 +30,20 @@ struct TensorView {
   bool aligned = false;  // every row starts at a multiple of 16 bytes
 };
 
+// What a forward left of each row, [B, T_q, H] from the first query of a chunk on, in natural units, and the gradient of
+// its log-sum-exp; null: there is none.
+struct RowStates {
+  const float* max = nullptr;
+  const float* sum = nullptr;
+  const float* lse_gradients = nullptr;
+  int64_t batch = 0;  // stride in elements
+};
+
+// D of dS = P (dP - D) for a row of these states: dO * O, summed over V, less the gradient of the log-sum-exp.
+HTREE_HOST_DEVICE float row_delta(const RowStates& states, int64_t row, float products) {
+  return states.lse_gradients ? products - states.lse_gradients[row] : products;
+}
+
 // The shape that a tensor-core kernel is compiled for.
 struct TensorCoreShape {
   HalfType dtype = HalfType::kBFloat16;

@@ -60,13 +60,14 @@ constexpr int64_t kTaskParents = 16;
 template <typename T, typename Real>
 class Backward {
  public:
-  Backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-           const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
+  Backward(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+           const Tensor& out, const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents,
            const AttentionArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& dv)
       : args_(args),
         pyramid_(q, k, v, args, /*selects=*/parents.empty(), /*gradients=*/true, Type<T>{}),
         shape_(pyramid_.shape),
-        dout_(dout.contiguous()),
+        dout_(dout),
+        dlse_(dlse),
         out_(out.contiguous()),
         gmax_(gmax.contiguous()),
         gsum_(gsum.contiguous()),
@@ -162,17 +163,19 @@ class Backward {
       probe += query[j] * 0;
     }
     const int64_t at = head_row(b, h, i) * pyramid_.value_dim;
-    const T* dout = dout_.const_data_ptr<T>() + at;
     const T* out = out_.const_data_ptr<T>() + at;
     for (int64_t g = 0; g < shape_.group; ++g) {
+      const T* dout = dout_.const_data_ptr<T>() + b * dout_.stride(0) + i * dout_.stride(1) +
+                      (h * shape_.group + g) * dout_.stride(2);
       Real* row = douts_.data() + ((i - begin) * shape_.group + g) * shape_.value_pad;
       Real delta = 0;
       for (int64_t d = 0; d < pyramid_.value_dim; ++d) {
-        row[d] = static_cast<Real>(dout[g * pyramid_.value_dim + d]);
+        row[d] = static_cast<Real>(dout[d]);
         delta += row[d] * static_cast<Real>(out[g * pyramid_.value_dim + d]);
         probe += row[d] * 0;
       }
       std::fill(row + pyramid_.value_dim, row + shape_.value_pad, Real{0});
+      if (dlse_.defined()) delta -= dlse_.const_data_ptr<Real>()[head_row(b, h, i) + g];
       deltas_[(i - begin) * shape_.group + g] = delta;
     }
     finite_[i - begin] = probe == 0;
@@ -378,7 +381,7 @@ class Backward {
   AttentionArgs args_;
   Pyramid<Real> pyramid_;
   QueryShape shape_;
-  Tensor dout_, out_, gmax_, gsum_, q_, dq_, dk_, dv_;
+  Tensor dout_, dlse_, out_, gmax_, gsum_, q_, dq_, dk_, dv_;
   std::vector<Tensor> parents_;
   int64_t chunk_;  // number of queries, a multiple of the selection stride
 
@@ -395,8 +398,8 @@ class Backward {
 
 }  // namespace
 
-void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+void attention_backward_cpu(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k,
+                            const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                             const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
                             const Tensor& dk, const Tensor& dv) {
   if (!dq.defined() && !dk.defined() && !dv.defined()) return;
@@ -407,8 +410,8 @@ void attention_backward_cpu(const Tensor& dout, const Tensor& q, const Tensor& k
     return;
   }
   dispatch_storage("attention_backward", q.scalar_type(), [&](auto storage, auto real) {
-    Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, q, k, v, out, gmax, gsum,
-                                                                              parents, args, dq, dk, dv)
+    Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, dlse, q, k, v, out, gmax,
+                                                                              gsum, parents, args, dq, dk, dv)
         .run();
   });
 }

@@ -99,10 +99,9 @@ static_assert(sizeof(KeyBound) == kKeyBoundBytes && sizeof(QueryBounds) == kQuer
 static_assert(sizeof(TaskPowers) == kTaskPowersBytes);
 
 struct BackwardBuffers {
-  TensorView gradients;        // dO [B, T_q, H, V]
-  TensorView outputs;          // O
-  const float* max = nullptr;  // [B, T_q, H]
-  const float* sum = nullptr;
+  TensorView gradients;  // dO [B, T_q, H, V]
+  TensorView outputs;    // O
+  RowStates states;
   // One per layer [B, num_lists, H_kv, k], batches parents_batch[layer] entries apart; empty: lists are recomputed.
   std::vector<const int32_t*> parents;
   std::vector<int64_t> parents_batch;
@@ -290,10 +289,7 @@ class BackwardRun {
     params.gather = gather_of(call_, 0, chunk);
     params.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     params.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
-    const int64_t state = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
-    params.max = buffers_.max + state;
-    params.sum = buffers_.sum + state;
-    params.state_batch = p_.num_queries * p_.num_heads;
+    params.states = states_of(chunk);
     params.tiles = tiles_of_batch(call_, call_.rows, chunk.batch);
     const int64_t runs = num_runs(params.gather.t0, chunk.num_queries, p_.group());
     params.rows = {memory.queries, memory.gradients, memory.numbers, memory.scaled,
@@ -306,6 +302,17 @@ class BackwardRun {
     params.sum_rows = call_.layers[0].num_parents * kTensorCoreRate;
     return cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds),
                            stream_);
+  }
+
+  RowStates states_of(const Chunk& chunk) const {
+    const int64_t first = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
+    RowStates states = buffers_.states;
+    states.max += first;
+    states.sum += first;
+    if (states.lse_gradients) {
+      states.lse_gradients += first;
+    }
+    return states;
   }
 
   char* query_gradient_of(const Chunk& chunk) const {
@@ -342,10 +349,7 @@ class BackwardRun {
     rows.queries = at_row(call_.queries, chunk.batch, chunk.query);
     rows.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     rows.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
-    const int64_t state = (chunk.batch * p_.num_queries + chunk.query) * p_.num_heads;
-    rows.max = buffers_.max + state;
-    rows.sum = buffers_.sum + state;
-    rows.state_batch = p_.num_queries * p_.num_heads;
+    rows.states = states_of(chunk);
     rows.records = layer_per_list(p_, config_, 0) ? nullptr : at_.records;
     rows.tiled = config_.parent_warps;
     rows.meta = at_.meta;
@@ -619,8 +623,9 @@ void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig&
   BackwardBuffers buffers;
   buffers.gradients = view_of(b.dout);
   buffers.outputs = view_of(b.out);
-  buffers.max = b.gmax.const_data_ptr<float>();
-  buffers.sum = b.gsum.const_data_ptr<float>();
+  buffers.states = {b.gmax.const_data_ptr<float>(), b.gsum.const_data_ptr<float>(),
+                    b.dlse.defined() ? b.dlse.const_data_ptr<float>() : nullptr,
+                    problem.num_queries * problem.num_heads};
   for (const Tensor& list : b.parents) {
     buffers.parents.push_back(list.const_data_ptr<int32_t>());
     buffers.parents_batch.push_back(list.stride(0));
@@ -655,8 +660,8 @@ constexpr int64_t kMostPairs = 65535;
 
 }  // namespace
 
-void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+void attention_backward_cuda(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k,
+                             const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                              const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
                              const Tensor& dk, const Tensor& dv) {
   const LaunchScope scope(q);
@@ -683,8 +688,8 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
       for (const Tensor& list : parents) {
         part_lists.push_back(part(list));
       }
-      attention_backward_cuda(part(dout), part(q), part(k), part(v), part(out), part(gmax), part(gsum),
-                              part_lists, args, part(dq), part(dk), part(dv));
+      attention_backward_cuda(part(dout), part(dlse), part(q), part(k), part(v), part(out), part(gmax),
+                              part(gsum), part_lists, args, part(dq), part(dk), part(dv));
     }
     return;
   }
@@ -692,7 +697,7 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& q, const Tensor& 
   const AttentionProblem problem = attention_problem(q, k, v, args);
   const BackwardConfig config = backward_config(problem);
   const CudaTree tree = build_cuda_tree(k, v, args);
-  const Backward backward{dout, q, out, max, sum, parents, dq, dk, dv};
+  const Backward backward{dout, dlse, q, out, max, sum, parents, dq, dk, dv};
   if (config.path == AttentionPath::kTensorCore) {
     backward_tensor_core(problem, config, backward, tree, scope.stream());
   } else {

@@ -108,9 +108,12 @@ class GeneralBackward {
     params.outputs = view_of(rows_of(b_.out, c));
     params.layer.keys = view_of(tree_.keys[i].narrow(0, c.batch, c.num_batches));
     params.layer.values = view_of(tree_.values[i].narrow(0, c.batch, c.num_batches));
-    params.max = rows_of(b_.gmax, c).const_data_ptr<float>();
-    params.sum = rows_of(b_.gsum, c).const_data_ptr<float>();
-    params.state_batch = b_.gmax.stride(0);
+    params.states.max = rows_of(b_.gmax, c).const_data_ptr<float>();
+    params.states.sum = rows_of(b_.gsum, c).const_data_ptr<float>();
+    if (b_.dlse.defined()) {
+      params.states.lse_gradients = rows_of(b_.dlse, c).const_data_ptr<float>();
+    }
+    params.states.batch = b_.gmax.stride(0);
     params.delta = delta.mutable_data_ptr<float>();
     params.rope = rope();
     params.lists.data = lists[i].const_data_ptr<int32_t>();

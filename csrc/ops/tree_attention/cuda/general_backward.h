@@ -17,9 +17,9 @@ inline Tensor scratch_of(int64_t elements, at::ScalarType dtype, const Tensor& l
   return at::empty({std::max<int64_t>(elements, 1)}, like.options().dtype(dtype));
 }
 
-// Inputs and wanted outputs of a backward call. A gradient that is not wanted is undefined.
+// Inputs and wanted outputs of a backward call. A gradient that is not wanted is undefined, and so may `dlse` be.
 struct Backward {
-  const Tensor &dout, &q, &out, &gmax, &gsum;
+  const Tensor &dout, &dlse, &q, &out, &gmax, &gsum;
   const std::vector<Tensor>& parents;
   const Tensor &dq, &dk, &dv;
 

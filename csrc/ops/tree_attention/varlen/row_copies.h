@@ -19,8 +19,8 @@ struct RowCopyParams {
   int width = 2;
 };
 
-// The copies of a group: those of a backward are q, k, v, out, its two states and its upstream gradient.
-constexpr int kMostRowCopies = 7;
+// The copies of a group: those of a backward are q, k, v, out, its two states and the gradients of out and lse.
+constexpr int kMostRowCopies = 8;
 struct RowCopies {
   RowCopyParams copies[kMostRowCopies];
   int count = 0;

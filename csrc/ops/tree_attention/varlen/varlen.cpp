@@ -50,8 +50,10 @@ void check_varlen(const char* op, const PackedInputs& inputs, const Documents& d
       ": grouping must be one of auto, document, length, rank, got '", grouping, "'");
 }
 
-void check_varlen_state(const char* op, const Tensor& dout, const PackedInputs& inputs,
-                        const VarlenState& state) {
+void check_varlen_state(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse,
+                        const PackedInputs& inputs, const VarlenState& state) {
+  TORCH_CHECK_VALUE(dout.has_value() || dlse.has_value(), op,
+                    ": dout or dlse must be given, got None for both");
   const Tensor& query = inputs.query;
   const std::array<SymInt, 3> shape = {query.sym_size(0), query.sym_size(1), inputs.value.sym_size(2)};
   const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
@@ -60,7 +62,8 @@ void check_varlen_state(const char* op, const Tensor& dout, const PackedInputs& 
     check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
                 rank == 3 ? "[N, H, V]" : "[N, H]");
   };
-  check_one("dout", dout, query.scalar_type(), 3);
+  if (dout.has_value()) check_one("dout", *dout, query.scalar_type(), 3);
+  if (dlse.has_value()) check_one("dlse", *dlse, state_dtype(query), 2);
   check_one("out", std::get<0>(state), query.scalar_type(), 3);
   check_one("gmax", std::get<1>(state), state_dtype(query), 2);
   check_one("gsum", std::get<2>(state), state_dtype(query), 2);
@@ -69,10 +72,6 @@ void check_varlen_state(const char* op, const Tensor& dout, const PackedInputs& 
 namespace {
 
 // ---- kernels
-
-Tensor lse_of(const VarlenState& state) {
-  return std::get<1>(state) + std::get<2>(state).log();
-}
 
 // for every document: out[its queries] = attention(query[its queries], key[its keys], value[its keys])
 template <const VarlenKernels* kKernels>
@@ -91,16 +90,16 @@ std::tuple<Tensor, Tensor> attention_varlen(const TreeOptions& options, const Te
                                             std::string_view grouping) {
   const VarlenState state = varlen_forward(kKernels, "tree_attention_varlen", {query, key, value},
                                            {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
-  return {std::get<0>(state), lse_of(state)};
+  return {std::get<0>(state), log_sum_exp(std::get<1>(state), std::get<2>(state))};
 }
 
 // for every document: the gradients of the call above
 template <const VarlenKernels* kKernels>
-Gradients backward(const TreeOptions& options, const Tensor& dout, const Tensor& query, const Tensor& key,
-                   const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                   SymInt max_k, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                   std::string_view grouping, std::array<bool, 3> output_mask) {
-  return varlen_backward(kKernels, dout, {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k},
+Gradients backward(const TreeOptions& options, const Tensor& query, const Tensor& key, const Tensor& value,
+                   const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
+                   const Tensor& out, const Tensor& gmax, const Tensor& gsum, const OptionalTensor& dout,
+                   const OptionalTensor& dlse, std::string_view grouping, std::array<bool, 3> output_mask) {
+  return varlen_backward(kKernels, dout, dlse, {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k},
                          {out, gmax, gsum}, options, grouping, output_mask);
 }
 
@@ -122,9 +121,12 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string attention_varlen = "_attention_varlen" + arguments + "(Tensor out, Tensor lse)";
   const std::string forward =
       "_attention_varlen_forward" + arguments + "(Tensor out, Tensor gmax, Tensor gsum)";
-  const std::string backward = "_attention_varlen_backward(Tensor dout, " + inputs +
-                               "Tensor out, Tensor gmax, Tensor gsum, str grouping, bool[3] output_mask, " +
-                               options + ") -> (Tensor dq, Tensor dk, Tensor dv)";
+  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
+  const std::string backward =
+      "_attention_varlen_backward(" + inputs +
+      "Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, str grouping, "
+      "bool[3] output_mask, " +
+      options + ") -> (Tensor dq, Tensor dk, Tensor dv)";
   define_ops(library, {attention_varlen.c_str(), forward.c_str(), backward.c_str()});
 }
 
@@ -164,10 +166,11 @@ using VarlenOp = PackedOp<std::tuple<Tensor, Tensor>(
 using ForwardOp =
     PackedOp<VarlenState(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
                          const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, std::string_view grouping)>;
-using BackwardOp = PackedOp<Gradients(
-    const Tensor& dout, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
-    const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
-    const Tensor& gsum, std::string_view grouping, std::array<bool, 3> output_mask)>;
+using BackwardOp = PackedOp<Gradients(const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+                                      SymInt max_k, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                                      const OptionalTensor& dout, const OptionalTensor& dlse,
+                                      std::string_view grouping, std::array<bool, 3> output_mask)>;
 
 const VarlenOp& varlen_op() {
   static const VarlenOp op("htree::_attention_varlen");
@@ -179,36 +182,37 @@ const ForwardOp& varlen_forward_op() {
   return op;
 }
 
-Gradients call_varlen_backward(const Tensor& dout, const PackedInputs& x, const VarlenState& state,
-                               const VarlenArguments& a, std::array<bool, 3> output_mask) {
+Gradients call_varlen_backward(const OptionalTensor& dout, const OptionalTensor& dlse, const PackedInputs& x,
+                               const VarlenState& state, const VarlenArguments& a,
+                               std::array<bool, 3> output_mask) {
   static const BackwardOp op("htree::_attention_varlen_backward");
-  return op(a.options, dout, x.query, x.key, x.value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k,
-            std::get<0>(state), std::get<1>(state), std::get<2>(state), a.grouping, output_mask);
+  const auto& [out, gmax, gsum] = state;
+  return op(a.options, x.query, x.key, x.value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k, out, gmax, gsum,
+            dout, dlse, a.grouping, output_mask);
 }
 
 struct VarlenNode : Function<VarlenNode> {
   static constexpr bool is_traceable = true;
 
-  // Writes the log-sum-exps to `lse`. They have no gradient, and an output that says so of itself cannot be traced.
-  static Tensor forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
-                        const VarlenArguments& a, Tensor* lse) {
+  // Gives out and the log-sum-exps.
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const VarlenArguments& a) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const VarlenState state = varlen_forward_op()(a.options, query, key, value, a.cu_seq_q, a.cu_seq_k,
-                                                  a.max_q, a.max_k, a.grouping);
-    const auto& [out, gmax, gsum] = state;
+    const auto [out, gmax, gsum] = varlen_forward_op()(a.options, query, key, value, a.cu_seq_q, a.cu_seq_k,
+                                                       a.max_q, a.max_k, a.grouping);
     ctx->save_for_backward({query, key, value, a.cu_seq_q, a.cu_seq_k, out, gmax, gsum});
     save_options(ctx->saved_data, a.options);
     ctx->saved_data["max_q"] = a.max_q;
     ctx->saved_data["max_k"] = a.max_k;
     ctx->saved_data["grouping"] = a.grouping;
-    *lse = lse_of(state);
-    return out;
+    return {out, log_sum_exp(gmax, gsum)};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) {
-      return variable_list(5);
+    const OptionalTensor dout = if_defined(grads[0]), dlse = if_defined(grads[1]);
+    if (!dout.has_value() && !dlse.has_value()) {
+      return variable_list(4);
     }
     const variable_list saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
@@ -220,9 +224,9 @@ struct VarlenNode : Function<VarlenNode> {
                                data["grouping"].toStringRef()};
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
-    auto [dq, dk, dv] = call_varlen_backward(grads[0], {saved[0], saved[1], saved[2]},
+    auto [dq, dk, dv] = call_varlen_backward(dout, dlse, {saved[0], saved[1], saved[2]},
                                              {saved[5], saved[6], saved[7]}, a, wanted);
-    return {dq, dk, dv, Tensor(), Tensor()};
+    return {dq, dk, dv, Tensor()};
   }
 };
 
@@ -233,26 +237,26 @@ std::tuple<Tensor, Tensor> varlen_autograd(const TreeOptions& options, const Ten
   if (needs_grad({query, key, value})) {
     check_varlen("tree_attention_varlen", {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k}, options,
                  grouping);
-    Tensor lse;
-    const Tensor out = VarlenNode::apply(
-        query, key, value, VarlenArguments{cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)},
-        &lse);
-    return {out, lse};
+    const variable_list results = VarlenNode::apply(
+        query, key, value, VarlenArguments{cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
+    return {results[0], results[1]};
   }
   at::AutoDispatchBelowAutograd guard;
   return varlen_op()(options, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, grouping);
 }
 
-Gradients varlen_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& query,
-                                   const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
-                                   const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const Tensor& out,
-                                   const Tensor& gmax, const Tensor& gsum, std::string_view grouping,
-                                   std::array<bool, 3> output_mask) {
+Gradients varlen_backward_autograd(const TreeOptions& options, const Tensor& query, const Tensor& key,
+                                   const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                                   SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
+                                   const Tensor& gsum, const OptionalTensor& dout, const OptionalTensor& dlse,
+                                   std::string_view grouping, std::array<bool, 3> output_mask) {
   const VarlenArguments a = {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)};
   const VarlenState state = {out, gmax, gsum};
-  return once_differentiable("attention_varlen_backward", {dout, query, key, value, out}, output_mask, [&] {
-    return call_varlen_backward(dout, {query, key, value}, state, a, output_mask);
-  });
+  const Tensor of_out = dout.value_or(Tensor()), of_lse = dlse.value_or(Tensor());
+  return once_differentiable(
+      "attention_varlen_backward", {of_out, of_lse, query, key, value, out}, output_mask, [&] {
+        return call_varlen_backward(dout, dlse, {query, key, value}, state, a, output_mask);
+      });
 }
 
 template <at::DeviceType kDevice, typename Result, typename Op>

@@ -57,14 +57,16 @@ extern const VarlenKernels kVarlenCpu, kVarlenCuda;
 void check_varlen(const char* op, const PackedInputs& inputs, const Documents& documents,
                   const TreeOptions& options, std::string_view grouping);
 
-void check_varlen_state(const char* op, const Tensor& dout, const PackedInputs& inputs,
-                        const VarlenState& state);
+// dout or dlse may be missing.
+void check_varlen_state(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse,
+                        const PackedInputs& inputs, const VarlenState& state);
 
 // Without `kernels` (Meta) both end after checks and allocations.
 VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const PackedInputs& inputs,
                            const Documents& documents, const TreeOptions& options, std::string_view grouping);
-Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, const PackedInputs& inputs,
-                          const Documents& documents, const VarlenState& state, const TreeOptions& options,
-                          std::string_view grouping, std::array<bool, 3> output_mask);
+Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& dout,
+                          const OptionalTensor& dlse, const PackedInputs& inputs, const Documents& documents,
+                          const VarlenState& state, const TreeOptions& options, std::string_view grouping,
+                          std::array<bool, 3> output_mask);
 
 }  // namespace htree::tree_attention

@@ -110,14 +110,15 @@ VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const P
   return state;
 }
 
-Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, const PackedInputs& inputs,
-                          const Documents& documents, const VarlenState& state, const TreeOptions& options,
-                          std::string_view grouping, std::array<bool, 3> output_mask) {
+Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& dout,
+                          const OptionalTensor& dlse, const PackedInputs& inputs, const Documents& documents,
+                          const VarlenState& state, const TreeOptions& options, std::string_view grouping,
+                          std::array<bool, 3> output_mask) {
   constexpr const char* kOp = "attention_varlen_backward";
   check_varlen(kOp, inputs, documents, options, grouping);
   const auto& [query, key, value] = inputs;
   const auto& [out, gmax, gsum] = state;
-  check_varlen_state(kOp, dout, inputs, state);
+  check_varlen_state(kOp, dout, dlse, inputs, state);
   const auto gradient = [&](bool wanted, const Tensor& like) {
     return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
   };
@@ -127,8 +128,9 @@ Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, cons
   if (kernels == nullptr || !(output_mask[0] || output_mask[1] || output_mask[2])) return gradients;
   const VarlenPlan plan = plan_varlen(*kernels, kOp, inputs, documents, options, grouping);
   const Tensor q = whole_rows(query), k = whole_rows(key), v = whole_rows(value);
-  const Tensor upstream = whole_rows(dout), result = whole_rows(out), max = gmax.contiguous(),
-               sum = gsum.contiguous();
+  const Tensor upstream = whole_rows(given_or_zeros(dout, out)), result = whole_rows(out),
+               max = gmax.contiguous(), sum = gsum.contiguous(),
+               of_lse = dlse.has_value() ? dlse->contiguous() : Tensor();
   using Rows = GroupRows;
   for (const VarlenGroup& group : plan.groups) {
     GroupRows batch(*kernels, plan, group);
@@ -140,10 +142,11 @@ Gradients varlen_backward(const VarlenKernels* kernels, const Tensor& dout, cons
     // an upstream gradient it adds 0.
     const Tensor batch_dout = batch.take(upstream, Rows::kQueries),
                  batch_out = batch.take(result, Rows::kQueries), batch_max = batch.take(max, Rows::kQueries),
-                 batch_sum = batch.take(sum, Rows::kQueries, /*padding=*/1);
+                 batch_sum = batch.take(sum, Rows::kQueries, /*padding=*/1),
+                 batch_dlse = dlse.has_value() ? batch.take(of_lse, Rows::kQueries) : Tensor();
     batch.gather();
-    kernels->backward(batch_dout, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum, /*parents=*/{},
-                      group_args(kOp, options, batch_k, group), batch_dq, batch_dk, batch_dv);
+    kernels->backward(batch_dout, batch_dlse, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum,
+                      /*parents=*/{}, group_args(kOp, options, batch_k, group), batch_dq, batch_dk, batch_dv);
     batch.scatter();
   }
   if (plan.fills) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ float cut_weight(float score, float max, float sum) {
 // Offset of a query head's row in max and sum.
 __device__ __forceinline__ int64_t state_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
                                              int64_t head) {
-  return batch * p.state_batch + query * p.heads.num_kv_heads * p.heads.group + head;
+  return batch * p.states.batch + query * p.heads.num_kv_heads * p.heads.group + head;
 }
 
 __device__ __forceinline__ int64_t chunk_row(const GeneralGradientParams& p, int64_t batch, int64_t query,
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32) general_delta_kernel(Gener
   }
   sum = device::warp_reduce<device::Sum>(sum);
   if (threadIdx.x % 32 == 0) {
-    p.delta[row] = sum;
+    p.delta[row] = row_delta(p.states, state_row(p, batch, query, head), sum);
   }
 }
 
@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   const int64_t rightmost = (p.t0 + query) / p.layer.node_span;
   const int64_t n = candidate_count(count_entries(list, p.lists.width), rightmost, p.layer.rate);
   const int half = p.heads.key_dim / 2;
-  const float max = p.max[state_row(p, batch, query, head)], total = p.sum[state_row(p, batch, query, head)];
+  const int64_t state = state_row(p, batch, query, head);
+  const float max = p.states.max[state], total = p.states.sum[state];
   const float delta = p.delta[row];
   int refined = 0;  // entries of `next` that are passed: both lists ascend
   for (int64_t c = next && n <= p.lists.width ? n : 0; c < n; ++c) {
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
         }
         score = device::warp_reduce<device::Sum>(score) * p.scale;
         const int64_t state = state_row(p, batch, query, head);
-        const float weight = cut_weight(score, p.max[state], p.sum[state]);
+        const float weight = cut_weight(score, p.states.max[state], p.states.sum[state]);
         if (out.values) {
           for (int i = lane; i < p.heads.value_dim; i += 32) {
             value_sum[i] += weight * device::to_acc(gradient[i]);

@@ -41,13 +41,11 @@ struct GeneralGradientParams {
   GeneralHeads heads;
   GeneralLayer layer;
   GeneralLists lists;
-  TensorView queries;          // [B, T_q, H, K], from the first query of the chunk
-  TensorView gradients;        // dO [B, T_q, H, V], from the first query of the chunk
-  TensorView outputs;          // O, read by launch_general_delta alone
-  const float* max = nullptr;  // [B, T_q, H]
-  const float* sum = nullptr;
-  int64_t state_batch = 0;       // stride of max and sum in elements
-  float* delta = nullptr;        // [num_batches, num_queries, H]: sum of dO * O over V
+  TensorView queries;    // [B, T_q, H, K], from the first query of the chunk
+  TensorView gradients;  // dO [B, T_q, H, V], from the first query of the chunk
+  TensorView outputs;    // O, read by launch_general_delta alone
+  RowStates states;
+  float* delta = nullptr;        // [num_batches, num_queries, H]: row_delta()
   const float2* rope = nullptr;  // [largest number of candidates, K/2]
   int64_t t0 = 0;
   float scale = 0.f;

@@ -159,6 +159,10 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
     }
     largest = max_over_lanes<kLanes>(largest);
     delta = sum_over_lanes<kLanes>(delta);
+    const int64_t state = batch * p.states.batch + int64_t{query} * p.num_kv_heads * p.group + head;
+    if (exists) {
+      delta = row_delta(p.states, state, delta);
+    }
     const float norm = row_norm<kLanes>(g);
     if (row >= num_rows) {
       continue;
@@ -167,8 +171,8 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
     const int64_t record_idx = int64_t{head_idx} * p.num_queries + query;
     RowMeta meta = {INFINITY, 0.f, 0.f, 0.f};
     if (exists) {
-      const int64_t state = batch * p.state_batch + int64_t{query} * p.num_kv_heads * p.group + head;
-      meta = {p.max[state] * 1.442695040888963f + log2f(p.sum[state]), delta, power.inverse, norm};
+      meta = {p.states.max[state] * 1.442695040888963f + log2f(p.states.sum[state]), delta, power.inverse,
+              norm};
       largest_norm = fmaxf(largest_norm, norm);
       largest_unscale = fmaxf(largest_unscale, largest > 0.f ? power.inverse : 0.f);
       largest_delta = fmaxf(largest_delta, finite_magnitude(delta));

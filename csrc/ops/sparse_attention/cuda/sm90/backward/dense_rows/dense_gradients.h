@@ -20,12 +20,10 @@ struct RowTiles {
 };
 
 struct DenseGradientParams {
-  GatherParams gather;         // the queries, which stand at t0 and later; no lists and no packed parents
-  TensorView gradients;        // dO [B, T_q, H, V], from the first query
-  TensorView outputs;          // O [B, T_q, H, V], likewise
-  const float* max = nullptr;  // [B, T_q, H], natural units
-  const float* sum = nullptr;
-  int64_t state_batch = 0;
+  GatherParams gather;   // the queries, which stand at t0 and later; no lists and no packed parents
+  TensorView gradients;  // dO [B, T_q, H, V], from the first query
+  TensorView outputs;    // O [B, T_q, H, V], likewise
+  RowStates states;
   DenseTiles tiles;  // of the tokens
   RowTiles rows;
   LayerBounds bounds;                   // of the tokens

@@ -389,7 +389,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
       continue;
     }
     const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
-    const int64_t at = task.batch * params.state_batch + (token - p.t0) * num_heads +
+    const int64_t at = task.batch * params.states.batch + (token - p.t0) * num_heads +
                        int64_t{task.kv_head} * p.group + (first_row + 8 * h) % p.group;
     T* out = static_cast<T*>(params.query_gradient) + at * kDim;
     if constexpr (kMasked) {

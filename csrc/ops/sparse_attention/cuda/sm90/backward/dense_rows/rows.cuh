@@ -21,7 +21,7 @@ namespace htree::tree_attention {
 // Rows of `numbers`.
 enum RowNumber : int {
   kLogSum = 0,        // log2 of the sum of e^score, less the shift of the weights
-  kDelta = 1,         // sum over V of dO * O
+  kDelta = 1,         // row_delta()
   kQueryFactor = 2,   // undoes the power of two of the query
   kRowToken = 3,      // the token as int32, -1 for none
   kGradientNorm = 4,  // a bound of the norm of dO
@@ -101,6 +101,10 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
       delta += g[1][i] * o[1][i];
     }
     delta = sum_over_lanes<kLanes>(delta);
+    const int64_t state = batch * params.states.batch + query * p.num_kv_heads * p.group + head;
+    if (exists) {
+      delta = row_delta(params.states, state, delta);
+    }
     const float norm = fminf(row_norm<kLanes>(g[0]) + row_norm<kLanes>(g[1]), FLT_MAX);
     const bool finite = all_finite(low) && all_finite(high) && all_finite(g[0]) && all_finite(g[1]);
     const bool silent = max_over_lanes<kLanes>(finite ? 0.f : 1.f) > 0.f;
@@ -123,8 +127,8 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
     if (chunk == 0) {
       float log_sum = INFINITY;
       if (exists) {
-        const int64_t state = batch * params.state_batch + query * p.num_kv_heads * p.group + head;
-        log_sum = params.max[state] * 1.442695040888963f + log2f(params.sum[state]) - kRowWeightShift<T>;
+        const RowStates& states = params.states;
+        log_sum = states.max[state] * 1.442695040888963f + log2f(states.sum[state]) - kRowWeightShift<T>;
       }
       numbers[kLogSum * kRowTileRows + row] = silent ? NAN : log_sum;
       numbers[kDelta * kRowTileRows + row] = delta;
