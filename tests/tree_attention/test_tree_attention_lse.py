@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.export.experimental import _export_forward_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_attention_fast import assert_small_error
 from tree_attention_models import OPTIONS, qkv
@@ -272,6 +273,41 @@ def test_compile(uses: str, dynamic: bool, device: str) -> None:
         )
         for ours, theirs in zip(*both, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Loss(torch.nn.Module):
+    """A loss of the used outputs."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.uses = uses
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        results = used(tree_attention(q, k, v, **OPTIONS, return_lse=True), self.uses)
+        return torch.stack([x.square().sum() for x in results]).sum()
+
+
+@by_use
+def test_export_takes_lengths_of_every_depth(uses: str, device: str) -> None:
+    T = torch.export.Dim("T", min=2, max=300)
+    model = Loss(uses)
+    forward = torch.export.export(model, qkv(device), dynamic_shapes=({1: T},) * 3)
+    assert names_of(forward.graph) == ["htree._attention_lse.default"]
+    joint = _export_forward_backward(forward)
+    assert names_of(joint.graph) == [
+        "htree._attention_rows.default",
+        "htree._attention_rows_backward.default",
+    ]
+    for length in (40, 129, 5):
+        leaves = qkv(device, length)
+        loss = model(*leaves)
+        expected = (loss, *torch.autograd.grad(loss, leaves))
+        for ours, theirs in zip(joint.graph_module(*leaves), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def names_of(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if "htree" in str(node.target)]
 
 
 @by_use
