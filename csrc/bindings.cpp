@@ -21,6 +21,8 @@
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
+#include "ops/selection/plan/block_chunks.h"
+#include "ops/selection/plan/block_launch.h"
 #include "ops/tree/plan/growing_tree.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
@@ -86,6 +88,9 @@ std::map<std::string, std::vector<std::string>> kernel_configurations() {
     }
   }
   attention.push_back("general: fp32, fp16, bf16; every other shape");
+  auto& selection = families["selection"];
+  selection.push_back("tensor_core: fp16, bf16; block_size a multiple of 16; sm_80 and later");
+  selection.push_back("general: fp32, fp16, bf16; every other block_size");
   auto& mlp = families["gated_mlp"];
   for (int64_t rows : {1, 17, 64}) {
     mlp.push_back(htree::gated_mlp::describe(
@@ -403,6 +408,32 @@ std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
 
 }  // namespace
 
+// (groups of blocks, heads, groups and tokens packed at once, queries) of a chunk of select_blocks on the CPU.
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> select_blocks_chunks(
+    int64_t num_heads, int64_t num_blocks, int64_t leaders, int64_t block_size, int64_t d, int64_t width,
+    int64_t tile, int64_t size) {
+  const auto chunks =
+      htree::tree_attention::block_chunks(num_heads, num_blocks, leaders, block_size, d, width, tile, size);
+  return {chunks.groups, chunks.heads, chunks.segment, chunks.tokens, chunks.rows};
+}
+
+// (kernel, tokens of a unit, units, floats of a row, heads and leaders of a chunk, splits, bytes of its scores) of
+// select_blocks on a GPU.
+std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> select_blocks_launch(
+    bool half_dtype, int major, int64_t most_tokens, int64_t slots, int64_t num_heads, int64_t block_size) {
+  namespace tree = htree::tree_attention;
+  const auto launch = tree::block_launch(tree::choose_block_kernel(half_dtype, block_size, major),
+                                         most_tokens, slots, num_heads, block_size);
+  return {tree::describe(launch.kernel),
+          launch.unit,
+          launch.units,
+          launch.row,
+          launch.heads,
+          launch.leaders,
+          launch.splits,
+          launch.bytes()};
+}
+
 PYBIND11_MODULE(_host, module) {
   module.doc() = "The compiled kernel configurations of htree_ops, and which of them a problem takes.";
   module.def("kernel_configurations", &kernel_configurations,
@@ -480,6 +511,16 @@ PYBIND11_MODULE(_host, module) {
            "Addresses of these copies in memory at `base`.")
       .def("growing_change", &TreeAttentionCall::growing_change, py::arg("begin"),
            "Units of these copies that the tokens from `begin` to T change.");
+  module.def(
+      "select_blocks_chunks", &select_blocks_chunks, py::arg("num_heads"), py::arg("num_blocks"),
+      py::arg("leaders"), py::arg("block_size"), py::arg("d"), py::arg("width"), py::arg("tile"),
+      py::arg("size"),
+      "How select_blocks divides a call on the CPU: (groups of blocks, heads, groups and tokens packed "
+      "at once, queries).");
+  module.def("select_blocks_launch", &select_blocks_launch, py::arg("half_dtype"), py::arg("major"),
+             py::arg("most_tokens"), py::arg("slots"), py::arg("num_heads"), py::arg("block_size"),
+             "How select_blocks runs on a GPU: (kernel, tokens of a unit, units, floats of a row, heads and "
+             "leaders of a chunk, splits, bytes of its scores).");
   module.def("varlen_groups", &varlen_groups, py::arg("num_queries"), py::arg("num_keys"),
              py::arg("grouping"), py::arg("num_heads") = 32,
              "Documents, padded queries and keys, and in place or not, of each group.");

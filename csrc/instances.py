@@ -378,6 +378,18 @@ TREE_ATTENTION: Table = [
         ],
     ),
     Cuda(
+        "block_scores_{T}",
+        "ops/selection/cuda/any/block_scores.cuh",
+        ["cudaError_t launch_block_scores(const BlockScoreParams<{T}>&, cudaStream_t)"],
+        {"T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "block_unit_scores_{T}",
+        "ops/selection/cuda/sm80/block_unit_scores.cuh",
+        ["cudaError_t launch_block_unit_scores(const BlockScoreParams<{T}>&, cudaStream_t)"],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
         "accumulate_{T}",
         "ops/sparse_attention/cuda/any/accumulate.cuh",
         ["cudaError_t launch_accumulate(const AccumulateParams<{T}>&, cudaStream_t)"],
@@ -496,6 +508,11 @@ TREE_ATTENTION: Table = [
             "const GeneralGradientParams&, const GeneralKeyGradient&, cudaStream_t)",
         ],
         {"T": FLOAT_TYPES},
+    ),
+    InstructionSets(
+        "block_rows",
+        ["ops/selection/cpu/block_rows_impl.h"],
+        "constexpr BlockTables kBlockTables{isa} = HTREE_ISA::blocks::block_tables()",
     ),
     InstructionSets(
         "stage_rows",

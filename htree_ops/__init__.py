@@ -47,6 +47,7 @@ from htree_ops.ops.hadamard import (  # noqa: E402
     hadamard_transform,
 )
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
+from htree_ops.ops.selection import select_blocks, select_blocks_varlen  # noqa: E402
 from htree_ops.ops.sparse_attention import sparse_attention, sparse_attention_varlen  # noqa: E402
 from htree_ops.ops.tree_attention import (  # noqa: E402
     HTreeAttention,
@@ -96,6 +97,8 @@ __all__ = [
     "kv_decompress",
     "quantize_model_",
     "rmsnorm_rope",
+    "select_blocks",
+    "select_blocks_varlen",
     "sparse_attention",
     "sparse_attention_varlen",
     "tree_attention",

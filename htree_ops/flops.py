@@ -254,6 +254,37 @@ def _sparse_attention_varlen_backward(
     )
 
 
+def _select_blocks(
+    index_query: Shape,
+    index_key: Shape,
+    count: int,
+    block_size: int = 16,
+    selection_stride: int = 1,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Products of the queries that select with the keys of the blocks before their own."""
+    B, T_q, H_i, d = index_query
+    T = index_key[1]
+    leaders = np.arange(T - T_q, T, selection_stride, dtype=np.int64)
+    return 2 * B * H_i * d * int((leaders // block_size * block_size).sum())
+
+
+def _select_blocks_varlen(
+    index_query: Shape,
+    index_key: Shape,
+    cu_seq_q: Shape,
+    cu_seq_k: Shape,
+    max_q: int,
+    max_k: int,
+    *arguments: Any,
+    **_: Any,
+) -> int:
+    """:func:`_select_blocks` of the longest documents."""
+    count, query, key, _value = _longest_documents(index_query, index_key, index_key, max_q, max_k)
+    return count * _select_blocks(query, key, *arguments)
+
+
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
     """Queries of every head times the candidates of a full list."""
     return prod(q[:3]) * parents[3] * r
@@ -411,6 +442,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_sparse_attention_backward": _sparse_attention_backward,
     "sparse_attention_varlen": _sparse_attention,
     "_sparse_attention_varlen_backward": _sparse_attention_varlen_backward,
+    "select_blocks": _select_blocks,
+    "select_blocks_varlen": _select_blocks_varlen,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,

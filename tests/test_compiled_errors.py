@@ -33,6 +33,7 @@ def int32(*shape: int) -> torch.Tensor:
 
 
 Q, K, V = zeros(2, 12, 4, 6), zeros(2, 12, 2, 6), zeros(2, 12, 2, 5)
+INDEX = zeros(2, 12, 2, 16)
 TABLE = zeros(16, 3)
 LAYER = {"q": Q, "layer_k": K, "layer_v": V, "parents": int32(2, 12, 2, 3), "cos": TABLE, "sin": TABLE}
 KEYS = {name: value for name, value in LAYER.items() if name != "layer_v"}
@@ -93,6 +94,25 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
         {"query": Q[0], "key": K[0], "value": V[0], "max_q": 12, "max_k": 12}
         | {"cu_seq_q": int32(1), "cu_seq_k": int32(1)},
         [{"key": zeros(12, 3, 6)}, {"cu_seq_k": int32(2)}, {"max_k": -1}, {"top_k": 0}],
+    ),
+    (
+        htree_ops.select_blocks,
+        {"index_query": INDEX, "index_key": INDEX, "count": 3, "block_size": 4},
+        [
+            {"index_query": INDEX[0]},
+            {"index_key": INDEX.half()},
+            {"index_query": zeros(2, 13, 2, 16)},
+            {"count": 0},
+            {"selection_stride": 3},
+            {"local": 4},
+            {"first": -1},
+        ],
+    ),
+    (
+        htree_ops.select_blocks_varlen,
+        {"index_query": INDEX[0], "index_key": INDEX[0], "count": 3, "max_q": 12, "max_k": 12}
+        | {"cu_seq_q": int32(1), "cu_seq_k": int32(1)},
+        [{"index_key": zeros(12, 3, 16)}, {"cu_seq_k": int32(2)}, {"max_k": -1}, {"block_size": 0}],
     ),
     (family.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
     (

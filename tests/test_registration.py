@@ -17,6 +17,10 @@ DOCUMENTED = (
 )
 NEW_OPTIONS = "int? selection_span=None, float[]? inv_freq=None, bool open_next=False"
 PACKED = "int[] option_ints, float[] option_floats"
+BLOCKS = (
+    "int count, int block_size=16, int selection_stride=1, int local=1, int first=0, bool open_next=False) "
+    "-> (Tensor blocks, Tensor scores)"
+)
 DOCUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k"
 )
@@ -266,6 +270,11 @@ SCHEMAS = {
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, int length, Tensor? copies, "
         f"int capacity, bool store_lists, int page_size, {PACKED}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
+    ),
+    "select_blocks": f"(Tensor index_query, Tensor index_key, {BLOCKS}",
+    "select_blocks_varlen": (
+        "(Tensor index_query, Tensor index_key, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
+        f"{BLOCKS}"
     ),
     "_refuse_backward": "(Tensor gradient, str message, SymInt[] size) -> Tensor",
 }

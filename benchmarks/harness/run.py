@@ -36,6 +36,7 @@ FAMILIES = (
     "gated_mlp",
     "hadamard",
     "rmsnorm_rope",
+    "select_blocks",
     "tree_attention",
     "tree_cache",
     "tree_stages",

@@ -171,6 +171,19 @@ def _sparse_attention_backward(dim: int) -> Callable[..., list[Rule]]:
     return rules
 
 
+# ---- selection of blocks, for which each index head stands alone
+
+
+def _select_blocks(index_query: Any, index_key: Any, *options: Any) -> list[Rule]:
+    ways = _attention_ways(index_query, index_key, index_key)
+    return [_rule([way] * 2, [way] * 2, 2 + len(options)) for way in ways]
+
+
+def _select_blocks_varlen(index_query: Any, index_key: Any, *args: Any) -> list[Rule]:
+    ways = _varlen_ways(index_query, index_key, index_key)
+    return [_rule([way] * 2, [way] * 2 + [_WHOLE] * 2, 2 + len(args)) for way in ways]
+
+
 # ---- norms and rotary positions
 
 
@@ -362,6 +375,8 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_sparse_attention_backward": (_sparse_attention_backward(2), 9),
     "sparse_attention_varlen": (_sparse_attention(1), 7),
     "_sparse_attention_varlen_backward": (_sparse_attention_backward(1), 11),
+    "select_blocks": (_select_blocks, 2),
+    "select_blocks_varlen": (_select_blocks_varlen, 4),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),

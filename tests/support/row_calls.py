@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tests.support.cases import normal
 from tests.support.compressed_kv_cases import DecodeCase
+from tests.support.select_blocks_cases import CASES as SELECT_CASES
+from tests.support.select_blocks_cases import VARLEN_CASES as SELECT_VARLEN_CASES
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
 from tests.support.tree_attention_varlen_cases import VarlenBackwardCase
@@ -39,6 +41,7 @@ def row_calls(device: str) -> list[Call]:
         *fp8_calls(wide.float()),
         *matrix_calls(device),
         *varlen_calls(device),
+        *select_calls(device),
         *(Call(op, arguments, op_options(options)) for op, (arguments, options) in op_calls(device).items()),
     ]
 
@@ -89,6 +92,16 @@ def matrix_calls(device: str) -> list[Call]:
         Call("_gated_mlp_saved_backward", (dy, dy, dy, x, gate, up, "gelu", "up")),
         Call("fp8_gemm", (a, b.t(), rows, columns, torch.float32)),
         Call("fp8_gemm_exact", (a, b.t(), rows, columns, torch.bfloat16)),
+    ]
+
+
+def select_calls(device: str) -> list[Call]:
+    """Lists of queries that share them, and of packed documents."""
+    case = next(case for case in SELECT_CASES if case.name == "suffix_stride")
+    documents = next(case for case in SELECT_VARLEN_CASES if case.name == "suffix")
+    return [
+        Call("select_blocks", case.make_inputs(device)),
+        Call("select_blocks_varlen", documents.make_inputs(device)),
     ]
 
 

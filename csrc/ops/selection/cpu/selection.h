@@ -34,26 +34,39 @@ constexpr int kDigitBits = 11;
 // So few candidates are ranked by comparing all pairs, which is cheaper than a pass over the histogram.
 constexpr int64_t kSmallPool = 48;
 
-// Scratch of one thread, for rows of up to `max_candidates`.
-template <typename Real>
-struct Workspace {
-  Real* weights;        // [max_candidates]
-  Real* importance;     // [max_candidates]
-  Rank<Real>* ranks;    // [max_candidates], written by rank_candidates
-  Rank<Real>* pool;     // [max_candidates]
+// Scratch of one thread to choose among up to `max_candidates` ranks.
+template <typename R>
+struct Ranking {
+  R* ranks;             // [max_candidates], written before a choice
+  R* pool;              // [max_candidates]
   uint32_t* histogram;  // [2^kDigitBits]
 
   static constexpr int64_t bytes(int64_t max_candidates) {
-    return 4 * max_candidates * static_cast<int64_t>(sizeof(Real)) + (int64_t{4} << kDigitBits);
+    return 2 * max_candidates * static_cast<int64_t>(sizeof(R)) + (int64_t{4} << kDigitBits);
   }
   // `buffer` has bytes(max_candidates) and is aligned to 8.
-  Workspace(void* buffer, int64_t max_candidates) {
-    weights = static_cast<Real*>(buffer);
-    importance = weights + max_candidates;
-    ranks = reinterpret_cast<Rank<Real>*>(importance + max_candidates);
+  Ranking(void* buffer, int64_t max_candidates) {
+    ranks = static_cast<R*>(buffer);
     pool = ranks + max_candidates;
     histogram = reinterpret_cast<uint32_t*>(pool + max_candidates);
   }
+};
+
+// The same where the ranks follow from scores (rank_candidates).
+template <typename Real>
+struct Workspace : Ranking<Rank<Real>> {
+  Real* weights;     // [max_candidates]
+  Real* importance;  // [max_candidates]
+
+  static constexpr int64_t bytes(int64_t max_candidates) {
+    return 2 * max_candidates * static_cast<int64_t>(sizeof(Real)) +
+           Ranking<Rank<Real>>::bytes(max_candidates);
+  }
+  // `buffer` has bytes(max_candidates) and is aligned to 8.
+  Workspace(void* buffer, int64_t max_candidates)
+      : Ranking<Rank<Real>>(static_cast<Real*>(buffer) + 2 * max_candidates, max_candidates),
+        weights(static_cast<Real*>(buffer)),
+        importance(weights + max_candidates) {}
 };
 
 // ---- importance
@@ -264,26 +277,28 @@ inline Threshold<R> find_threshold(const R* ranks, int64_t count, int64_t wanted
 
 // Raises the ranks of the `best` first candidates above all others but the rightmost's, and those of the
 // candidates behind them above the rest (§1.6, open_next). 1 <= best < n.
-template <typename Real>
-inline void raise_neighbours(int64_t n, int64_t best, Workspace<Real>& workspace) {
-  Rank<Real>* ranks = workspace.ranks;
-  const auto threshold = find_threshold(ranks, n - 1, best, workspace.pool, workspace.histogram);
+template <typename R>
+inline void raise_neighbours(int64_t n, int64_t best, const Ranking<R>& ranking) {
+  R* ranks = ranking.ranks;
+  const auto threshold = find_threshold(ranks, n - 1, best, ranking.pool, ranking.histogram);
   int64_t equal_left = threshold.num_equal;
   bool behind = false;
   for (int64_t p = 0; p < n - 1; ++p) {
     const bool equal = ranks[p] == threshold.rank && equal_left > 0;
     const bool chosen = equal || ranks[p] > threshold.rank;
     equal_left -= equal;
-    ranks[p] = chosen ? ~Rank<Real>{1} : behind ? ~Rank<Real>{2} : ranks[p];
+    ranks[p] = chosen ? ~R{1} : behind ? ~R{2} : ranks[p];
     behind = chosen;
   }
 }
 
 // Writes the min(top_k, n) selected positions in ascending order, the last of them n-1, and returns their
-// number. rank_candidates has filled the ranks. top_k >= 1 and n >= 1. positions [min(top_k, n)].
-template <typename Real>
-inline int64_t select_ranked(int64_t n, int64_t top_k, const tree_attention::SelectionOptions& options,
-                             Workspace<Real>& workspace, int32_t* positions) {
+// number. The ranks of the others are filled, below ~R{2}, or ~R{0} for what is selected whatever the others are.
+// With open_next `best` candidates come before those behind them, the rightmost among them; else it is 0. top_k >= 1
+// and n >= 1. positions [min(top_k, n)].
+template <typename R>
+inline int64_t select_ranked(int64_t n, int64_t top_k, int64_t best, const Ranking<R>& ranking,
+                             int32_t* positions) {
   if (n <= top_k) {
     for (int64_t p = 0; p < n; ++p) {
       positions[p] = static_cast<int32_t>(p);
@@ -291,12 +306,12 @@ inline int64_t select_ranked(int64_t n, int64_t top_k, const tree_attention::Sel
     return n;
   }
   int64_t taken = 0;
-  if (const int64_t best = tree_attention::best_with_neighbours(options, top_k, n); best > 1) {
-    raise_neighbours(n, best - 1, workspace);  // the rightmost is one of the best
+  if (best > 1) {
+    raise_neighbours(n, best - 1, ranking);  // the rightmost is one of the best
   }
   if (top_k > 1) {
-    const Rank<Real>* ranks = workspace.ranks;
-    const auto threshold = find_threshold(ranks, n - 1, top_k - 1, workspace.pool, workspace.histogram);
+    const R* ranks = ranking.ranks;
+    const auto threshold = find_threshold(ranks, n - 1, top_k - 1, ranking.pool, ranking.histogram);
     int64_t equal_left = threshold.num_equal;
     // At most top_k - 1 are taken before n-1, so a store that need not count stays inside the list.
     for (int64_t p = 0; p < n - 1; ++p) {
@@ -323,7 +338,8 @@ inline int64_t select_row(const Real* scores, const Real* sums, int64_t stride, 
   if (scores_are_read(n, top_k)) {
     rank_candidates(scores, sums, stride, num_heads, n, options.importance, workspace);
   }
-  return select_ranked(n, top_k, options, workspace, positions);
+  const int64_t best = tree_attention::best_with_neighbours(options, top_k, n);
+  return select_ranked(n, top_k, best, workspace, positions);
 }
 
 }  // namespace htree::HTREE_ISA::selection

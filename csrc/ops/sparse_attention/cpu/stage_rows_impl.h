@@ -223,7 +223,8 @@ int64_t select_row(const R* scores, int64_t score_stride, int64_t num_heads, int
   }
   selection::rank_candidates<R>(by_head, /*sums=*/nullptr, num, num_heads, num, options.importance,
                                 workspace);
-  const int64_t count = selection::select_ranked(num, top_k, options, workspace, positions);
+  const int64_t best = tree_attention::best_with_neighbours(options, top_k, num);
+  const int64_t count = selection::select_ranked(num, top_k, best, workspace, positions);
   for (int64_t i = 0; i < count; ++i) {
     ranks[i] = workspace.ranks[positions[i]];
   }

@@ -1,0 +1,163 @@
+// CUDA entry points of select_blocks: chunks of leaders, each scored by one launch and chosen from by another.
+// docs/semantics/selection.md §9
+#include <ATen/cuda/CUDAContextLight.h>
+
+#include <limits>
+
+#include "ops/selection/cuda/any/block_params.h"
+#include "ops/selection/cuda/any/select_plan.h"
+#include "ops/selection/plan/block_launch.h"
+#include "ops/selection/select_blocks.h"
+#include "ops/tree/cuda/any/cuda_tensors.h"
+
+namespace htree::tree_attention {
+namespace {
+
+// Sequences of a batch, or packed documents.
+struct BlockSequences {
+  int64_t count = 0;
+  int64_t most_tokens = 0;  // of one
+  int64_t slots = 0;        // the most leaders that all have together
+  int64_t row_step = 1;     // rows of the lists from leader to leader
+};
+
+// [B, rows, heads, d], of packed rows [rows, heads, d] without the batch.
+template <typename T>
+View<const T> index_view(const Tensor& x) {
+  const bool packed = x.dim() == 3;
+  return {input<T>(x), packed ? 0 : x.stride(0), x.stride(x.dim() - 3), x.stride(x.dim() - 2)};
+}
+
+// The memory of keys that do not fit into shared memory, and the thread blocks that share it.
+void place_keys(BlockListParams& params, int64_t row, const Tensor& like, Tensor& scratch) {
+  const int64_t num_rows = static_cast<int64_t>(params.chunk.num_slots) * params.chunk.num_heads;
+  params.key_capacity = row;
+  params.num_blocks = std::min<int64_t>(num_rows, INT32_MAX);
+  if (row * 4 <= shared_limit()) {
+    return;
+  }
+  params.num_blocks =
+      std::min(params.num_blocks, std::clamp<int64_t>(kKeyScratchBytes / (row * 4), 1, kScratchBlocks));
+  if (!scratch.defined()) {
+    scratch = device_scratch(params.num_blocks * row * 4, like);
+  }
+  params.keys = static_cast<uint32_t*>(scratch.mutable_data_ptr());
+}
+
+template <typename T>
+void launch_scores(const BlockLaunch& launch, const BlockChunk& chunk, const Tensor& index_query,
+                   const Tensor& index_key, cudaStream_t stream) {
+  BlockScoreParams<T> params;
+  params.chunk = chunk;
+  params.query = index_view<T>(index_query);
+  params.key = index_view<T>(index_key);
+  params.d = static_cast<int32_t>(index_query.size(-1));
+  params.splits = static_cast<int32_t>(launch.splits);
+  if (launch.kernel == BlockKernel::kGeneral) {
+    C10_CUDA_CHECK(launch_block_scores(params, stream));
+  } else if constexpr (sizeof(T) == 2) {
+    C10_CUDA_CHECK(launch_block_unit_scores(params, stream));
+  }
+}
+
+void run(const BlockSequences& sequences, const BlockDocumentParams& table, const Tensor& index_query,
+         const Tensor& index_key, const BlockOptions& options, const BlockLists& lists, cudaStream_t stream) {
+  const auto& [blocks, scores] = lists;
+  const int64_t heads = index_query.size(-2);
+  const BlockKernel kernel = choose_block_kernel(index_query.element_size() == 2, options.block_size,
+                                                 at::cuda::getCurrentDeviceProperties()->major);
+  const BlockLaunch launch =
+      block_launch(kernel, sequences.most_tokens, sequences.slots, heads, options.block_size);
+  const Tensor documents =
+      device_scratch(sequences.count * static_cast<int64_t>(sizeof(BlockDocument)), blocks);
+  const Tensor chunk_scores = device_scratch(launch.bytes(), blocks);
+  Tensor keys;
+  BlockDocumentParams of_documents = table;
+  of_documents.documents = static_cast<BlockDocument*>(documents.mutable_data_ptr());
+  C10_CUDA_CHECK(launch_block_documents(of_documents, stream));
+
+  BlockListParams params;
+  params.options = options;
+  params.blocks = output<int32_t>(blocks);
+  params.scores = output<float>(scores);
+  params.heads = static_cast<int32_t>(heads);
+  params.row_step = static_cast<int32_t>(sequences.row_step);
+  BlockChunk& chunk = params.chunk;
+  chunk.documents = of_documents.documents;
+  chunk.num_documents = static_cast<int32_t>(sequences.count);
+  chunk.block_size = static_cast<int32_t>(options.block_size);
+  chunk.stride = static_cast<int32_t>(options.stride);
+  chunk.unit = static_cast<int32_t>(launch.unit);
+  chunk.row = launch.row;
+  chunk.scores = output<float>(chunk_scores);
+  for (int64_t slot = 0; slot < sequences.slots; slot += launch.leaders) {
+    chunk.first_slot = static_cast<int32_t>(slot);
+    chunk.num_slots = static_cast<int32_t>(std::min(launch.leaders, sequences.slots - slot));
+    for (int64_t head = 0; head < heads; head += launch.heads) {
+      chunk.first_head = static_cast<int32_t>(head);
+      chunk.num_heads = static_cast<int32_t>(std::min(launch.heads, heads - head));
+      if (launch.units > 0) {
+        dispatch_device_dtype("select_blocks", index_query.scalar_type(), FloatTypes{}, [&](auto tag) {
+          launch_scores<typename decltype(tag)::type>(launch, chunk, index_query, index_key, stream);
+        });
+      }
+      params.keys = nullptr;
+      place_keys(params, launch.row, blocks, keys);
+      C10_CUDA_CHECK(launch_block_lists(params, stream));
+    }
+  }
+}
+
+}  // namespace
+
+void select_blocks_cuda(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
+                        const BlockLists& lists) {
+  const LaunchScope scope(index_query);
+  BlockDocumentParams table;
+  table.num_documents = static_cast<int32_t>(index_query.size(0));
+  table.num_queries = static_cast<int32_t>(index_query.size(1));
+  table.num_keys = static_cast<int32_t>(index_key.size(1));
+  table.stride = static_cast<int32_t>(options.stride);
+  table.query_step = index_query.stride(0);
+  table.key_step = index_key.stride(0);
+  const int64_t slots = index_query.size(0) * std::get<0>(lists).size(1);
+  TORCH_CHECK_VALUE(slots < kIndexLimit,
+                    "select_blocks: index_query must have less than 2^31 lists a head, got ", slots, " in ",
+                    index_query.sizes());
+  run({index_query.size(0), index_key.size(1), slots, /*row_step=*/1}, table, index_query, index_key, options,
+      lists, scope.stream());
+}
+
+void select_blocks_varlen_cuda(const char* /*op*/, const Tensor& index_query, const Tensor& index_key,
+                               const Documents& documents, const BlockOptions& options,
+                               const BlockLists& lists) {
+  const LaunchScope scope(index_query);
+  const auto& [blocks, scores] = lists;
+  blocks.fill_(-1);
+  scores.fill_(-std::numeric_limits<double>::infinity());
+  const int64_t count = documents.cu_seq_q.size(0) - 1;
+  if (blocks.numel() == 0 || count == 0) {
+    return;
+  }
+  const Tensor cu_seq_q = documents.cu_seq_q.contiguous(), cu_seq_k = documents.cu_seq_k.contiguous();
+  const int64_t num_queries = index_query.size(0), num_keys = index_key.size(0);
+  // No document is longer than all rows, and lengths are int32.
+  const int64_t max_q = std::min(documents.max_q.guard_int(__FILE__, __LINE__), num_queries);
+  const int64_t max_k = std::min(documents.max_k.guard_int(__FILE__, __LINE__), num_keys);
+  BlockDocumentParams table;
+  table.cu_seq_q = input<int32_t>(cu_seq_q);
+  table.cu_seq_k = input<int32_t>(cu_seq_k);
+  table.num_documents = static_cast<int32_t>(count);
+  table.num_queries = static_cast<int32_t>(num_queries);
+  table.num_keys = static_cast<int32_t>(num_keys);
+  table.max_q = static_cast<int32_t>(max_q);
+  table.max_k = static_cast<int32_t>(max_k);
+  table.stride = static_cast<int32_t>(options.stride);
+  table.query_step = index_query.stride(0);
+  table.key_step = index_key.stride(0);
+  const int64_t slots = std::min(num_queries, num_queries / options.stride + count);
+  run({count, max_k, slots, /*row_step=*/options.stride}, table, index_query, index_key, options, lists,
+      scope.stream());
+}
+
+}  // namespace htree::tree_attention
