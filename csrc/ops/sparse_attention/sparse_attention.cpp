@@ -166,7 +166,8 @@ SparseGradients call_varlen_backward(const SparseInputs& x, const Documents& d, 
                  o.selection_stride, o.scale, mask);
 }
 
-// What a node keeps beside its tensors.
+// What a node keeps beside its tensors. Of an undefined tensor it could not keep what a gradient's zeros look like, so that
+// sinks reach it as an optional.
 void save(AutogradContext* ctx, const SparseOptions& options) {
   ctx->saved_data["block_size"] = options.block_size;
   ctx->saved_data["selection_stride"] = options.selection_stride;
@@ -186,12 +187,13 @@ struct SparseNode : Function<SparseNode> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
-                               const Tensor& value, const Tensor& sinks, const Tensor& blocks,
+                               const Tensor& value, const OptionalTensor& sinks, const Tensor& blocks,
                                const SparseOptions& options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const auto [out, lse] = call_forward({query, key, value, blocks, sinks}, options);
-    ctx->save_for_backward({query, key, value, blocks, sinks, out, lse});
+    const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+    const auto [out, lse] = call_forward(x, options);
+    ctx->save_for_backward({query, key, value, blocks, x.sinks, out, lse});
     save(ctx, options);
     return {out, lse};
   }
@@ -211,13 +213,14 @@ struct SparseVarlenNode : Function<SparseVarlenNode> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
-                               const Tensor& value, const Tensor& sinks, const Tensor& blocks,
+                               const Tensor& value, const OptionalTensor& sinks, const Tensor& blocks,
                                const Documents& documents, const SparseOptions& options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const auto [out, lse] = call_varlen({query, key, value, blocks, sinks}, documents, options);
+    const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
+    const auto [out, lse] = call_varlen(x, documents, options);
     ctx->save_for_backward(
-        {query, key, value, blocks, sinks, out, lse, documents.cu_seq_q, documents.cu_seq_k});
+        {query, key, value, blocks, x.sinks, out, lse, documents.cu_seq_q, documents.cu_seq_k});
     save(ctx, options);
     ctx->saved_data["max_q"] = documents.max_q;
     ctx->saved_data["max_k"] = documents.max_k;
@@ -243,7 +246,7 @@ SparseResults forward_autograd(const Tensor& query, const Tensor& key, const Ten
   const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
   const SparseOptions options = {block_size, selection_stride, scale};
   if (needs_grad({query, key, value, x.sinks})) {
-    const variable_list results = SparseNode::apply(query, key, value, x.sinks, blocks, options);
+    const variable_list results = SparseNode::apply(query, key, value, if_defined(x.sinks), blocks, options);
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowAutograd guard;
@@ -259,7 +262,7 @@ SparseResults varlen_autograd(const Tensor& query, const Tensor& key, const Tens
   const Documents documents = {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)};
   if (needs_grad({query, key, value, x.sinks})) {
     const variable_list results =
-        SparseVarlenNode::apply(query, key, value, x.sinks, blocks, documents, options);
+        SparseVarlenNode::apply(query, key, value, if_defined(x.sinks), blocks, documents, options);
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowAutograd guard;
