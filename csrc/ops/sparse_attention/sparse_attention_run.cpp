@@ -145,10 +145,11 @@ class DocumentRows {
       : x_(x), options_(options) {
     const int64_t num_queries = x.query.size(0), num_keys = x.key.size(0);
     // No document is longer than all keys, so longer blocks and strides are the same as such that just cover them.
-    while (options_.selection_stride / 2 >= num_keys)
+    const int64_t longest = std::max<int64_t>(num_keys, 1);
+    while (options_.selection_stride / 2 >= longest)
       options_.selection_stride /= 2;
     options_.block_size = std::min(options.block_size,
-                                   ceil_div(num_keys, options_.selection_stride) * options_.selection_stride);
+                                   ceil_div(longest, options_.selection_stride) * options_.selection_stride);
     const DeviceOffsets offsets = device_offsets(documents, num_queries, num_keys, options.selection_stride);
     const auto counts = [&](const Tensor& starts) {
       return starts.diff().to(at::kLong).masked_fill_(offsets.broken, 0);
@@ -172,18 +173,22 @@ class DocumentRows {
     const auto of = [&](const Tensor& numbers) { return numbers.index_select(0, at); };
     const Tensor place = all.sub(of(begins)), own_keys = of(keys), skipped = of(before);
     first_block_ = of(begins).floor_divide(size);
-    queries_ = {place.sub(skipped).add_(of(offsets.starts_q)),
-                behind.logical_or(place.lt(skipped)).logical_or_(place.ge(own_keys)),
-                {},
-                {},
-                {}};
-    keys_ = {place.add(of(offsets.starts_k)), behind.logical_or(place.ge(own_keys)), {}, {}, {}};
+    const Tensor token = place.minimum(own_keys.sub(1));
+    repeated_.rows = token.sub(skipped).add_(of(offsets.starts_q));
+    repeated_.none = behind.logical_or(token.lt(skipped));
+    keys_.rows = place.add(of(offsets.starts_k));
+    keys_.none = behind.logical_or(place.ge(own_keys));
+    queries_.rows = repeated_.rows;
+    queries_.none = repeated_.none.logical_or(keys_.none);
     find_places(queries_, offsets.starts_q, offsets.broken, begins.add(before), num_queries);
     find_places(keys_, offsets.starts_k, offsets.broken, begins, num_keys);
   }
 
   const SparseOptions& options() const { return options_; }
   const PackedRows& queries() const { return queries_; }
+  // The queries, of each document with its last one again and again up to the end of its block. Rows there can have a
+  // leader's list, and so meet what that one meets: with dO = 0 they give 0 to every gradient, or NaN where it does too.
+  const PackedRows& repeated_queries() const { return repeated_; }
   const PackedRows& keys() const { return keys_; }
 
   // Packed rows as a batch of one; rows that have none hold `empty`.
@@ -220,7 +225,7 @@ class DocumentRows {
                               .logical_or_(lists.gt(num_rows_ / options_.block_size))
                               .logical_or_(of_leaders(queries_.none).view({-1, 1, 1}));
     const Tensor blocks = lists.add(first.to(at::kInt)).masked_fill_(absent, -1);
-    return {take(x_.query, queries_), take(x_.key, keys_), take(x_.value, keys_), blocks.unsqueeze(0),
+    return {take(x_.query, repeated_), take(x_.key, keys_), take(x_.value, keys_), blocks.unsqueeze(0),
             x_.sinks};
   }
 
@@ -250,7 +255,7 @@ class DocumentRows {
   SparseOptions options_;
   int64_t num_rows_;
   Tensor first_block_;  // of each row's document
-  PackedRows queries_, keys_;
+  PackedRows queries_, repeated_, keys_;
 };
 
 // Fills what calls without a document leave, and says whether this is one.
@@ -295,7 +300,7 @@ void run_sparse_varlen_backward(const SparseKernels& kernels, const char* op, co
   const SparseGradients found = {place(dq), place(dk), place(dv), dsinks};
   run_sparse_backward(kernels, rows.inputs(), rows.options(),
                       {rows.take(std::get<0>(results), rows.queries()),
-                       rows.take(std::get<1>(results), rows.queries(), -kInfinity)},
+                       rows.take(std::get<1>(results), rows.repeated_queries(), -kInfinity)},
                       upstream(dout), upstream(dlse), found);
   const auto put = [&](const Tensor& batch, const PackedRows& side, const Tensor& gradient) {
     if (gradient.defined()) rows.put(batch, side, 0, gradient);
