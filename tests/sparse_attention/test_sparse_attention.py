@@ -91,7 +91,6 @@ def test_equal_to_the_reference(case: SparseCase, device: str) -> None:
             op(case)(*case.make_inputs(device))
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=seeds)
 def test_any_problem_equals_the_reference(data: st.DataObject, seed: int, device: str) -> None:
     case = data.draw(problems(device))
@@ -150,7 +149,6 @@ def no_rotation(size: int, K: int, device: str) -> tuple[Tensor, Tensor]:
 # ---- a list is a set
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=seeds)
 def test_neither_order_nor_repetition_nor_padding_changes_a_bit(
     data: st.DataObject, seed: int, device: str
@@ -168,7 +166,6 @@ def test_neither_order_nor_repetition_nor_padding_changes_a_bit(
     assert_same_bits(ours, with_gradients(op(case), (query, key, value, blocks, sinks)))
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=seeds)
 def test_a_block_behind_the_diagonal_one_counts_as_absent(
     data: st.DataObject, seed: int, device: str
@@ -246,7 +243,6 @@ def test_sinks_of_any_dtype(dtype: torch.dtype, device: str) -> None:
 # ---- what a row depends on
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=seeds)
 def test_a_row_has_its_bits_in_any_batch(data: st.DataObject, seed: int, device: str) -> None:
     """Out, lse and dq of a row alone: of its sequence alone, of a shorter suffix, with later tokens cut off."""

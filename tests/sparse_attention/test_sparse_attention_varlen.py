@@ -128,13 +128,11 @@ def batches(draw: Any, device: str) -> SparseVarlenCase:
     )
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=st.integers(0, 2**20))
 def test_any_batch_equals_a_call_per_document(data: st.DataObject, seed: int, device: str) -> None:
     assert_equal_documents(data.draw(batches(device)), device, seed)
 
 
-@pytest.mark.usefixtures("one_thread")
 @given(data=st.data(), seed=st.integers(0, 2**20))
 def test_a_document_reaches_no_other(data: st.DataObject, seed: int, device: str) -> None:
     """NaN in one document and behind all of them: every other row and gradient keeps its bits."""
