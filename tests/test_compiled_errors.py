@@ -114,6 +114,34 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
         | {"cu_seq_q": int32(1), "cu_seq_k": int32(1)},
         [{"index_key": zeros(12, 3, 16)}, {"cu_seq_k": int32(2)}, {"max_k": -1}, {"block_size": 0}],
     ),
+    (
+        htree_ops.sparse_attention,
+        {"query": Q, "key": K, "value": V, "blocks": int32(2, 12, 2, 3), "block_size": 4},
+        [
+            {"key": zeros(2, 12, 2, 8)},
+            {"value": V.half()},
+            {"query": zeros(2, 12, 3, 6)},
+            {"query": zeros(2, 13, 4, 6)},
+            {"blocks": zeros(2, 12, 2, 3).long()},
+            {"blocks": int32(2, 11, 2, 3)},
+            {"selection_stride": 3},
+            {"block_size": 0},
+            {"scale": 1e39},
+            {"sinks": zeros(3)},
+        ],
+    ),
+    (
+        htree_ops.sparse_attention_varlen,
+        {"query": Q[0], "key": K[0], "value": V[0], "blocks": int32(12, 1, 3), "max_q": 12, "max_k": 12}
+        | {"cu_seq_q": int32(1), "cu_seq_k": int32(1)},
+        [
+            {"key": zeros(12, 3, 6)},
+            {"blocks": int32(11, 1, 3)},
+            {"cu_seq_k": int32(2)},
+            {"max_k": -1},
+            {"block_size": 0},
+        ],
+    ),
     (family.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
     (
         family.attention_backward,

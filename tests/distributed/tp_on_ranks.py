@@ -57,6 +57,8 @@ def example(name: str) -> tuple[Any, ...]:
     of_documents = (*documents, "auto", *tree)
     wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
     heads, angles, of_each = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6), x(4, 8, 6, seed=19)
+    lists = torch.arange(4 * 40 * 4 * 2, dtype=torch.int32).view(4, 40, 4, 2) % 3
+    sinks, packed_lists = x(8, seed=23), (q[0], k[0], v[0], lists[0])
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
     gradient = x(4, 8, 12, seed=10)
     codes = [x(*shape, seed=11).to(torch.float8_e4m3fn) for shape in ((8, 64), (64, 12))]
@@ -77,6 +79,29 @@ def example(name: str) -> tuple[Any, ...]:
             "auto",
             mask,
             *tree,
+        ),
+        "sparse_attention": lambda: (q, k, v, lists, sinks),
+        "_sparse_attention_backward": lambda: (
+            q,
+            k,
+            v,
+            lists,
+            *ops.sparse_attention(q, k, v, lists, sinks),
+            sinks,
+            x(4, 40, 8, 6, seed=24),
+            x(4, 40, 8, seed=25),
+        ),
+        "sparse_attention_varlen": lambda: (*packed_lists, ends, ends, sinks, 27, 27),
+        "_sparse_attention_varlen_backward": lambda: (
+            *packed_lists,
+            ends,
+            ends,
+            *ops.sparse_attention_varlen(*packed_lists, ends, ends, sinks, 27, 27),
+            sinks,
+            x(40, 8, 6, seed=24),
+            x(40, 8, seed=25),
+            27,
+            27,
         ),
         "select_blocks": lambda: (x(4, 36, 4, 16), x(4, 40, 4, 16, seed=20), 3, 4, 2),
         "select_blocks_varlen": lambda: (

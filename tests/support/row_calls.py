@@ -11,6 +11,9 @@ from tests.support.cases import normal
 from tests.support.compressed_kv_cases import DecodeCase
 from tests.support.select_blocks_cases import CASES as SELECT_CASES
 from tests.support.select_blocks_cases import VARLEN_CASES as SELECT_VARLEN_CASES
+from tests.support.sparse_attention_cases import CASES as SPARSE_CASES
+from tests.support.sparse_attention_cases import VARLEN_CASES as SPARSE_VARLEN_CASES
+from tests.support.sparse_attention_cases import SparseBackwardCase
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
 from tests.support.tree_attention_varlen_cases import VarlenBackwardCase
@@ -42,6 +45,7 @@ def row_calls(device: str) -> list[Call]:
         *matrix_calls(device),
         *varlen_calls(device),
         *select_calls(device),
+        *sparse_calls(device),
         *(Call(op, arguments, op_options(options)) for op, (arguments, options) in op_calls(device).items()),
     ]
 
@@ -102,6 +106,24 @@ def select_calls(device: str) -> list[Call]:
     return [
         Call("select_blocks", case.make_inputs(device)),
         Call("select_blocks_varlen", documents.make_inputs(device)),
+    ]
+
+
+def sparse_calls(device: str) -> list[Call]:
+    """Attention over lists that hold anything, with sinks, and its gradients; in batches and packed documents."""
+    case, documents = (
+        replace(next(case for case in cases if case.name == name), block_size=16)
+        for cases, name in ((SPARSE_CASES, "sinks"), (SPARSE_VARLEN_CASES, "stride"))
+    )
+    backward = SparseBackwardCase(name=case.name, dtype=case.dtype, forward=case, of_lse=True)
+    inputs = query, key, value, blocks, cu_q, cu_k, sinks, *bounds = documents.make_inputs(device)
+    out, lse = torch.ops.htree.sparse_attention_varlen(*inputs, **documents.options())
+    given = (query, key, value, blocks, cu_q, cu_k, out, lse, sinks, out, None, *bounds)
+    return [
+        Call("sparse_attention", case.make_inputs(device), case.options()),
+        Call("_sparse_attention_backward", (*backward.make_inputs(device), *case.options().values())),
+        Call("sparse_attention_varlen", inputs, documents.options()),
+        Call("_sparse_attention_varlen_backward", (*given, *documents.options().values())),
     ]
 
 

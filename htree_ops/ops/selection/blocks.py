@@ -57,6 +57,14 @@ def select_blocks(
         DeviceError: tensors on different devices.
         ValueError: an option outside its range.
         RuntimeError: a backward through the scores.
+
+    Example:
+        >>> query = torch.ones(1, 1, 1, 16)  # of token 95, in block 5
+        >>> key = torch.zeros(1, 96, 1, 16)
+        >>> key[:, 40] = 1.0  # in block 2
+        >>> blocks, scores = select_blocks(query, key, 3)
+        >>> blocks.flatten().tolist(), scores.flatten().tolist()
+        ([0, 2, 5], [0.0, 16.0, inf])
     """
     blocks, scores = torch.ops.htree.select_blocks(
         index_query, index_key, count, block_size, selection_stride, local, first, open_next
@@ -109,6 +117,13 @@ def select_blocks_varlen(
         DeviceError: tensors on different devices.
         ValueError: an option outside its range; on the CPU a document that breaks the rules.
         RuntimeError: a backward through the scores.
+
+    Example:
+        >>> query, key = torch.randn(1000, 1, 32), torch.randn(1000, 1, 32)  # documents of 300 and 700 tokens
+        >>> ends = torch.tensor([0, 300, 1000], dtype=torch.int32)
+        >>> blocks, scores = select_blocks_varlen(query, key, ends, ends, 700, 700, 4)
+        >>> blocks[[0, 300]].tolist()  # the first token of each
+        [[[0, -1, -1, -1]], [[0, -1, -1, -1]]]
     """
     blocks, scores = torch.ops.htree.select_blocks_varlen(
         index_query,

@@ -103,6 +103,13 @@ def sparse_attention(
         ValueError: an option outside its range, or T - T_q no multiple of selection_stride.
         ArchitectureNotSupportedError: a block_size below 16 on CUDA.
         NotImplementedError: the backward is differentiated again.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 64, heads, 32) for heads in (8, 2, 2))
+        >>> own = torch.arange(64).view(1, 64, 1, 1) // 16  # each token reads its own block and the first
+        >>> blocks = torch.cat([own, torch.zeros_like(own)], -1).int()
+        >>> sparse_attention(q, k, v, blocks).shape
+        torch.Size([1, 64, 8, 32])
     """
     out, lse = torch.ops.htree.sparse_attention(
         query,
@@ -213,6 +220,13 @@ def sparse_attention_varlen(
     Raises:
         As :func:`htree_ops.sparse_attention`, for packed shapes; on the CPU ValueError for a document that breaks the
             rules.
+
+    Example:
+        >>> q, k, v = (torch.randn(100, heads, 32) for heads in (8, 2, 2))  # documents of 30 and 70 tokens
+        >>> ends = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> blocks = torch.zeros(100, 1, 1, dtype=torch.int32)  # each token reads its document's first block
+        >>> sparse_attention_varlen(q, k, v, blocks, ends, ends, 70, 70).shape
+        torch.Size([100, 8, 32])
     """
     out, lse = torch.ops.htree.sparse_attention_varlen(
         query,

@@ -33,7 +33,7 @@ inline BlockChunks block_chunks(int64_t num_heads, int64_t num_blocks, int64_t l
   chunks.segment = std::clamp<int64_t>(kPackedKeyBytes / (token_bytes * chunks.tokens), 1,
                                        std::max<int64_t>(chunks.groups, 1));
   const bool whole = chunks.tokens == block_size && chunks.segment >= chunks.groups;
-  const int64_t head_bytes = std::max<int64_t>(1, chunks.groups * block_size * token_bytes);
+  const int64_t head_bytes = chunks.segment * block_size * token_bytes;
   chunks.heads =
       whole ? std::clamp<int64_t>(kPackedKeyBytes / head_bytes, 1, std::max<int64_t>(num_heads, 1)) : 1;
   const int64_t row_bytes = std::max<int64_t>(1, chunks.heads * chunks.row_elements(width) * size);
