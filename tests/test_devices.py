@@ -34,7 +34,7 @@ def tensor_core_calls() -> list[Call]:
 
 
 CALLS = [
-    *row_calls("cpu"),
+    *(call for call in row_calls("cpu") if any(tensors_of(x) for x in call.args)),
     *tensor_core_calls(),
     *(
         call
