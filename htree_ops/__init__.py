@@ -29,7 +29,6 @@ from htree_ops.ops.compressed_kv import (  # noqa: E402
     kv_decompress,
 )
 from htree_ops.ops.fp8 import (  # noqa: E402
-    FP8Format,
     FP8Linear,
     calibrate_activation_scales,
     fp8_compute_scale,
@@ -37,7 +36,6 @@ from htree_ops.ops.fp8 import (  # noqa: E402
     fp8_fake_quant,
     fp8_gemm,
     fp8_quantize,
-    handle_fp8_overflow,
     quantize_model_,
 )
 from htree_ops.ops.gated_mlp import FusedGatedMLP, gated_mlp  # noqa: E402
@@ -65,7 +63,6 @@ __all__ = [
     "CompressedKV",
     "CompressedKVCache",
     "DeviceError",
-    "FP8Format",
     "FP8Linear",
     "FusedGatedMLP",
     "FusedRMSNormRoPE",
@@ -90,7 +87,6 @@ __all__ = [
     "gated_mlp",
     "grouped_hadamard",
     "hadamard_transform",
-    "handle_fp8_overflow",
     "head_rmsnorm_rope",
     "kv_compress",
     "kv_decode_attention",

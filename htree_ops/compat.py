@@ -16,9 +16,11 @@ from torch import Tensor
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, validate_arguments_as
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
+from htree_ops.ops.fp8 import FP8Format, handle_fp8_overflow
 from htree_ops.ops.hadamard.transform import grouped_hadamard
 
 __all__ = [
+    "FP8Format",
     "FP8GEMMInput",
     "GatedMLPInput",
     "RMSNormRoPEInput",
@@ -27,6 +29,7 @@ __all__ = [
     "apply_rotary_pos_emb_k",
     "apply_rotary_pos_emb_q",
     "convert_key_batched_quant",
+    "handle_fp8_overflow",
     "mustafar_attention",
     "validate_fp8_gemm_inputs",
     "validate_fp8_quantize_inputs",

@@ -112,7 +112,7 @@ FUNCTIONS: dict[str, Prepare] = {
     "fp8_scale_inv": on_rows(fp8_scale_inv, (3,)),
     "fp8_quantize by a number": on_rows(lambda x: htree_ops.fp8_quantize(x, 2.0, "block", block=3), (2, 8)),
     "fp8_fake_quant by a number": on_rows(lambda x: htree_ops.fp8_fake_quant(x, 2.0, "channel"), (2, 8)),
-    "handle_fp8_overflow": on_rows(lambda x: htree_ops.handle_fp8_overflow(x, 1000.0), (2, 8)),
+    "handle_fp8_overflow": on_rows(lambda x: compat.handle_fp8_overflow(x, 1000.0), (2, 8)),
     "key_weight_from_queries": on_rows(
         lambda q: key_weight_from_queries(q, 2, lengths=[2, 3]), (2, 4, 3, 64)
     ),
