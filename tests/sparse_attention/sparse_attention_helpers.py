@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,3 +100,14 @@ def assert_same_bits(
 ) -> None:
     for name, x, y in zip(names, ours, theirs, strict=False):
         assert torch.equal(x, y), name
+
+
+def for_device(case: SparseCase, device: str) -> SparseCase:
+    """The case, or one like it that CUDA takes."""
+    if device == "cpu":
+        return case
+    size = 16 * case.block_size if case.block_size < 16 else case.block_size
+    dtype = torch.float32 if case.dtype == torch.float64 else case.dtype
+    return replace(
+        case, block_size=size, dtype=dtype, T=case.T * size // case.block_size, T_q=case.T_q and case.T_q
+    )

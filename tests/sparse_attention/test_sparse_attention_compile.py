@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_attention_helpers import OPS, op, with_gradients
+from sparse_attention_helpers import OPS, for_device, op, with_gradients
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,12 +21,6 @@ from tests.support.compilers import BACKENDS
 from tests.support.sparse_attention_cases import CASES, VARLEN_CASES, SparseBackwardCase, SparseCase
 
 OPTIONS = {"block_size": 16, "selection_stride": 4}
-#: Cases that CUDA takes too.
-PORTABLE = [case for case in CASES if case.block_size >= 16]
-
-
-def cases_of(device: str) -> list[SparseCase]:
-    return CASES if device == "cpu" else PORTABLE
 
 
 def leaves_of(inputs: Sequence[Any]) -> list[Any]:
@@ -40,8 +34,7 @@ def leaves_of(inputs: Sequence[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_opcheck(case: SparseCase, device: str) -> None:
-    if case not in cases_of(device):
-        pytest.skip("for the CPU alone")
+    case = for_device(case, device)
     inputs = case.make_inputs(device)
     torch.library.opcheck(OPS.sparse_attention.default, inputs, case.options())
     torch.library.opcheck(OPS.sparse_attention.default, tuple(leaves_of(inputs)), case.options())
