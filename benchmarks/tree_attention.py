@@ -88,12 +88,14 @@ def check_forward(span: int | None, inputs: tuple[Any, ...], result: Tensor) -> 
     checks.assert_output(result[:, -CHECKED_ROWS:], expected.out, v)
 
 
-def check_backward(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
+def check_backward(span: int | None, inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -> None:
     """Checks dq of the last rows, and dk and dv by a call on those rows alone, for which there is a reference."""
     dout, q, k, v, _, _, _, _, *options = inputs
     suffix, dout = q[:, -CHECKED_ROWS:], dout[:, -CHECKED_ROWS:]
-    out, gmax, gsum, parents = torch.ops.htree.attention_forward(suffix, k, v, *options)
-    gradients = torch.ops.htree.attention_backward(dout, suffix, k, v, out, gmax, gsum, parents, *options)
+    out, gmax, gsum, parents = torch.ops.htree.attention_forward(suffix, k, v, *options, selection_span=span)
+    gradients = torch.ops.htree.attention_backward(
+        dout, suffix, k, v, out, gmax, gsum, parents, *options, selection_span=span
+    )
     keywords = dict(zip(OPTIONS, options, strict=True))
     expected = checks.reference_gradients(suffix, k, v, dout, parents, keywords)
     checks.assert_gradients(gradients, expected, dout, suffix, k, v)
@@ -142,12 +144,16 @@ def make_benchmarks(device: str) -> list[Benchmark]:
         Benchmark(
             "tree_attention_backward",
             case,
-            Candidate("htree_ops", torch.ops.htree.attention_backward, capturable=False),
+            Candidate(
+                "htree_ops",
+                partial(torch.ops.htree.attention_backward, selection_span=case.forward.selection_span),
+                capturable=False,
+            ),
             [
                 Candidate(name, differentiate, run.recorded, same_function=False, capturable=False)
                 for name, run in dense_for(case.forward, device).items()
             ],
-            check_backward,
+            partial(check_backward, case.forward.selection_span),
         )
         for case in BENCHMARK_BACKWARD_CASES[device]
     ]

@@ -238,6 +238,11 @@ BENCHMARK_CASES: dict[str, list[TreeAttentionCase]] = {
             for T in (32_768, 131_072, 1_048_576, 8192, 16_384, 65_536, 262_144, 524_288)
             for stride in (1, 16)
         ),
+        *(  # the settings for quality and for speed
+            _model(T, torch.bfloat16, "_c2", selection_span=2, selection_stride=stride)
+            for T in (8192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576)
+            for stride in (1, 4)
+        ),
         *(
             _model(T, torch.bfloat16, shape, selection_stride=stride, **sizes)
             for T, shape, sizes in (
@@ -279,7 +284,7 @@ BENCHMARK_BACKWARD_CASES: dict[str, list[TreeAttentionBackwardCase]] = {
     device: [
         TreeAttentionBackwardCase(name=case.name, dtype=case.dtype, forward=case)
         for case in cases
-        if case.name in {f"T{T}_s{stride}" for T in (32_768, 131_072) for stride in (1, 16)}
+        if case.name in {f"T{T}_{way}" for T in (32_768, 131_072) for way in ("s1", "s16", "c2_s1", "c2_s4")}
     ]
     for device, cases in BENCHMARK_CASES.items()
 }

@@ -324,7 +324,8 @@ class TreeAttentionBackwardCase(Case):
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Positional arguments of ``torch.ops.htree.attention_backward``; runs the forward op."""
         q, k, v, *options = self.forward.make_inputs(device, seed)
-        out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *options)
+        span = self.forward.selection_span
+        out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *options, selection_span=span)
         dout = normal(tuple(out.shape), self.dtype, device, 3 * seed + 1_000_003)
         return (dout, q, k, v, out, gmax, gsum, parents, *options)
 

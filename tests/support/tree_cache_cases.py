@@ -447,7 +447,7 @@ def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
 
 
 #: Decoding with one graph per layer in mind: a long sequence, a longer one, batches, a narrow selection, span means,
-#: and a short sequence in pages for a long one, which must not cost more than in pages of its own.
+#: shorter ones, and one of these in pages for a long one, which must not cost more than in pages of its own.
 BENCHMARK_CASES = {
     "cuda": [
         _served("B=1 T=131072", 1, 1 << 17),
@@ -464,6 +464,9 @@ BENCHMARK_CASES = {
         _served("B=2 T=131072", 2, 1 << 17),
         _served("B=2 T=131072 kv=8", 2, 1 << 17, kv_heads=8),
         _served("B=1 T=8192", 1, 1 << 13),
+        _served("B=1 T=8192 span=2", 1, 1 << 13, selection_span=2),
+        _served("B=1 T=32768", 1, 1 << 15),
+        _served("B=1 T=32768 span=2", 1, 1 << 15, selection_span=2),
         _served("B=1 T=8192 in 1048576", 1, 1 << 13, capacity=1 << 20),
     ],
     "cpu": [
