@@ -65,6 +65,7 @@ WAYS = (
     Way("torch.compile + SDPA", compiled=True),
     Way("Liger + SDPA", liger=True),
     Way("ours, stride 1", htree={"selection_stride": 1}),
+    Way("ours, stride 1, span 2", htree={"selection_stride": 1, "selection_span": 2}),
     Way("ours, stride 4, span 2", htree={"selection_stride": 4, "selection_span": 2}),
     Way("ours, stride 16", htree={"selection_stride": 16}),
     Way("ours, stride 16, torch.compile", htree={"selection_stride": 16}, compiled=True),

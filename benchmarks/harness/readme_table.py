@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,49 +202,59 @@ def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) 
     )
 
 
-def _bold(cells: dict[str, tuple[float, str]], names: Sequence[str]) -> list[str]:
-    """The cells in order, the fastest bold, dashes where there is none."""
+def _bold(cells: Mapping[str, tuple[Any, ...]], names: Sequence[str]) -> list[str]:
+    """The cells in order, each of a time and what it shows; the fastest bold, dashes where there is none."""
     shown = [cells.get(name) for name in names]
     fastest = min(cell[0] for cell in shown if cell is not None)
     return [MISSING if c is None else f"**{c[1]}**" if c[0] == fastest else c[1] for c in shown]
 
 
-def attention_times(results: Results, op: str) -> dict[int, dict[str, tuple[float, str]]]:
-    """By length the sustained time of every setting and of dense attention: microseconds and a cell.
+#: A column of the table of forwards and backwards: microseconds, what the cell shows, the commit that was measured.
+Measured = tuple[float, str, str]
+
+
+def attention_times(results: Results, op: str) -> dict[int, dict[str, Measured]]:
+    """By length the sustained time of every setting and of dense attention.
 
     The shape is that of the first cases: B=1, H=32, H_kv=4, D=128, k=512, M=8192, independent normal numbers. The time
-    of dense attention on one of n heads counts n times, and its cell says so.
+    of dense attention on one of n heads counts n times, and its cell says so. A setting with a span that has no row
+    beside dense attention takes that of ``benchmarks/selection_span.py``.
     """
     names = {(setting.stride, setting.span): setting.title for setting in SETTINGS}
-    times: dict[int, dict[str, tuple[float, str]]] = {}
+    times: dict[int, dict[str, Measured]] = {}
     for row in (row for rows in results.files.values() for row in rows if row["gpu"] == "NVIDIA H200"):
-        found = re.fullmatch(r"T(\d+)_s(\d+)", row["case"])
+        found = re.fullmatch(r"T(\d+)(?:_c(\d+))?_s(\d+)", row["case"])
         one_head = ONE_HEAD.fullmatch(row["baseline"])
         if not found or row["op"] != op or not (one_head or row["baseline"] == DENSE):
             continue
         cells = times.setdefault(int(found[1]), {})
-        ours = _sustained_or_median(row)
-        cells[names[int(found[2]), None]] = (ours, _time(ours))
+        ours, commit = _sustained_or_median(row), str(row["commit"])
+        cells[names[int(found[3]), int(found[2] or 0) or None]] = (ours, _time(ours), commit)
         heads = int(one_head[1]) if one_head else 1
         theirs = _sustained_or_median(row, "baseline_") * heads
-        cells.setdefault(
-            DENSE, (theirs, f"{_time(theirs)} ({heads} × one head)" if one_head else _time(theirs))
-        )
+        words = f"{_time(theirs)} ({heads} × one head)" if one_head else _time(theirs)
+        cells.setdefault(DENSE, (theirs, words, commit))
     if op == "tree_attention":
         for line in results.tables.get("selection_span_h200", ()):
             name = names.get((int(line["selection_stride"]), int(line["selection_span"] or 0) or None))
             if name is not None and line["selection_span"]:
                 ours = float(line["sustained_ms"]) * 1000
-                times.setdefault(int(line["T"]), {})[name] = (ours, _time(ours))
+                cells = times.setdefault(int(line["T"]), {})
+                cells.setdefault(name, (ours, _time(ours), line["commit"]))
     return times
 
 
 def render_summary(results: Results) -> str:
     """Tree attention beside dense attention, by length, direction and setting."""
     names = [*(setting.title for setting in SETTINGS), DENSE]
+    with_span = {setting.title for setting in SETTINGS if setting.span}
     lines = []
+    commits: dict[str, set[str]] = {}
     for op, direction in (("tree_attention", "forward"), ("tree_attention_backward", "backward")):
         for length, cells in sorted(attention_times(results, op).items()):
+            for name, (_, _, commit) in cells.items():
+                part = f"{direction} with a span" if name in with_span else direction
+                commits.setdefault(part, set()).add(commit[:7])
             row = _bold(cells, names)
             if length <= DENSE_TO:
                 row = ["= stride 1" if cell == MISSING else cell for cell in row]
@@ -253,16 +263,14 @@ def render_summary(results: Results) -> str:
         return NOTHING
     rows = [row for rows in results.files.values() for row in rows if row["gpu"] != "none"]
     rows = [row for row in rows if row["op"].startswith("tree_attention") and "_ar1_" not in row["case"]]
-    parts = {
-        "forward without a span": [row["commit"] for row in rows if row["op"] == "tree_attention"],
-        "with a span": [line["commit"] for line in results.tables.get("selection_span_h200", ())],
-        "backward": [row["commit"] for row in rows if row["op"] == "tree_attention_backward"],
-    }
-    commits = "; ".join(
-        f"{part} {', '.join(sorted({c[:7] for c in found}))}" for part, found in parts.items()
-    )
     machines = " and ".join(dict.fromkeys(map(_machine, rows)))
-    caption = f"Measured on {machines}, commits: {commits}."
+    if len(every := set().union(*commits.values())) == 1:
+        measured = f"commit {every.pop()}"
+    else:
+        measured = "commits: " + "; ".join(
+            f"{part} {', '.join(sorted(found))}" for part, found in sorted(commits.items())
+        )
+    caption = f"Measured on {machines}, {measured}."
     return "\n\n".join((_grid(("tokens", "call", *names), lines, 2), caption))
 
 
@@ -278,7 +286,7 @@ def render_settings(results: Results) -> str:
     for length in (8192, 32768, 131072, 1048576):
         cells = forward.get(length, {})
         for setting in SETTINGS:
-            ours = cells.get(setting.title, (0, "= stride 1" if length <= DENSE_TO else MISSING))[1]
+            ours = cells.get(setting.title, (0, "= stride 1" if length <= DENSE_TO else MISSING, ""))[1]
             step = steps.get(
                 (length, setting.span), steps.get((length, None)) if length <= DENSE_TO else None
             )
@@ -297,7 +305,7 @@ def render_settings(results: Results) -> str:
             (
                 _count(length),
                 DENSE,
-                cells.get(DENSE, (0, MISSING))[1],
+                cells.get(DENSE, (0, MISSING, ""))[1],
                 MISSING if dense is None else _time(dense[1]),
                 f"{32 * length * 4 * 128 * 2 * 2 / 2**30:.1f}",
             )
@@ -351,6 +359,7 @@ def render_decode(results: Results) -> str:
 
 #: How a model of models_h200.csv was run, and the column for it.
 WAYS = {
+    "ours, stride 1, span 2": "quality: span 2, stride 1",
     "ours, stride 4, span 2": "speed: span 2, stride 4",
     "ours, stride 1": "no span, stride 1",
     "ours, stride 16": "no span, stride 16",
@@ -360,17 +369,45 @@ WAYS = {
 }
 
 
+def _model_lines(results: Results) -> dict[tuple[str, int], dict[str, dict[str, str]]]:
+    """The lines of models_h200.csv by phase and length, and by way."""
+    found: dict[tuple[str, int], dict[str, dict[str, str]]] = {}
+    for line in results.tables.get("models_h200", ()):
+        found.setdefault((line["phase"], int(line["tokens"])), {})[line["way"]] = line
+    return dict(sorted(found.items()))
+
+
 def render_models(results: Results) -> str:
     """A prefill and a training step of a model of eight layers, every way in which it was run."""
-    cells: dict[tuple[str, int], dict[str, tuple[float, str]]] = {}
-    for line in results.tables.get("models_h200", ()):
-        milliseconds = float(line["median_ms"])
-        cell = (milliseconds, _time(milliseconds * 1000))
-        cells.setdefault((line["phase"], int(line["tokens"])), {})[line["way"]] = cell
-    lines = [
-        (_count(tokens), phase, *_bold(found, list(WAYS))) for (phase, tokens), found in sorted(cells.items())
-    ]
-    return _grid(("tokens", "phase", *WAYS.values()), lines, 2)
+    found = _model_lines(results)
+    ways = [way for way in WAYS if any(way in lines for lines in found.values())]
+    table = []
+    for (phase, tokens), lines in found.items():
+        times = {way: float(line["median_ms"]) for way, line in lines.items()}
+        cells = {way: (ms, _time(ms * 1000)) for way, ms in times.items()}
+        table.append((_count(tokens), phase, *_bold(cells, ways)))
+    return _grid(("tokens", "phase", *(WAYS[way] for way in ways)), table, 2)
+
+
+#: What a training step is compared with: the fastest dense model at every length.
+FASTEST_DENSE = "Liger + SDPA"
+
+
+def render_training(results: Results) -> str:
+    """A training step at a length: the time of every way, of the fastest dense model's, and the memory."""
+    table = []
+    for (phase, tokens), lines in _model_lines(results).items():
+        if phase != "train":
+            continue
+        dense = float(lines[FASTEST_DENSE]["median_ms"])
+        ways = sorted((way for way in WAYS if way in lines), key=lambda way: float(lines[way]["median_ms"]))
+        for way in ways:
+            ms = float(lines[way]["median_ms"])
+            memory = f"{int(lines[way]['peak_bytes']) / 2**30:.0f}"
+            title = WAYS[way] if way.startswith("ours") else f"dense, {WAYS[way]}"
+            table.append((_count(tokens), title, _time(ms * 1000), f"{ms / dense:.2f}", memory))
+    titles = ("tokens", "attention", "step", f"of {WAYS[FASTEST_DENSE]}", "peak, GiB")
+    return _grid(titles, table, 2)
 
 
 def render_short(results: Results) -> str:
@@ -688,6 +725,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/performance.md", "bits", render_bits),
     ("docs/performance.md", "cpu", render_cpu),
     ("docs/choosing_settings.md", "settings", render_settings),
+    ("docs/choosing_settings.md", "training", render_training),
     ("docs/serving.md", "cache", render_cache),
     ("docs/quality.md", "copies", render_copies),
     ("docs/results.md", "headlines", render_headlines),

@@ -96,7 +96,8 @@ def test_every_code_block_is_one_that_a_test_reads():
         languages = set(re.findall(r"^```(\S*)\n.*?^```", text, re.M | re.S)) - {"{toctree}"}
         languages |= set(re.findall(r"^\.\. code-block:: (\w+)", text, re.M))
         assert languages <= {"python", "sh"}, name
-        assert not re.search(r"\n\n    \S", text), f"{name}: an indented block"
+        outside = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        assert not re.search(r"\n\n    \S", outside), f"{name}: an indented block"
         for line in "".join(blocks_of(name, "sh")).splitlines():
             command = line.partition("#")[0]
             check_command(name, command)
@@ -257,6 +258,23 @@ def test_every_name_can_be_imported():
         assert name in options or hasattr(htree_ops, name) or name.startswith("HTREE_"), name
 
 
+def test_the_families_of_models_are_those_of_the_tests():
+    """The README's number of families beside the first three is that of the table, and each has a test."""
+    first, *rows = re.findall(r"^\| ([A-Z][^|]*) \| (?:in every|training)", page("models.md"), re.M)
+    others = [name for row in rows for name in row.split(", ")]
+    words = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    assert (
+        f"{first.rpartition(', ')[0]}, {first.rpartition(', ')[2]} and {words.split()[len(others)]} other"
+        in README
+    )
+    folder = ROOT / "tests" / "integrations"
+    tested = "".join(
+        (folder / name).read_text() for name in ("test_peers.py", "test_other_models.py")
+    ).lower()
+    for name in others:
+        assert re.search(rf'"{name.lower().replace("-", "")}(text)?(config)?"', tested), name
+
+
 def test_the_page_of_ops_names_every_op():
     rows = re.findall(r"^\|(.*?)\|", page("ops.md"), re.M)
     named = set(re.findall(r"`(\w+)`", "".join(rows)))
@@ -295,6 +313,34 @@ def test_the_figures_are_those_of_the_files():
     results = readme_table.read_results(ROOT / "benchmarks" / "results")
     changed = readme_table.write_sections(ROOT, results)
     assert not changed, f"{[str(path) for path in changed]}: run python -m benchmarks.harness.readme_table"
+
+
+def test_settings_beside_dense_attention_come_first():
+    """Rows of a setting with a span beside dense attention replace those of the program of spans alone."""
+    before = readme_table.read_results(ROOT / "benchmarks" / "results")
+    plain = before.files["tree_attention_h200.json"]
+    rows = [
+        {**row, "case": row["case"].replace("_s1", f"_c2_s{stride}"), "commit": "c" * 40, "sustained_us": 5e3}
+        for row in plain
+        for stride in (1, 4)
+        if re.fullmatch(r"T\d+_s1", row["case"])
+    ]
+    files = {**before.files, "tree_attention_h200.json": [*plain, *rows]}
+    after = readme_table.Results(files, before.tables, before.quality)
+    for op, lengths in (("tree_attention", 8), ("tree_attention_backward", 2)):
+        times = readme_table.attention_times(after, op)
+        assert len(times) == lengths
+        for cells in times.values():
+            for setting in readme_table.SETTINGS[:2]:
+                assert cells[setting.title] == (5e3, "5.0 ms", "c" * 40)
+    table = readme_table.render_summary(after)
+    assert "–" not in table
+    assert "forward with a span ccccccc" in table
+    assert "91a6d02" not in table
+    one = [{**row, "commit": "c" * 40} for row in files["tree_attention_h200.json"]]
+    files = {**files, "tree_attention_h200.json": one}
+    alone = readme_table.render_summary(readme_table.Results(files, before.tables, before.quality))
+    assert alone.endswith("commit ccccccc.")
 
 
 def test_settings_are_the_recommended_ones():

@@ -130,7 +130,7 @@ def tree_attention(
         scope: "kv_head": the H / H_kv query heads of a K/V head refine one common set. "q_head": each query
             head refines its own; K and V are expanded to H heads, which costs H / H_kv times their memory.
         store_parents: where a gradient is recorded, keep the lists of refined nodes (4 * B * T_q/s * H_kv *
-            top_k bytes per layer) for the backward; False selects again there.
+            top_k bytes for each layer of the tree) for the backward; False selects again there.
         selection_span: c, a divisor of r: a candidate is selected by the log-sum-exp of the scores of its
             means of c tokens, which finds single tokens that the mean of the whole node hides. Smaller spans
             find more and cost more: a layer scores 1/c of the tokens below its candidates. None scores the

@@ -72,9 +72,10 @@ def _attend_packed(
 class HTreeAttention(nn.Module):
     """Causal self-attention layer with :func:`tree_attention` between its projections.
 
-    ``o_proj(tree_attention(rotated(q_proj(x)), rotated(k_proj(x)), v_proj(x)))``. Without options it is the layer that
-    the measurements recommend for quality (:meth:`recommended`); :meth:`from_documents` makes that of the design
-    documents.
+    ``o_proj(tree_attention(rotated(q_proj(x)), rotated(k_proj(x)), v_proj(x)))``. Without options it selects as the
+    measurements recommend for quality (:meth:`recommended`). Its positions serve weights that were trained densely; a
+    model that is trained from scratch takes ``positions="compact"``. :meth:`from_documents` makes the layer of the
+    design documents.
 
     Parameters are those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
     head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim].
@@ -92,7 +93,9 @@ class HTreeAttention(nn.Module):
         positions: where q and k are rotated. "own": each at its token's place in its sequence or document, before the
             tree is built, as dense models do, so that weights of these serve at any length that they were trained for.
             "compact": inside of the attention, at a node's place among the candidates of a query (§1.4), none of which
-            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same.
+            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same. Beyond, a small model
+            that was trained from scratch found 97 % of its copies with "compact" and 64 to 66 % with "own"; dense
+            weights fit "own" alone (docs/quality.md (a), (b)).
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -226,7 +229,9 @@ class HTreeAttention(nn.Module):
     ) -> HTreeAttention:
         """The layer of the design documents: compact positions, and candidates scored by the mean of their keys.
 
-        It is ``HTreeAttention(..., options=TreeOptions(), positions="compact")``, with ``keywords`` in place of these.
+        These are the descriptions of public projects that this library was first written after; tree attention is that
+        of skywong14/htree (docs/ops.md has all sources). The layer is
+        ``HTreeAttention(..., options=TreeOptions(), positions="compact")``, with ``keywords`` in place of these.
         """
         given: dict[str, Any] = {"options": TreeOptions(), "positions": "compact", **keywords}
         return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **given)
