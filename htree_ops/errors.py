@@ -19,6 +19,7 @@ __all__ = [
     "DeviceError",
     "HTreeKernelError",
     "NumericalOverflowError",
+    "OutOfPagesError",
     "ShapeMismatchError",
     "TuningFailedError",
     "UnsupportedDtypeError",
@@ -114,6 +115,18 @@ class NumericalOverflowError(HTreeKernelError, ArithmeticError):
         self.max_value = max_value
         self.scale = scale
         self.attempts = attempts
+
+
+class OutOfPagesError(HTreeKernelError, ValueError):
+    """A cache needs more pages than its pool has.
+
+    Attributes:
+        pages: how many are lacking.
+    """
+
+    def __init__(self, message: str = "", *, pages: int = 0) -> None:
+        super().__init__(message)
+        self.pages = pages
 
 
 class TuningFailedError(HTreeKernelError, RuntimeError):

@@ -419,6 +419,24 @@ def _tree_cache_attention(
     return prod(q[:2]) * _work((1, 1, 1, q[2]), k, v, options)
 
 
+def _tree_cache_step(
+    k_pool: Shape,
+    v_pool: Shape,
+    leaves: Any,
+    state: Any,
+    block_table: Shape,
+    q: Shape | None,
+    *arguments: Any,
+    out_shape: Sequence[Shape],
+    **_: Any,
+) -> int:
+    """Queries as in ``_tree_cache_attention``; new tokens cost nothing that is counted."""
+    if q is None:
+        return 0
+    flat, out = ((x[0] * x[1], *x[2:]) for x in (q, out_shape[0]))
+    return _tree_cache_attention(flat, k_pool, v_pool, block_table, *arguments, out_shape=(out,))
+
+
 def _tree_cache_prompt(
     q: Shape, k_pool: Shape, v_pool: Shape, block_table: Shape, length: int, *arguments: Any, **_: Any
 ) -> int:
@@ -460,6 +478,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "kv_decode_attention": _kv_decode_attention,
     "_tree_cache_attention": _tree_cache_attention,
     "_tree_cache_prompt": _tree_cache_prompt,
+    "_tree_cache_step_": _tree_cache_step,
 }
 
 COUNTER = "torch.utils.flop_counter"

@@ -160,8 +160,10 @@ def tree_cache(**options: Any) -> Make:
             cache.append(k, v)
             out = cache.attend(q, return_lse=True)
             cache.truncate(22)
-            cache.reorder_([1, 0])
-            return out, [x.clone() for x in (cache.lengths, cache.block_table, *cache.ring)]
+            again = cache.decode(q[:, :1], k[:, :1], v[:, :1])
+            return (*out, again), [
+                x.clone() for x in (cache.lengths, cache.block_table, cache.ring.lists, cache.ring.list_pos)
+            ]
 
         return Subject(step, tensors)
 
@@ -347,7 +349,7 @@ COUNTING: dict[str, Callable[[CompressedKVCache, list[Tensor]], Any]] = {
     "decode": lambda c, x: c.decode(*x),
     "load_state_dict": lambda c, x: c.load_state_dict({}),
     "prefill": lambda c, x: c.prefill(*x[1:]),
-    "reorder": lambda c, x: c.reorder([1, 0]),
+    "reorder_": lambda c, x: c.reorder_([1, 0]),
     "select": lambda c, x: c.select([1]),
     "settle": lambda c, x: c.settle(),
     "truncate": lambda c, x: c.truncate(3),
@@ -380,8 +382,22 @@ def test_counts_on_the_host_are_refused_in_a_graph(method: str, strict: bool | N
 
     with torch.no_grad(), pytest.raises(Exception, match=message):
         trace()
-    assert cache.lengths == [21, 21]
+    assert cache.host_lengths() == [21, 21]
     assert all(torch.equal(x, before[key]) for key, x in cache.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["reorder_", "fork", "reserve"])
+def test_pages_are_not_moved_in_a_graph(method: str) -> None:
+    cache = TreeKVCache(2, 2, 64, 64, **TREE, page_size=8, num_pages=9, dtype=torch.float32)
+    arguments: dict[str, Any] = {"reorder_": ([1, 0],), "fork": (0, 1), "reserve": (3,)}
+
+    def step(x: Tensor) -> Tensor:
+        getattr(cache, method)(*arguments[method])
+        return x + 1
+
+    with pytest.raises(Exception, match=r"TreeKVCache\.(reorder_|reserve): .*call it (between|before)"):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(torch.ones(2))
+    assert cache.block_table.eq(-1).all()
 
 
 def test_a_compiled_step_serves_all_lengths() -> None:
@@ -399,7 +415,7 @@ def test_a_compiled_step_serves_all_lengths() -> None:
         cache.settle()
         assert torch.equal(fast(*x), other.decode(*x)[0])
         cache.advance()
-        assert cache.lengths == other.lengths
+        assert cache.host_lengths() == other.host_lengths()
     assert counter.frame_count == 1
 
 
@@ -412,4 +428,4 @@ def test_a_layer_with_such_a_cache_runs_beside_graphs() -> None:
         for n in (9, 1, 1, 3, 1, 20):
             x = [normal((2, heads, n, 64), torch.float32, "cpu", n + heads) for heads in (4, 2, 2)]
             torch.testing.assert_close(fast(*x), layer(*x, cache=other))
-    assert cache.lengths == other.lengths == [35, 35]
+    assert cache.host_lengths() == other.host_lengths() == [35, 35]

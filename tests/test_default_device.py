@@ -278,20 +278,22 @@ TREE_METHODS: dict[str, Callable[[TreeKVCache, Any, Any], Any]] = {
         c.append(x["prompt"][1], x["prompt"][1], [300, 280]),
         c.attend(x["prompt"][0], [300, 20]),
     ),
-    "attend_pages": lambda c, x, _: c.attend_pages(x["step"][0], c.lengths, None),
+    "advance": lambda c, *_: c.advance(0),
     "check": lambda c, *_: c.check(),
-    "constant": lambda c, *_: c.constant("mine", 3, lambda: c.lengths + 3),
+    "decode": lambda c, x, _: c.decode(*x["step"], x["step"][1], [1, 2], return_lse=True),
     "fork": lambda c, *_: c.fork(0, 1),
     "free": lambda c, *_: c.free(1),
+    "host_lengths": lambda c, *_: c.host_lengths(),
     "layer": lambda c, *_: (c.layer(0, 0), c.layer(1, 2)),
     "load_state_dict": lambda c, _, state: c.load_state_dict(state),
     "num_bytes": lambda c, *_: c.num_bytes(),
     "reorder_": lambda c, *_: c.reorder_([1, 0]),
-    "report_leaders": lambda c, *_: c.report_leaders(c.lengths.clone()),
     "reserve": lambda c, *_: c.reserve(5),
-    "sizes_of": lambda c, *_: c.sizes_of(3),
+    "reset": lambda c, *_: c.reset(),
+    "step_arguments": lambda c, *_: c.step_arguments(c.lengths.clone(), 2)[1],
     # memory that no token was written to may hold anything
     "state_dict": lambda c, *_: {name: x for name, x in c.state_dict().items() if name not in PAGED},
+    "to": lambda c, *_: c.to(c.device),
     "truncate": lambda c, *_: c.truncate(36),
     "made": lambda c, *_: tree_cache(str(c.device)),
 }
@@ -330,7 +332,8 @@ COMPRESSED_METHODS: dict[str, Callable[[CompressedKVCache, Any, Any], Any]] = {
     "load_state_dict": lambda c, _, state: c.load_state_dict(state),
     "num_bytes": lambda c, *_: c.num_bytes(),
     "prefill": lambda c, x, _: (c.reset(), c.prefill(*x[1:], [9, 4])),
-    "reorder": lambda c, *_: c.reorder([1, 0]),
+    "host_lengths": lambda c, *_: c.host_lengths(),
+    "reorder_": lambda c, *_: c.reorder_([1, 0]),
     "reset": lambda c, *_: c.reset(),
     "select": lambda c, *_: c.select([1, 1, 0]),
     "settle": lambda c, *_: c.settle(),
@@ -382,7 +385,7 @@ def facts(x: Any) -> Any:
     """What a call has returned or changed, as plain values and tensors."""
     if isinstance(x, TreeKVCache):
         layers = [x.layer(b, layer) for b in range(x.batch) for layer in range(x.num_layers)]
-        return facts([layers, x.lengths, x.block_table, *x.ring, str(x.device)])
+        return facts([layers, x.lengths, x.block_table, x.ring.lists, x.ring.list_pos, str(x.device)])
     if isinstance(x, CompressedKVCache):
         return facts([x.state_dict(), x.k_win, x.comp_len, str(x.device)])
     if isinstance(x, nn.Module):

@@ -253,10 +253,14 @@ SCHEMAS = {
         f"Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, int page_size, {PACKED}) "
         "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
-    "tree_cache_pages_": (
-        "(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
-        "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
-        "str step, *, int capacity, int page_size, int selection_stride=1) -> ()"
+    "_tree_cache_step_": (
+        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor(d!)[] state, Tensor block_table, "
+        "Tensor? q, Tensor? k, Tensor? v, Tensor counts, bool ragged, Tensor cu_rows, Tensor? rope_table, "
+        f"int capacity, int page_size, {PACKED}) -> (Tensor out, Tensor lse)"
+    ),
+    "_tree_cache_truncate_": (
+        "(Tensor(a!)[] leaves, Tensor(b!)[] state, Tensor block_table, Tensor counts, Tensor own_from, "
+        f"int page_size, {PACKED}) -> ()"
     ),
     "tree_cache_copy_": "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
     "_tree_cache_prompt_bytes": (
@@ -347,7 +351,7 @@ def test_kernels(name: str) -> None:
     assert kernel_keys(name) == wanted
 
 
-def test_mutating_ops_return_nothing() -> None:
+def test_mutating_ops_return_nothing_but_fresh_tensors() -> None:
     mutating = {name for name in SCHEMAS if overload(name)._schema.is_mutable}
     assert mutating == {
         "causal_softmax.out",
@@ -359,9 +363,12 @@ def test_mutating_ops_return_nothing() -> None:
         "_tree_cache_append_packed_",
         "tree_cache_copy_",
         "_tree_cache_pack_prompt_",
-        "tree_cache_pages_",
+        "_tree_cache_step_",
+        "_tree_cache_truncate_",
     }
-    assert not any(overload(name)._schema.returns for name in mutating)
+    returns = {name: overload(name)._schema.returns for name in mutating if overload(name)._schema.returns}
+    assert set(returns) == {"_tree_cache_step_"}
+    assert all(x.alias_info is None for x in returns["_tree_cache_step_"])
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -146,6 +146,20 @@ def test_meta_tensors_are_checked_too() -> None:
 
 # ---- lazy views
 
+
+def tree_cache_step(x: Tensor) -> None:
+    """Two tokens into an empty cache of packed tokens, with ``x`` as the tail of keys, which stands in a list."""
+    cache = htree_ops.TreeKVCache(
+        1, 1, 64, 8, compression_rate=4, page_size=4, leaf_bits=8, dtype=torch.float32, device=x.device
+    )
+    packed = cache.pools.leaves
+    leaves = [x.view(1, 1, 4, 64) if y is packed.k_tail else y for y in cache.pools.written]
+    new = [torch.ones(1, 2, 1, 64, device=x.device) for _ in range(2)]
+    counts, cu = (torch.tensor(y, dtype=torch.int32, device=x.device) for y in ([2], [0, 2]))
+    pools = (cache.k_pool, cache.v_pool, leaves, cache._state, cache.block_table)
+    op._tree_cache_step_(*pools, None, *new, counts, False, cu, None, 8, 4, *cache.options.packed())
+
+
 MUTATING = {
     "causal_softmax_": lambda x: op.causal_softmax_(x),
     "causal_softmax.out": lambda x: op.causal_softmax.out(x, out=x),
@@ -189,6 +203,7 @@ MUTATING = {
         4,
         *packed(2, 2),
     ),
+    "_tree_cache_step_": tree_cache_step,
     "tree_cache_copy_": lambda x: op.tree_cache_copy_(
         x.view(2, 1, 2, 4),
         torch.zeros(2, 1, 2, 4, device=x.device),
@@ -196,9 +211,9 @@ MUTATING = {
     ),
 }
 #: Of what an op is tried on, where that is not 4 by 4.
-SIZES = {"_tree_cache_append_packed_": (4, 64)}
+SIZES = {"_tree_cache_append_packed_": (4, 64), "_tree_cache_step_": (4, 64)}
 #: These write integers alone, and a view of those is never lazy.
-MUTATING_INTEGERS = {"_tree_cache_pack_prompt_", "tree_cache_pages_"}
+MUTATING_INTEGERS = {"_tree_cache_pack_prompt_", "_tree_cache_truncate_"}
 
 
 def negated(values: Tensor) -> Tensor:

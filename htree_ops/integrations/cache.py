@@ -19,6 +19,7 @@ from htree_ops.ops.tree_attention import TreeOptions
 from htree_ops.ops.tree_attention.attention import expand_heads
 from htree_ops.ops.tree_cache import TreeCacheBytes, TreeKVCache
 from htree_ops.ops.tree_cache.leaves import check_bits
+from htree_ops.ops.tree_cache.ring import RING
 
 __all__ = ["CACHE", "HandedOver", "TreeCache"]
 
@@ -26,7 +27,7 @@ __all__ = ["CACHE", "HandedOver", "TreeCache"]
 #: before it "cache" meant a paged one.
 CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"
 #: A crop by so many strides always finds the lists that the next token needs (docs/semantics/tree_cache.md §7.4).
-STRIDES_BACK = 3
+STRIDES_BACK = RING - 1
 CHANGED_ON_THE_WAY = (
     "htree: a TreeCache needs attn_implementation='htree', and a model that hands what its cache returns to its "
     "attention unchanged: use a DynamicCache"
@@ -192,9 +193,8 @@ class TreeLayer(CacheLayerMixin):
         if rows is not None and rows.order is not None:
             order = rows.order
             q, k, v = (take_rows(x, order) for x in (q, k, v))
-        self.cache.append(k, v, lengths)
+        out = self.cache.decode(q, k, v, lengths)
         self.columns += n
-        out = self.cache.attend(q, lengths)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         if rows is None:
             return out
@@ -257,7 +257,7 @@ class TreeLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Takes all tokens back and keeps the memory."""
         if self.cache is not None:
-            self.cache.truncate(0)
+            self.cache.reset()
         self.columns = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

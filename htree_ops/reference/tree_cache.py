@@ -21,13 +21,14 @@ from .tree_attention.selection import Choice
 from .tree_attention.tree import accumulate_dtype
 
 __all__ = [
+    "advance",
     "cache_layers",
     "gather_tokens",
     "tree_cache_append",
     "tree_cache_append_packed",
     "tree_cache_attention",
-    "tree_cache_pages",
     "tree_cache_prompt",
+    "truncate",
 ]
 
 
@@ -342,143 +343,58 @@ def _opened(token: int, layer: int, rate: int, kv_heads: int, top_k: int, device
     return torch.where(nodes < count, nodes, -1).expand(1, 1, kv_heads, top_k)
 
 
-class _Table:
-    """The table of pages as lists: what each sequence has, and the free pages, the next one last."""
-
-    def __init__(self, state: Sequence[Tensor], page_size: int) -> None:
-        table, lengths, held, users, free, errors, list_pos, _ = (x.tolist() for x in state)
-        self.pages = [row[:count] for row, count in zip(table, held, strict=True)]
-        self.lengths, self.users, self.errors, self.ring = lengths, users, errors, list_pos
-        self.free = free[1 : 1 + free[0]]
-        self.before = list(lengths)
-        self.taken = [0] * len(lengths)
-        self.copies: dict[int, tuple[int, int]] = {}
-        self.page_size = page_size
-
-    def take(self, sequence: int, pages: int) -> None:
-        for _ in range(pages):
-            self.pages[sequence].append(self.free.pop())
-            self.users[self.pages[sequence][-1]] = 1
-
-    def drop(self, pages: list[int]) -> None:
-        for page in pages:
-            self.users[page] -= 1
-            if self.users[page] == 0:
-                self.free.append(page)
-
-    def copy_open_page(self, sequence: int, page: int) -> None:
-        self.take(sequence, 1)
-        self.copies[sequence] = (page, self.pages[sequence][-1])
-
-    def append(self, b: int, tokens: int, capacity: int, adds: bool) -> None:
-        needed = -(-(self.lengths[b] + tokens) // self.page_size) - len(self.pages[b])
-        if tokens < 0 or self.lengths[b] + tokens > capacity or needed > len(self.free):
-            self.errors[b] |= 4 if tokens < 0 else 1 if self.lengths[b] + tokens > capacity else 2
-            return
-        self.take(b, needed)
-        self.taken[b] = tokens
-        self.lengths[b] += tokens * adds
-
-    def truncate(self, b: int, length: int, stride: int) -> None:
-        if length in (-1, self.lengths[b]):
-            return
-        if not 0 <= length < self.lengths[b]:
-            self.errors[b] |= 4
-            return
-        if length % stride and (length - 1) - (length - 1) % stride not in self.ring[b]:
-            self.errors[b] |= 8
-            return
-        keep = -(-length // self.page_size)
-        kept, dropped = self.pages[b][:keep], self.pages[b][keep:]
-        shared = length % self.page_size > 0 and self.users[kept[-1]] > 1
-        if shared and not self.free and all(self.users[page] > 1 for page in dropped):
-            self.errors[b] |= 2
-            return
-        self.drop(dropped)
-        self.pages[b] = kept
-        if shared:
-            page = kept.pop()
-            self.users[page] -= 1
-            self.copy_open_page(b, page)
-        self.lengths[b] = length
-        self.ring[b] = [leader if leader < length else -1 for leader in self.ring[b]]
-
-    def reorder(self, beams: list[int]) -> None:
-        self.taken = list(range(len(beams)))
-        for b, beam in enumerate(beams):
-            self.errors[b] |= 0 if 0 <= beam < len(beams) else 32
-        if any(not 0 <= beam < len(beams) for beam in beams):
-            return
-        old, lengths, ring = [list(x) for x in self.pages], list(self.lengths), [list(x) for x in self.ring]
-        full = [n // self.page_size for n in lengths]
-        is_open = [n % self.page_size > 0 for n in lengths]
-        owner = {source: source if beams[source] == source else beams.index(source) for source in set(beams)}
-        moved = [b for b, beam in enumerate(beams) if beam != b]
-        copies = [b for b in moved if is_open[beams[b]] and owner[beams[b]] != b]
-        users, free = list(self.users), list(self.free)
-        for b in moved:
-            count = full[beams[b]] + (is_open[beams[b]] and b not in copies)
-            self.pages[b] = old[beams[b]][:count]
-            for page in self.pages[b]:
-                self.users[page] += 1
-        for b in moved:
-            self.drop(old[b])
-        if len(copies) > len(self.free):
-            self.pages, self.users, self.free = old, users, free
-            for b in copies:
-                self.errors[b] |= 2
-            return
-        for b in moved:
-            self.lengths[b], self.ring[b] = lengths[beams[b]], ring[beams[b]]
-        for b in copies:
-            self.copy_open_page(b, old[beams[b]][full[beams[b]]])
-        self.taken = list(beams)
-
-    def attend(self, b: int, rows: int, stride: int) -> None:
-        first = max(0, self.lengths[b] - rows)
-        if rows > 0 and self.lengths[b] > 0 and first % stride and first - first % stride not in self.ring[b]:
-            self.errors[b] |= 16
-
-
-def tree_cache_pages(
-    block_table: Tensor,
-    lengths: Tensor,
-    held: Tensor,
-    users: Tensor,
-    free_pages: Tensor,
-    errors: Tensor,
-    list_pos: Tensor,
-    plan: Tensor,
-    request: Tensor,
-    step: str,
+def advance(
+    lengths: list[int],
+    counts: list[int],
+    table: list[list[int]],
     *,
+    num_pages: int,
     capacity: int,
     page_size: int,
-    selection_stride: int = 1,
-) -> tuple[Tensor, ...]:
-    """Return the eight tensors after `tree_cache_pages_` on CUDA, which notes what is not possible. They fit together.
+) -> tuple[list[int], list[int], list[int]]:
+    """Return lengths, tokens that were taken, and the errors of an append (docs/semantics/tree_cache.md §7.4)."""
+    after, taken, errors = list(lengths), [0] * len(lengths), [0] * len(lengths)
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        end = length + count
+        if length < 0 or count < 0:
+            errors[b] = 4
+        elif end > min(capacity, len(table[b]) * page_size):
+            errors[b] = 1
+        else:
+            pages = table[b][length // page_size : -(-end // page_size)]
+            bad = next((page for page in pages if not 0 <= page < num_pages), None)
+            errors[b] = 0 if bad is None else 2 if bad == -1 else 64
+        if not errors[b]:
+            after[b], taken[b] = end, count
+    return after, taken, errors
 
-    Of free_pages the part behind the count keeps what it held.
-    """
-    state = (block_table, lengths, held, users, free_pages, errors, list_pos, plan)
-    table = _Table(state, page_size)
-    wanted = request.tolist()
-    if step == "reorder":
-        table.reorder(wanted)
-    for b, number in enumerate(wanted):
-        if step in ("append", "reserve"):
-            table.append(b, number, capacity, adds=step == "append")
-        elif step == "truncate":
-            table.truncate(b, number, selection_stride)
-        elif step == "attend":
-            table.attend(b, number, selection_stride)
-    copies = [table.copies.get(b, (-1, -1)) for b in range(len(wanted))]
-    rows = [[*pages, *[-1] * (block_table.shape[1] - len(pages))] for pages in table.pages]
-    stack = free_pages.tolist()
-    stack[: 1 + len(table.free)] = [len(table.free), *table.free]
-    new = (rows, table.lengths, [len(x) for x in table.pages], table.users, stack, table.errors, table.ring)
-    planned = [table.before, table.taken, [x for x, _ in copies], [x for _, x in copies]]
-    return tuple(
-        torch.tensor(values, dtype=torch.int32, device=like.device).view(like.shape)
-        for values, like in zip((*new, planned), state, strict=True)
-    )
+
+def truncate(
+    lengths: list[int],
+    leaders: list[list[int]],
+    tail_begin: list[int] | None,
+    counts: list[int],
+    own_from: list[int],
+    *,
+    stride: int,
+    rate: int,
+) -> tuple[list[int], list[list[int]], list[int] | None, list[int]]:
+    """Return lengths, leaders, the first tokens of the tails, and the errors of a truncation (§7.4)."""
+    after, ring, errors = list(lengths), [list(x) for x in leaders], [0] * len(lengths)
+    begins = None if tail_begin is None else list(tail_begin)
+    for b, (length, wanted) in enumerate(zip(lengths, counts, strict=True)):
+        if not -1 <= wanted <= length:
+            errors[b] = 4
+        elif 0 <= wanted < length:
+            if wanted < own_from[b]:
+                errors[b] = 32
+            elif wanted % stride and wanted - 1 - (wanted - 1) % stride not in leaders[b]:
+                errors[b] = 8
+            elif begins is not None and wanted % rate and wanted - wanted % rate < begins[b]:
+                errors[b] = 128
+        if not errors[b] and wanted >= 0:
+            after[b] = wanted
+            ring[b] = [leader if leader < wanted else -1 for leader in leaders[b]]
+            if begins is not None:
+                begins[b] = min(begins[b], wanted)
+    return after, ring, begins, errors

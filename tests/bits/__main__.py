@@ -293,23 +293,6 @@ def tree_cache(device: str) -> Iterator[Call]:
             found.append(cache.attend(q[:, begin:end], return_lse=True))
         return found
 
-    def steps(stride: int) -> Any:
-        state = lists.state_of(device, ring=4 if stride > 1 else 0)
-        *before, plan = state
-        found = []
-        for step, request in (
-            ("append", [3, 9]),
-            ("append", [6, 2]),
-            ("truncate", [4, -1]),
-            ("append", [8, 8]),
-        ):
-            asked = torch.tensor(request, dtype=torch.int32, device=device)
-            op.tree_cache_pages_(
-                *before, plan, asked, step, capacity=30, page_size=8, selection_stride=stride
-            )
-            found.append([x.clone() for x in state])
-        return found
-
     dtypes = (torch.float64,) if device == "cpu" else ()
     listed = [*lists.CASES, *(lists.DECODE_CASES if device == "cuda" else lists.DECODE_CASES[:4])]
     others = [replace(case, dtype=dtype) for dtype in dtypes for case in lists.CASES if case.name != "model"]
@@ -319,8 +302,6 @@ def tree_cache(device: str) -> Iterator[Call]:
         yield f"attend-{name}", partial(attend, case)
     for case in PROMPTS:
         yield case.id, partial(prompt, case)
-    for stride in (1, 4):
-        yield f"pages-stride {stride}", partial(steps, stride)
 
 
 #: Family to the calls that it is judged by.

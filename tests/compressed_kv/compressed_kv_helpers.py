@@ -23,7 +23,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make(device: str, batch: int = BATCH, **changes: Any) -> CompressedKVCache:
-    options: dict[str, Any] = {"keep": 20, "bits": 8, "window": 5, "chunk": 16} | changes
+    options: dict[str, Any] = {
+        "keep": 20,
+        "bits": 8,
+        "window": 5,
+        "chunk": 16,
+        "dtype": torch.float16,
+    } | changes
     return CompressedKVCache(batch, HEADS, WIDTH, options.pop("capacity", CAPACITY), device=device, **options)
 
 

@@ -99,7 +99,7 @@ def test_prompts_of_different_length(device: str) -> None:
     cache = module.make_cache(BATCH, 64)
     lengths = [33, 9]
     module(q[:, :, :33], k[:, :, :33], v[:, :, :33], cache=cache, lengths=lengths)
-    assert cache.lengths == lengths
+    assert cache.host_lengths() == lengths
     for step in range(5):
         own = [torch.stack([x[i, :, n + step] for i, n in enumerate(lengths)])[:, :, None] for x in (q, k, v)]
         out = module(*own, cache=cache)
@@ -134,7 +134,7 @@ def test_several_tokens_and_sequences_that_join(device: str) -> None:
                 elif one:
                     assert_close_spec(out[b, :, i], expected[b, :, 0].double(), 2e-3, 1e-2)
         held = [n + count for n, count in zip(held, counts, strict=True)]
-        assert several.lengths == single.lengths == held
+        assert several.host_lengths() == single.host_lengths() == held
     assert several.key_weight is not None
     own = key_weight_from_queries(rotated(q[1:, :, :31]).half(), KV_HEADS, 4)
     assert_close_spec(several.key_weight[1:], own.double(), 1e-2, 1e-2)
@@ -146,7 +146,7 @@ def test_padding_does_not_need_positions(device: str) -> None:
     cache = module.make_cache(BATCH, 12)
     module(*(x[:, :, :7] for x in (q, k, v)), cache=cache, lengths=[7, 3])
     module(q, k, v, cache=cache, lengths=[5, 8])
-    assert cache.lengths == [12, 11]
+    assert cache.host_lengths() == [12, 11]
     with pytest.raises(ValueError, match=r"max_positions = 12 must be at least the tokens .*, got 13"):
         module(*(x[:, :, :2] for x in (q, k, v)), cache=cache, lengths=[0, 2])
 
@@ -449,13 +449,13 @@ def test_positions_beyond_the_rotary_table_are_refused(device: str) -> None:
     cache = layer(device).make_cache(BATCH, 64)
     with pytest.raises(ValueError, match=message):
         module(q, k, v, cache=cache)
-    assert cache.lengths == [0, 0], "nothing may be stored"
+    assert cache.host_lengths() == [0, 0], "nothing may be stored"
     module(*(x[:, :, :8] for x in (q, k, v)), cache=cache, lengths=[8, 3])
     before = copy.deepcopy(cache.state_dict())
     last = [x[:, :, 8:] for x in (q, k, v)]
     with pytest.raises(ValueError, match=message):
         module(*last, cache=cache)
-    assert cache.lengths == [8, 3]
+    assert cache.host_lengths() == [8, 3]
     for name, value in before.items():
         after = cache.state_dict()[name]
         assert torch.equal(after, value) if isinstance(value, Tensor) else after == value, name

@@ -25,6 +25,7 @@ from hypothesis import given
 
 import htree_ops
 from htree_ops import CompressedKVCache
+from htree_ops.errors import OutOfPagesError
 from htree_ops.reference import compressed_kv as reference
 from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
@@ -41,7 +42,7 @@ def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:
         for part in zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True):
             pieces.append(*part)
         pieces.settle()
-        assert pieces.lengths == [117] * BATCH
+        assert pieces.host_lengths() == [117] * BATCH
         assert pieces.compressed_lengths == [compressed_length(117)] * BATCH
         assert_same_content(pieces, whole)
         q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=3)
@@ -73,10 +74,10 @@ def test_property_the_content_follows_the_length_alone(
         cache.append(k[:, :, at : at + size], v[:, :, at : at + size])
         at += size
     cache.settle()
-    assert cache.lengths == [n + sum(sizes) for n in begin]
-    assert cache.compressed_lengths == [compressed_length(n, window, chunk) for n in cache.lengths]
+    assert cache.host_lengths() == [n + sum(sizes) for n in begin]
+    assert cache.compressed_lengths == [compressed_length(n, window, chunk) for n in cache.host_lengths()]
     assert cache.comp_len.tolist() == cache.compressed_lengths
-    assert (cache.comp_len + cache.win_len).tolist() == cache.lengths
+    assert (cache.comp_len + cache.win_len).tolist() == cache.host_lengths()
     for i, n in enumerate(begin):
         alone = make(device, batch=1, **options)
         own = [torch.cat((x[i : i + 1, :, :n], x[i : i + 1, :, 50:]), dim=2) for x in (k, v)]
@@ -111,9 +112,10 @@ def test_attention_is_that_of_the_dense_content(kind: str, device: str) -> None:
         cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
         out, lse = cache.attend(q)
         keys, values = cache.to_dense()
-        assert keys.shape[2] == max(cache.lengths)
+        assert keys.shape[2] == max(cache.host_lengths())
         present = (
-            torch.arange(keys.shape[2], device=device) < torch.tensor(cache.lengths, device=device)[:, None]
+            torch.arange(keys.shape[2], device=device)
+            < torch.tensor(cache.host_lengths(), device=device)[:, None]
         )
         expected, expected_lse = reference.attention(q[:, :, 0], keys, values, present)
         # transformed keys come back with one more rounding of 64 channels
@@ -155,7 +157,12 @@ def test_sixteen_bits_of_all_channels_lose_nothing(device: str) -> None:
 
 
 def poison_free_pages(cache: CompressedKVCache) -> None:
-    pages = torch.tensor(cache.storage.free, device=cache.device)  # type: ignore[union-attr]
+    """Pages that no token stands in, whether a sequence has them or not."""
+    table = cache.storage.pages  # type: ignore[union-attr]
+    lengths = cache.compressed_lengths
+    used = {page for row, n in zip(table.rows, lengths, strict=True) for page in row[: table.pages_for(n)]}
+    others = sorted(set(range(table.num_pages)) - used)
+    pages = torch.tensor(others, dtype=torch.int64, device=cache.device)
     for part in cache.storage.parts:
         for x in part:
             x[pages] = math.nan if x.is_floating_point() else 0x5A
@@ -192,21 +199,21 @@ def test_beams_share_pages_and_give_them_back(device: str) -> None:
     k, v = tokens(device, 100)
     cache = make(device, page_size=8, num_pages=3 * 10)
     cache.prefill(k[:, :, :85], v[:, :, :85])  # 80 compressed tokens each: every page is taken
-    assert not cache.storage.free  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match=r"append: 6 more pages of 8 tokens are needed than are free"):
+    assert not cache.storage.pages.free  # type: ignore[union-attr]
+    with pytest.raises(OutOfPagesError, match=r"append: 6 more pages of 8 tokens are needed than are free"):
         cache.append(k[:, :, 83:], v[:, :, 83:])
-    assert cache.lengths == [85] * BATCH
-    cache.reorder([1, 1, 1])
-    assert len(cache.storage.free) == 20  # type: ignore[union-attr]
+    assert cache.host_lengths() == [85] * BATCH
+    cache.reorder_([1, 1, 1])
+    assert len(cache.storage.pages.free) == 20  # type: ignore[union-attr]
     cache.append(k[:, :, 83:], v[:, :, 83:])
     cache.settle()
-    assert len(cache.storage.free) == 14  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 14  # type: ignore[union-attr]
     for i in range(BATCH):
         alone = make(device, batch=1)
         alone.prefill(*(torch.cat((x[1:2, :, :85], x[i : i + 1, :, 83:]), dim=2) for x in (k, v)))
         assert_same_content(cache.select([i]), alone)
     cache.reset()
-    assert sorted(cache.storage.free) == list(range(30))  # type: ignore[union-attr]
+    assert sorted(cache.storage.pages.free) == list(range(30))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -223,10 +230,10 @@ def test_a_pool_without_pages_attends(options: dict[str, Any], device: str) -> N
         cache.append(k, v)
     for a, e in zip(paged.attend(q), plain.attend(q), strict=True):
         torch.testing.assert_close(a, e, rtol=2e-3, atol=2e-3)  # a GPU may split them differently
-    paged.reorder(range(paged.batch))
+    paged.reorder_(range(paged.batch))
     assert_same_content(paged, plain)
     if "num_pages" in options:
-        with pytest.raises(RuntimeError, match="12 more pages of 8 tokens are needed"):
+        with pytest.raises(OutOfPagesError, match="12 more pages of 8 tokens are needed"):
             paged.append(*tokens(device, 40))
 
 
@@ -243,8 +250,8 @@ def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
     cache.key_weight = normal((BATCH, HEADS, WIDTH), torch.float32, device, seed=8).abs()
     chosen = cache.select(torch.tensor(index, device=device))
     out, lse = cache.attend(q)
-    cache.reorder(torch.tensor(index, device=device))
-    assert cache.lengths == chosen.lengths == [[90, 37, 2][i] for i in index]
+    cache.reorder_(torch.tensor(index, device=device))
+    assert cache.host_lengths() == chosen.host_lengths() == [[90, 37, 2][i] for i in index]
     assert_same_content(cache, chosen)
     for a in (cache, chosen):
         after, after_lse = a.attend(q[index])
@@ -253,8 +260,8 @@ def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
     for a in (cache, chosen):
         a.append(k[:, :, 90:], v[:, :, 90:])
     assert_same_content(cache, chosen)
-    assert cache.select([0, 2, 2, 0]).lengths == [cache.lengths[i] for i in (0, 2, 2, 0)]
-    assert cache.select([]).lengths == []
+    assert cache.select([0, 2, 2, 0]).host_lengths() == [cache.host_lengths()[i] for i in (0, 2, 2, 0)]
+    assert cache.select([]).host_lengths() == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,7 +280,7 @@ def test_states_travel_between_layouts(kind: str, device: str) -> None:
         assert_same_content(other, cache)
     again = copy.deepcopy(cache)
     again.append(*tokens(device, 1, seed=10))
-    assert cache.lengths == [100, 1, 55]
+    assert cache.host_lengths() == [100, 1, 55]
 
 
 # ---- weights, bytes, graphs

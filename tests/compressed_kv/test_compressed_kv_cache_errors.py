@@ -20,7 +20,7 @@ from compressed_kv_helpers import (
 )
 
 from htree_ops import CompressedKVCache
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import DeviceError, OutOfPagesError, ShapeMismatchError, UnsupportedDtypeError
 from tests.support.cases import normal
 
 
@@ -41,7 +41,7 @@ def test_a_state_of_another_cache_is_refused(device: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make(device, **changes).load_state_dict(state)
-    with pytest.raises(RuntimeError, match="more pages of 16 tokens"):
+    with pytest.raises(OutOfPagesError, match="more pages of 16 tokens are needed than the 8 of the pool"):
         make(device, page_size=16, num_pages=8).load_state_dict(state)
 
 
@@ -199,7 +199,7 @@ def test_numbers_that_cannot_be_read() -> None:
         "prefill": ("lengths", lambda n: cache.prefill(k, v, n)),
         "attend": ("lengths", lambda n: cache.attend(q[:, :, :1], lengths=n)),
         "truncate": ("lengths", cache.truncate),
-        "reorder": ("index", cache.reorder),
+        "reorder_": ("beams", cache.reorder_),
         "select": ("index", cache.select),
     }
     numbers = torch.tensor([1, 0, 1])
@@ -230,15 +230,15 @@ def test_a_default_device_elsewhere_is_ignored(kind: str, device: str) -> None:
     cache.prefill(*tokens(device, 60), [60, 5, 30])
     expected = cache.select([2, 2, 0])
     with torch.device("meta"):
-        cache.reorder([2, 2, 0])
+        cache.reorder_([2, 2, 0])
         cache.append(*tokens(device, 20, seed=1))
         cache.settle()
     expected.append(*tokens(device, 20, seed=1))
     expected.settle()
     assert_same_content(cache, expected)
     none = make(device, batch=0, **KINDS[kind])
-    none.reorder([])
-    assert none.lengths == []
+    none.reorder_([])
+    assert none.host_lengths() == []
 
 
 def test_a_full_cache_says_so_and_stays_as_it_was(device: str) -> None:
@@ -321,13 +321,13 @@ def test_wrong_tokens_and_indices() -> None:
         (lambda: cache.append(None, v), TypeError, r"k must be a Tensor, got NoneType"),
         (lambda: cache.prefill(k, v, [1, 2]), ValueError, r"lengths must be 3 numbers between 0 and 4, got \[1, 2\]"),
         (lambda: cache.prefill(k, v, [1, 2, 5]), ValueError, r"lengths must be 3 numbers between 0 and 4"),
-        (lambda: cache.reorder([0, 1]), ValueError, r"index must have 3 entries, got 2"),
-        (lambda: cache.reorder([0, 1, 3]), IndexError, r"index must lie in \[0, 3\), got \[0, 1, 3\]"),
+        (lambda: cache.reorder_([0, 1]), ValueError, r"beams must have 3 entries, got 2"),
+        (lambda: cache.reorder_([0, 1, 3]), IndexError, r"beams must lie in \[0, 3\), got \[0, 1, 3\]"),
         (lambda: cache.select([-1]), IndexError, r"select: index must lie in"),
-        (lambda: cache.reorder([0.9, 1.5, 0]), TypeError, r"reorder: index must be a list of ints"),
-        (lambda: cache.reorder(torch.zeros(3)), TypeError, r"reorder: index must be a list of ints"),
-        (lambda: cache.reorder([True, False, True]), TypeError, r"reorder: index must be a list of ints"),
-        (lambda: cache.reorder(torch.zeros(3, 1).int()), TypeError, r"reorder: index must be a list of ints"),
+        (lambda: cache.reorder_([0.9, 1.5, 0]), TypeError, r"reorder_: beams must be a list of ints"),
+        (lambda: cache.reorder_(torch.zeros(3)), TypeError, r"reorder_: beams must be a list of ints"),
+        (lambda: cache.reorder_([True, False, True]), TypeError, r"reorder_: beams must be a list of ints"),
+        (lambda: cache.reorder_(torch.zeros(3, 1).int()), TypeError, r"reorder_: beams must be a list of ints"),
         (lambda: cache.select(None), TypeError, r"select: index must be a list of ints, got None"),
         (lambda: cache.prefill(k, v, [1.5, 2, 3]), TypeError, r"prefill: lengths must be a list of ints"),
         (lambda: cache.attend(k[:, :, 0].float()), UnsupportedDtypeError, r"attend: q must have dtype"),
@@ -342,4 +342,4 @@ def test_wrong_tokens_and_indices() -> None:
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()
-    assert cache.lengths == [0, 0, 0]
+    assert cache.host_lengths() == [0, 0, 0]

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from htree_ops import CompressedKVCache
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.errors import OutOfPagesError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.reference import compressed_kv as reference
 from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
@@ -49,7 +49,7 @@ def assert_rows(a: tuple[Tensor, Tensor], e: tuple[Tensor, Tensor], device: str)
 
 
 def room(cache: CompressedKVCache) -> list[int]:
-    return [cache.capacity - n for n in cache.lengths]
+    return [cache.capacity - n for n in cache.host_lengths()]
 
 
 class Schedule:
@@ -86,9 +86,9 @@ class Schedule:
             self.alone[b].truncate([n])
 
     def check(self) -> None:
-        assert self.batch.lengths == [x.lengths[0] for x in self.alone]
+        assert self.batch.host_lengths() == [x.host_lengths()[0] for x in self.alone]
         assert self.batch.comp_len.tolist() == self.batch.compressed_lengths
-        assert (self.batch.comp_len + self.batch.win_len).tolist() == self.batch.lengths
+        assert (self.batch.comp_len + self.batch.win_len).tolist() == self.batch.host_lengths()
         for b, one in enumerate(self.alone):
             assert_same_content(self.batch.select([b]), one)
 
@@ -112,7 +112,7 @@ def test_property_a_ragged_batch_is_each_sequence_alone(
     for step in range(data.draw(st.integers(1, 4))):
         what = data.draw(st.sampled_from(["decode", "decode", "append", "truncate"]))
         if what == "truncate":
-            schedule.truncate([data.draw(st.integers(-1, n)) for n in schedule.batch.lengths])
+            schedule.truncate([data.draw(st.integers(-1, n)) for n in schedule.batch.host_lengths()])
         else:
             counts = [data.draw(st.integers(0, min(n, 40))) for n in room(schedule.batch)]
             getattr(schedule, what)(counts, seed + 10 * step)
@@ -180,7 +180,7 @@ def test_drafts_leave_no_trace(kind: str, rollback: int, device: str) -> None:
         count = (5 * length) % (rollback + 1)
         drafted.append(*(x[:, :, :count] for x in drafts))
         drafted.truncate(length + 1)
-        assert drafted.lengths == [length + 1] * BATCH
+        assert drafted.host_lengths() == [length + 1] * BATCH
         kept = copy.deepcopy(drafted)
         kept.settle()
         settled = copy.deepcopy(plain)
@@ -212,7 +212,7 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
     before = cache.to_dense()
     lengths = [3, 50, 82]
     cache.truncate(lengths)
-    assert cache.lengths == lengths
+    assert cache.host_lengths() == lengths
     assert cache.compressed_lengths == [3, 50, 80]
     cache.truncate(-1)
     cache.append(k[:, :, 90:], v[:, :, 90:])
@@ -224,7 +224,7 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
     q = queries(device, 1, 9)
     out, lse = cache.attend(q)
     keys, values = cache.to_dense()
-    ends = torch.tensor(cache.lengths, device=device)
+    ends = torch.tensor(cache.host_lengths(), device=device)
     present = torch.arange(keys.shape[2], device=device) < ends[:, None]
     expected, expected_lse = reference.attention(q[:, :, 0], keys, values, present)
     slack = 2e-2 if cache.hadamard_group else 2e-3
@@ -232,7 +232,7 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
     assert_close_spec(out[:, :, 0], expected, rtol, atol + slack)
     assert_close_spec(lse[:, :, 0], expected_lse, 1e-4, slack)
     cache.truncate(0)
-    assert cache.lengths == [0] * BATCH
+    assert cache.host_lengths() == [0] * BATCH
     again = make(device, **KINDS[kind])
     for one in (cache, again):
         one.append(k[:, :, :70], v[:, :, :70])
@@ -248,32 +248,35 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
         assert same or (whole.hadamard_group and x is not new), "dense again"
 
 
-def test_a_shared_page_is_copied_before_it_is_written(device: str) -> None:
+def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
     k, v = tokens(device, 60)
     cache = make(device, page_size=8, num_pages=12, rollback=0)
     cache.append(k[:, :, :38], v[:, :, :38])  # 32 compressed tokens, 4 pages each
-    cache.reorder([0, 0, 0])
-    assert len(cache.storage.free) == 8  # type: ignore[union-attr]
+    cache.reorder_([0, 0, 0])
+    assert len(cache.storage.pages.free) == 8  # type: ignore[union-attr]
     cache.truncate(20)
-    assert len(cache.storage.free) == 9  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 8 + 1 - 2  # type: ignore[union-attr]
     kept = cache.to_dense()
     cache.append(k[:, :, 30:55], v[:, :, 30:55])
     cache.settle()
     assert cache.compressed_lengths == [32] * BATCH
-    assert len(cache.storage.free) == 12 - 2 - 3 * 2  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 12 - 2 - 3 * 2  # type: ignore[union-attr]
     for x, old, new in zip(cache.to_dense(), kept, (k, v), strict=True):
         assert torch.equal(x[:, :, :20], old[:, :, :20])
         assert torch.equal(x[:, :, 32:], new[:, :, 42:55])
         assert not torch.equal(x[0, :, 20:32], x[1, :, 20:32])
     small = make(device, page_size=8, num_pages=6, rollback=0)
     small.append(k[:, :, :22], v[:, :, :22])
-    small.reorder([0, 0, 2])
-    small.truncate([12, 12, -1])
+    small.reorder_([0, 0, 2])
     small.append(k[:, :, :17], v[:, :, :17], [0, 0, 17])
-    assert not small.storage.free  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="append: 1 more pages of 8 tokens are needed"):
-        small.append(k[:, :, :10], v[:, :, :10], [10, 0, 0])
-    small.truncate([-1, 8, -1])
+    assert not small.storage.pages.free  # type: ignore[union-attr]
+    before = small.state_dict()
+    with pytest.raises(OutOfPagesError, match="truncate: 1 more pages of 8 tokens are needed"):
+        small.truncate([12, -1, -1])
+    assert all(torch.equal(x, before[name]) for name, x in small.state_dict().items())
+    small.truncate([12, 8, -1])  # the last user of a page keeps it
+    with pytest.raises(OutOfPagesError, match="append: 2 more pages of 8 tokens are needed"):
+        small.append(k[:, :, :30], v[:, :, :30], [30, 0, 0])
     small.append(k[:, :, :10], v[:, :, :10], [10, 0, 0])
     assert small.compressed_lengths == [16, 8, 32]
 
@@ -290,7 +293,7 @@ def test_what_is_taken_back_may_not_be_more(device: str) -> None:
             cache.truncate(lengths)  # type: ignore[arg-type]
     assert_same_content(cache, before)
     cache.truncate(torch.tensor([-1, 2, 0]))
-    assert cache.lengths == [30, 2, 0]
+    assert cache.host_lengths() == [30, 2, 0]
     with pytest.raises(ValueError, match=r"rollback must be between 0 and 16, got 17"):
         make(device, rollback=17)
 
@@ -306,7 +309,7 @@ def test_graphs_and_beams_keep_what_can_be_taken_back(device: str) -> None:
             cache.advance()
         assert cache.compressed_lengths == [16] * BATCH
         chosen = cache.select(index)
-        cache.reorder(index)
+        cache.reorder_(index)
         for one in (cache, chosen, copy.deepcopy(cache)):
             one.truncate(18)
             assert_same_content(one, expected)
@@ -338,9 +341,9 @@ def test_a_refused_call_changes_nothing(device: str) -> None:
     assert_same_content(cache, before)
     few = make(device, page_size=8, num_pages=4)
     few.append(k[:, :, :20], v[:, :, :20])
-    with pytest.raises(RuntimeError, match=r"decode: 2 more pages of 8 tokens are needed than are free"):
+    with pytest.raises(OutOfPagesError, match=r"decode: 2 more pages of 8 tokens are needed than are free"):
         few.decode(*(x[:, :, :2] for x in (q, k, v)))
-    assert few.lengths == [20] * BATCH
+    assert few.host_lengths() == [20] * BATCH
     few.decode(*(x[:, :, :2] for x in (q, k, v)), [2, 0, 2])
 
 
@@ -398,7 +401,7 @@ def test_a_cache_moves(kind: str, device: str) -> None:
     assert cache.to(torch.float16) is cache is cache.to(device) is cache.to(device=device, dtype=torch.half)
     other = cache.to(device, torch.bfloat16)
     assert other.dtype == other.k_win.dtype == torch.bfloat16
-    assert other.lengths == cache.lengths
+    assert other.host_lengths() == cache.host_lengths()
     for x, e in zip(other.to_dense(), cache.to_dense(), strict=True):
         torch.testing.assert_close(x, e.bfloat16(), rtol=2**-7, atol=0.05 if cache.hadamard_group else 1e-6)
     assert_same_content(other.to(torch.bfloat16), other)
@@ -438,6 +441,7 @@ def test_a_cache_moves_to_a_gpu_and_back(kind: str) -> None:
 @pytest.mark.parametrize(("width", "value_width"), [(192, 128), (64, 320)])
 def test_values_of_another_size(width: int, value_width: int, device: str) -> None:
     options: dict[str, Any] = {"keep": (width // 3, value_width), "bits": (8, 4), "window": 5, "chunk": 16}
+    options["dtype"] = torch.float16
     cache = CompressedKVCache(2, 2, width, 70, value_dim=value_width, device=device, page_size=8, **options)
     q, k = (normal((2, heads, 60, width), torch.float16, device, heads) for heads in (4, 2))
     v = normal((2, 2, 60, value_width), torch.float16, device, 3)

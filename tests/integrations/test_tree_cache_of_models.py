@@ -216,7 +216,7 @@ def test_two_threads_with_a_cache_each() -> None:
 def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device: str) -> None:
     model, ids = make_model(options=SPARSE, device=device).train(), make_ids(device=device)
     cache = TreeCache(model.config, 64)
-    with pytest.raises(RuntimeError, match="derivative for htree::_tree_cache_attention is not implemented"):
+    with pytest.raises(RuntimeError, match="derivative for htree::_tree_cache_step_ is not implemented"):
         model(ids, labels=ids, **{CACHE: cache}).loss.backward()
     cache.reset()
     model.zero_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.tree_attention.options import NAMES, Importance
+from htree_ops.ops.tree_cache.cache import TreeKVCache
 from htree_ops.ops.tree_cache.functions import (
     cache_layers,
     page_rows,
@@ -506,7 +507,6 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     inputs = case.make_inputs(device)
     k_pool, v_pool, table, lengths = inputs[1:5]
     _, k, v = case.sequences(device)
-    state = state_of(device)
     in_bits = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
     _, packed_k, packed_v = in_bits.sequences(device)
     pools, packed_table = filled_packed_pools(in_bits, 4, packed_k, packed_v)
@@ -531,10 +531,11 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         ),
         "_tree_cache_append_": ((k_pool, v_pool, k[:5], v[:5], table, *new), case.options()),
         "_tree_cache_attention": (inputs, case.options() | dict.fromkeys(NOT_GIVEN)),
-        "tree_cache_pages_": (
-            (*state, torch.tensor([3, 9], dtype=torch.int32, device=device), "append"),
-            {"capacity": 30, "page_size": 8},
+        "_tree_cache_step_": (
+            step_arguments(case, device),
+            case.options(),
         ),
+        "_tree_cache_truncate_": truncate_arguments(device),
         "tree_cache_copy_": (
             (k_pool, v_pool, torch.tensor([[1, -1], [0, 0]], dtype=torch.int32, device=device)),
             {},
@@ -542,20 +543,28 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     }
 
 
-def state_of(
-    device: str, batch: int = 2, max_pages: int = 4, num_pages: int = 6, ring: int = 0
-) -> list[Tensor]:
-    """block_table, lengths, held, users, free_pages, errors, list_pos, plan of an empty cache."""
+def step_arguments(case: TreeCacheCase, device: str) -> tuple[Any, ...]:
+    """Those of ``_tree_cache_step_`` but the page size and the options: 3 new tokens for each sequence of a cache."""
+    batch, n, capacity = len(case.lengths), 3, 30
+    sizes = (batch, case.kv_heads, case.key_dim, capacity)
+    cache = TreeKVCache(*sizes, value_dim=case.value_dim, dtype=case.dtype, device=device, **case.options())
+    heads = ((case.heads, case.key_dim), (case.kv_heads, case.key_dim), (case.kv_heads, case.value_dim))
+    q, k, v = (normal((batch, n, *x), case.dtype, device, seed) for seed, x in enumerate(heads))
+    cache.decode(q, k, v)  # their leaders' lists are there
+    counts = torch.full((batch,), n, dtype=torch.int32, device=device)
+    rows = (counts, False, offsets((n,) * batch, device), None, capacity)
+    return (cache.k_pool, cache.v_pool, [], cache._state, cache.block_table, q, k, v, *rows)
 
-    def integers(*shape: int, fill: int = 0) -> Tensor:
-        return torch.full(shape, fill, dtype=torch.int32, device=device)
 
-    free = torch.tensor([num_pages, *reversed(range(num_pages))], dtype=torch.int32, device=device)
-    shapes = (
-        integers(batch, max_pages, fill=-1),
-        integers(batch),
-        integers(batch),
-        integers(num_pages),
-        free,
-    )
-    return [*shapes, integers(batch), integers(batch, ring, fill=-1), integers(4, batch)]
+def truncate_arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and options of ``_tree_cache_truncate_``: sequences of 9 and 5 tokens become 4 and 5."""
+
+    def integers(*values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    ring = torch.full((2, 4), -1, dtype=torch.int32, device=device)
+    lists = torch.full((2, 4, 1, 1, 2), -1, dtype=torch.int32, device=device)
+    state = [integers(9, 5), integers(0, 0), torch.zeros(2, 2, dtype=torch.int32, device=device), ring, lists]
+    table = integers([0, 1], [2, 3])
+    options = {"page_size": 8, "compression_rate": 4, "top_k": 2, "max_top_nodes": 8, "selection_stride": 2}
+    return ([], state, table, integers(4, -1), integers(0, 0)), options

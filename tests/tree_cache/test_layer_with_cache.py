@@ -63,9 +63,7 @@ def test_a_compiled_step_with_gradients_is_the_eager_one(options: dict[str, Any]
         assert got.requires_grad
         assert wanted.requires_grad
         for out in (got, wanted):
-            with pytest.raises(
-                RuntimeError, match=r"tree_cache_attention is not implemented.*torch\.no_grad"
-            ):
+            with pytest.raises(RuntimeError, match=r"tree_cache_step_ is not implemented.*torch\.no_grad"):
                 out.sum().backward()
         assert all(p.grad is None for p in layer.q_proj.parameters())
     assert not cache.k_pool.requires_grad
@@ -90,3 +88,33 @@ def test_an_exported_step_serves_the_cache_that_it_was_exported_with(device: str
         for part in x.split(1, dim=1):
             torch.testing.assert_close(exported(part), step.layer(part, cache=other), atol=1e-5, rtol=1e-5)
     assert step.cache.lengths.tolist() == [14, 14]
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "compact"}, {"selection_span": None}], ids=str)
+@pytest.mark.parametrize("stride", [1, 4, 16])
+def test_prompts_of_several_lengths(stride: int, options: dict[str, Any], device: str) -> None:
+    """Then single tokens, which not every sequence gets. Each sequence is as if it had come alone."""
+    layer = make(device, compression_rate=16, selection_stride=stride, **options)
+    x = torch.randn(3, 60, 32, device=device)
+    steps = [[45, 3, 0], [1, 1, 1], [0, 1, 2], torch.tensor([3, 0, 9], dtype=torch.int32, device=device)]
+    with torch.no_grad():
+        wholes = [layer(x[b : b + 1])[0] for b in range(3)]
+        cache = layer.make_cache(3, 60)
+        held = [0, 0, 0]
+        for lengths in steps:
+            counts = list(map(int, lengths))
+            rows = torch.full((3, max(counts), 32), torch.nan, device=device)  # padding may hold anything
+            for b, (begin, count) in enumerate(zip(held, counts, strict=True)):
+                rows[b, :count] = x[b, begin : begin + count]
+            out = layer(rows, cache=cache, lengths=lengths)
+            for b, (begin, count) in enumerate(zip(held, counts, strict=True)):
+                own = wholes[b][begin : begin + count]
+                torch.testing.assert_close(out[b, :count], own, atol=1e-4, rtol=1e-4)
+                assert not out[b, count:].any()
+            held = [n + count for n, count in zip(held, counts, strict=True)]
+        assert cache.lengths.tolist() == held
+        cache.check()
+        with pytest.raises(ValueError, match="lengths must be None where cache is None"):
+            layer(x, lengths=[60, 60, 60])
+        with pytest.raises(ValueError, match="lengths must lie between 0 and n = 5"):
+            layer(x[:, :5], cache=cache, lengths=[6, 0, 0])

@@ -361,8 +361,8 @@ class PackedRun(Run):
                 sequence.cut(length)
 
     def check_layers(self) -> None:
-        assert self.cache._leaves is not None
-        assert self.cache._leaves.tail_begin.tolist() == [x.tail_begin for x in self.model]
+        assert self.cache.pools.leaves is not None
+        assert self.cache.pools.leaves.tail_begin.tolist() == [x.tail_begin for x in self.model]
         for b, sequence in enumerate(self.model):
             whole, _ = self.fresh(sequence.tokens)
             ids = torch.tensor(sequence.tokens, dtype=torch.int64, device=self.k.device)
@@ -623,7 +623,7 @@ def test_the_pools_of_a_gpu_are_those_of_the_cpu() -> None:
             for layer in range(caches[0].num_layers):
                 for ours, theirs in zip(caches[1].layer(b, layer), caches[0].layer(b, layer), strict=True):
                     assert torch.equal(ours.cpu(), theirs)
-        leaves = [cache._leaves for cache in caches]
+        leaves = [cache.pools.leaves for cache in caches]
         assert leaves[0] is not None
         assert leaves[1] is not None
         for name in leaves[0].OF_SEQUENCES:

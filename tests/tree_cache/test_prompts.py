@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from htree_ops import HTreeAttention, TreeKVCache, tree_attention
 from htree_ops.ops.tree_attention import attention_forward
 from htree_ops.ops.tree_cache import cache as cache_module
 from htree_ops.ops.tree_cache import prompts
-from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, attend_prompts
+from htree_ops.ops.tree_cache.lengths import HostLengths
+from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS
 from htree_ops.reference.tree_cache import gather_tokens
 
 KV_HEADS, HEADS, WIDTH = 2, 4, 8
@@ -44,6 +46,14 @@ def step(caches: list[TreeKVCache], counts: list[int], n: int, seed: int) -> Ten
     for cache in caches:
         cache.append(k, v, counts)
     return normal(seed + 2, batch, n, HEADS, WIDTH)
+
+
+def attend_prompts(
+    cache: TreeKVCache, q: Tensor, counts: list[int], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What a cache on a GPU does with many rows of a sequence."""
+    rows = partial(cache._rows_at, of_call=counts)
+    return cache.prompts.attend(q, cache.host_lengths(), counts, return_lse, rows)
 
 
 @pytest.fixture
@@ -75,9 +85,9 @@ def test_rows_and_lists_are_those_of_the_cache(batch: int, stride: int, span: in
             torch.testing.assert_close(
                 found[1], expected[1], rtol=1e-6, atol=1e-6
             )  # their logs differ by a rounding
-            assert torch.equal(prompt._list_pos, plain._list_pos)
-            known = prompt._list_pos >= 0
-            assert torch.equal(prompt._lists[known], plain._lists[known])
+            assert torch.equal(prompt.ring.list_pos, plain.ring.list_pos)
+            known = prompt.ring.list_pos >= 0
+            assert torch.equal(prompt.ring.lists[known], plain.ring.lists[known])
             compared += sum(counts)
     assert compared > 1000
 
@@ -219,7 +229,7 @@ def test_rows_may_come_again(stride: int) -> None:
 @pytest.mark.usefixtures("short_prompts")
 def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
     cache = small_cache(2, num_pages=60)
-    kept = cache.prompt_copies
+    kept = cache.prompts
 
     def chunk(*counts: int) -> None:
         n = max(counts)
@@ -251,13 +261,13 @@ def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
         chunk(8, 1)
         assert [x.sequences for x in kept.kept] == [(0,)]
         other = small_cache(2, num_pages=60)
-        other.prompt_copies.kept = kept.kept
+        other.prompts.kept = kept.kept
         other.load_state_dict(cache.state_dict())
-        assert other.prompt_copies.kept == ()
-        cache.host_lengths.captured = True  # a graph may have changed the sequence
+        assert other.prompts.kept == ()
+        cache.advance(0)  # a graph may have changed the sequence
+        assert kept.kept == ()
         packed = len(copies.packed)
         chunk(8, 0)
-        assert kept.kept == ()
         assert [begin for begin, _ in copies.packed[packed:]] == [0]
 
 
@@ -269,7 +279,7 @@ def test_kept_copies_are_bounded() -> None:
         with StampedCopies():
             for seed in range(4):
                 attend(cache, step([cache], [16], 16, seed), [16])
-                found.extend(x.tokens for x in cache.prompt_copies.kept)
+                found.extend(x.tokens for x in cache.prompts.kept)
         assert found == kept
     with pytest.raises(ValueError, match="prompt_bytes"):
         small_cache(1, prompt_bytes=-1)
@@ -317,24 +327,23 @@ def test_a_chunk_takes_few_launches(batch: int, layers: int, top_k: int, later: 
         with Launches() as launches:
             cache.append(k, v)
             attend_prompts(cache, q, [16] * batch, return_lse=False)
-        names = ["tree_cache_pages_", "_tree_cache_append_", "_tree_cache_prompt", "copy_", "add"]
+        names = ["_tree_cache_step_", "_tree_cache_prompt", "copy_", "add"]
         if chunk >= later:
             assert [name for name in launches.names if batch == 1 or name != "clone"] == names
 
 
 def test_constants_follow_their_key_and_are_not_those_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache(2)
-    first = cache._counts("", None, 3)
-    assert cache._counts("", None, 3) is first
-    assert cache._counts("", None, 4).tolist() == [4, 4]
-    assert cache._counts("", None, 3).tolist() == [3, 3]
-    kept = cache._cu(3)
-    assert kept.tolist() == [0, 3, 6]
+    first = cache._constants(3, recorded=False)
+    assert cache._constants(3, recorded=False) is first
+    assert [x.tolist() for x in cache._constants(4, recorded=False)] == [[4, 4], [0, 4, 8]]
+    kept = cache._constants(3, recorded=False)
+    assert [x.tolist() for x in kept] == [[3, 3], [0, 3, 6]]
     monkeypatch.setattr(cache_module, "is_recorded", lambda device: True)
-    assert cache._cu(3) is not kept
-    assert cache._cu(5).tolist() == [0, 5, 10]
+    assert cache.step_arguments(None, 3)[1][2] is not kept[1]
+    assert [x.tolist() for x in cache._constants(5, recorded=True)] == [[5, 5], [0, 5, 10]]
     monkeypatch.undo()
-    assert cache._cu(3) is kept
+    assert cache.step_arguments(None, 3)[1][2] is kept[1]
 
 
 @pytest.mark.usefixtures("short_prompts")
@@ -376,20 +385,23 @@ def test_the_host_knows_the_lengths(steps: list[tuple[str, list[int]]]) -> None:
                 cache = other
         except ValueError:  # more than it holds or has room for: nothing changed
             pass
-        if cache.host_lengths.known is not None:
-            assert cache.host_lengths.known == cache.lengths.tolist()
-        assert cache.host_lengths.read(cache.lengths) == cache.lengths.tolist()
+        assert cache.host.exact
+        assert cache.host.most == cache.host_lengths() == cache.lengths.tolist()
 
 
 def test_what_only_the_device_knows_is_read() -> None:
-    lengths = prompts.HostLengths(2)
-    lengths.append([3, 4], 10, torch.device("cpu"))
-    lengths.append([7, 7], 10, torch.device("cpu"))  # the second does not fit
-    assert lengths.known == [10, 4]
-    lengths.append(None, 10, torch.device("cpu"))
-    assert lengths.known is None
-    assert lengths.read(torch.tensor([1, 2])) == [1, 2]
-    assert lengths.known == [1, 2]
+    device = torch.zeros(2, dtype=torch.int32)
+    lengths = HostLengths(device)
+    lengths.grow([3, 4], 10, exact=True)
+    assert lengths.read() == [3, 4]
+    lengths.grow([5, 9], 10, exact=False)  # at most so many
+    assert lengths.most == [8, 10]
+    device.copy_(torch.tensor([3, 9]))
+    assert lengths.read() == [3, 9]
+    assert lengths.exact
+    device.fill_(1)
+    lengths.lose()
+    assert lengths.read() == [1, 1]
 
 
 @pytest.mark.usefixtures("short_prompts")
@@ -449,23 +461,23 @@ def test_kept_copies_give_the_bits_of_one_call(
             out = own.attend(q)
             assert isinstance(out, Tensor)
             assert torch.equal(out[:, first:], expected[:, begin + first :]), (begin, end)
-        assert bool(cache.prompt_copies.kept) == kept
-        assert not single.prompt_copies.kept
+        assert bool(cache.prompts.kept) == kept
+        assert not single.prompts.kept
 
     ends = [300, 556, 830, 1279, 1920, 2817, 3200, 3471, 4100, 4400]
     for begin, end in zip([0, *ends], ends, strict=False):
         chunk(begin, end, kept=begin > 0)
-    assert cache.prompt_copies.kept[0].tokens == 4400
+    assert cache.prompts.kept[0].tokens == 4400
     for own in (cache, single):
         own.truncate(3200)  # tokens that come again are others for a moment
         own.append(*(x.flip(1)[:, :400] for x in tokens[1:]))
         own.truncate(3200)
-    assert not cache.prompt_copies.kept
+    assert not cache.prompts.kept
     chunk(3200, 3900, kept=True)
     chunk(3900, 4500, kept=True)
     for own in (cache, single):
         own.fork(0, 1)
-    assert not cache.prompt_copies.kept  # they were those of both
+    assert not cache.prompts.kept  # they were those of both
     tokens = tuple(torch.stack([x[0], x[0]]) for x in tokens)  # type: ignore[assignment]
     chunk(4500, 5000, kept=True)
     chunk(5000, 5001, kept=False)
@@ -492,7 +504,7 @@ def test_copies_of_sequences_of_several_lengths() -> None:
             if count:
                 assert torch.equal(alone[b].attend(q[b : b + 1, :count])[0], out[b, :count])  # type: ignore[index]
             held[b] += count
-    assert [x.sequences for x in together.prompt_copies.kept] == [(0, 3), (1,)]
+    assert [x.sequences for x in together.prompts.kept] == [(0, 3), (1,)]
     together.check()
 
 
@@ -509,11 +521,11 @@ def test_a_step_frees_the_copies_of_a_prompt() -> None:
     pages = (
         12_000 * 2 * 2 * 128 * 2 * 16 // 15
     )  # of tokens and nodes, with room for half as many tokens again
-    assert cache.prompt_copies.num_bytes() <= kept
-    assert pages <= cache.prompt_copies.num_bytes() <= 1.1 * pages + (1 << 20)
+    assert cache.prompts.num_bytes() <= kept
+    assert pages <= cache.prompts.num_bytes() <= 1.1 * pages + (1 << 20)
     cache.append(k[:, :1], v[:, :1])
     cache.attend(q[:, :1])
-    assert cache.prompt_copies.num_bytes() == 0
+    assert cache.prompts.num_bytes() == 0
     assert torch.cuda.memory_allocated() - before < kept - pages + (1 << 20)
 
 
@@ -551,7 +563,7 @@ def test_chunks_of_a_prompt_have_the_bits_of_one_call(
         for own in (cache, plain):
             own.append(k, v)
         out = cache.attend(q)
-        rows, _ = plain.attend_pages(q, plain.lengths, None)
+        rows, _ = plain._rows_at(q, plain.host_lengths(), [n] * 2, [n] * 2)
         first = prompts.prompt_begin(begin + n, n, stride)
         assert isinstance(out, Tensor)
         assert torch.equal(out[:, first:], expected[:, begin + first : begin + n])
@@ -615,7 +627,7 @@ def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
         cache.attend(q[:, rows])
         length = begin + chunk
         lists = attention_forward(q[:, begin:length], k[:, :length], v[:, :length], options=cache.options)[3]
-        ring, kept = cache.ring
+        ring, kept = cache.ring.lists, cache.ring.list_pos
         for leader in range(length // 4 - 4, length // 4):
             assert kept[:, leader % 4].tolist() == [4 * leader] * 2
             for layer, own in enumerate(lists):
@@ -624,7 +636,7 @@ def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
 
 
 @pytest.mark.gpu
-def test_lengths_that_a_graph_has_changed_are_read() -> None:
+def test_the_host_follows_the_replays_of_a_graph() -> None:
     cache, eager = (TreeKVCache(1, 2, 64, 2000, device="cuda", **GPU) for _ in range(2))
     q, k, v = gpu_step(cache, 600, 8, 5)
     single = [x[:, :1].clone() for x in (q, k, v)]
@@ -640,8 +652,10 @@ def test_lengths_that_a_graph_has_changed_are_read() -> None:
         cache.attend(single[0])
     for _ in range(3):
         graph.replay()
+        cache.advance()
         eager.append(*single[1:])
     for own in (cache, eager):
+        assert own.host_lengths() == [604]
         own.append(k, v)
     assert torch.equal(cache.lengths, eager.lengths)
     assert torch.equal(cache.attend(q), eager.attend(q))  # type: ignore[arg-type]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from page_tables import STATE, STEPS, Sizes
 
 from htree_ops import TreeKVCache, tree_attention
 from htree_ops.ops.tree_cache import tree_cache_attention
@@ -121,26 +119,9 @@ def test_every_step_of_a_cache() -> None:
     assert cache.lengths.tolist()[:2] == [39, 0]
     with pytest.raises(ValueError, match="inside a stride"):
         cache.check()
-    cache.append(k[:, :30], k[:, :30])  # beyond the capacity of two sequences
+    counts = torch.full((3,), 30, dtype=torch.int32, device="cuda")
+    cache.append(
+        k[:, :30], k[:, :30], counts
+    )  # beyond the capacity of two sequences, which the host does not see
     with pytest.raises(ValueError, match="beyond the capacity"):
         cache.check()
-
-
-def test_tables_that_contradict_themselves() -> None:
-    """Each tensor is an allocation of its own, so that an index beyond its bound shows."""
-    reported = 0
-    for seed in range(60):
-        draw = random.Random(seed)
-        sizes = Sizes.draw(draw)
-        state = [x.cuda() for x in sizes.table()]
-        for i in range(6):
-            step = draw.choice(STEPS)
-            request = sizes.request(draw, step, state[1].cpu())
-            if i == 5:
-                bad = dict(zip((*STATE, "request"), (*(x.cpu() for x in state), request), strict=True))
-                bad["errors"].zero_()
-                sizes.corrupt(draw, bad)
-                *state, request = (x.cuda() for x in bad.values())
-            torch.ops.htree.tree_cache_pages_(*state, request.cuda(), step, **sizes.options())
-        reported += bool(state[5].any())
-    assert reported > 10

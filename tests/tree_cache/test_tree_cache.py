@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from page_tables import STATE
 from torch import Tensor
 
 import htree_ops
@@ -16,6 +15,7 @@ from htree_ops import TreeKVCache, tree_attention
 from htree_ops.ops.tree_cache import page_rows, tree_cache_append_, tree_cache_attention
 from htree_ops.reference import tree_cache as reference
 from tests.support.cases import case_id
+from tests.support.tree_attention_problem import packed as packed_options
 from tests.support.tree_cache_cases import (
     CASES,
     TreeCacheCase,
@@ -23,7 +23,6 @@ from tests.support.tree_cache_cases import (
     offsets,
     op_calls,
     op_options,
-    state_of,
 )
 
 ops = torch.ops.htree
@@ -261,48 +260,100 @@ def test_a_rope_table_may_be_given(device: str) -> None:
     assert_near(given, out, torch.float32)
 
 
-def test_steps_of_the_page_table_are_those_of_the_reference(device: str) -> None:
-    """Random steps, possible or not. On the CPU the latter raise and change nothing."""
-    names = ("append", "append", "append", "reserve", "truncate", "truncate", "reorder", "attend")
-    for seed in range(150):
+def integers(values: Any, device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def test_truncations_are_those_of_the_reference(device: str) -> None:
+    """Random ones, possible or not: what is not leaves a sequence as it was and sets a bit."""
+    met = 0
+    for seed in range(300):
         draw = random.Random(seed)
-        batch, max_pages, page_size, stride = (
-            draw.randint(1, 4),
-            draw.randint(1, 5),
-            draw.randint(1, 4),
-            1 + seed % 2,
+        batch, stride, rate, packed = draw.randint(1, 200), draw.choice((1, 2, 4)), 4, seed % 2 == 0
+        lengths = [draw.randint(0, 30) for _ in range(batch)]
+        leaders = [[draw.randint(-1, 7) * stride for _ in range(4)] for _ in range(batch)]
+        begins = [draw.randint(0, 20) for _ in range(batch)]
+        counts = [draw.randint(-1, length + draw.randint(0, 1)) for length in lengths]
+        own_from = [draw.choice((0, 0, 8)) for _ in range(batch)]
+        state = [integers(x, device) for x in (lengths, [0] * batch, [[0] * batch] * 2, leaders)]
+        lists = torch.zeros(batch, 4, 1, 1, 2, dtype=torch.int32, device=device)
+        tail = torch.zeros(batch, 1, 8, 64, device=device)
+        leaves = [tail, tail, tail, tail, tail, tail, integers(begins, device)] if packed else []
+        options = {"compression_rate": rate, "top_k": 2, "max_top_nodes": 8, "selection_stride": stride}
+        table = torch.zeros(batch, 4, dtype=torch.int32, device=device)
+        asked = (integers(counts, device), integers(own_from, device), 8, *packed_options(**options))
+        ops._tree_cache_truncate_(leaves, [*state, lists], table, *asked)
+        given = (lengths, leaders, begins if packed else None, counts, own_from)
+        after, ring, tails, errors = reference.truncate(*given, stride=stride, rate=rate)
+        assert state[0].tolist() == after, seed
+        assert state[3].tolist() == ring, seed
+        assert state[1].tolist() == errors, seed
+        assert not packed or leaves[6].tolist() == tails, seed
+        met |= sum({bit for error in errors for bit in (4, 8, 32, 128) if error & bit})
+    assert met == 4 + 8 + 32 + 128
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_appends_take_what_their_pages_hold(device: str, stride: int) -> None:
+    """Tokens that have no place leave their sequence alone, whatever the table says; the others are taken.
+
+    On the CPU the call raises instead, and nothing changes.
+    """
+    met = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        cache = TreeKVCache(
+            5, 1, 8, 40, page_size=8, num_pages=12, compression_rate=4, top_k=2, max_top_nodes=8,
+            selection_stride=stride, dtype=torch.float32, device=device,
+        )  # fmt: skip
+        pages = draw.sample(range(12), 12)
+        held = [pages[2 * b : 2 * b + 2] for b in range(5)]
+        lengths = [draw.randint(0, 16) for _ in range(5)]
+        table = [[*row, -1, -1, -1] for row in held]
+        counts = [draw.randint(0, 8) for _ in range(5)]
+        for b in range(5):
+            wrong = draw.choice((None, None, "page", "hole", "length", "end", "pool"))
+            if wrong == "hole" and lengths[b] < 9:
+                table[b][1] = -1
+            elif wrong == "page":
+                table[b][1] = 12
+            elif wrong == "length":
+                lengths[b] = -draw.randint(1, 2**31)
+            elif wrong == "end":
+                lengths[b] = draw.randint(33, 2**31 - 1)
+        cache.block_table.copy_(integers(table, device))
+        cache.lengths.copy_(integers(lengths, device))
+        for pool in (cache.k_pool, cache.v_pool):
+            pool.zero_()
+        k = torch.ones(5, 8, 1, 8, device=device)
+        before, behind = cache.step_arguments(integers(counts, device), 8)
+        sizes = {"num_pages": 12, "capacity": 40, "page_size": 8}
+        after, taken, errors = reference.advance(lengths, counts, table, **sizes)
+        broken = device == "cpu" and any(
+            n and not 0 <= page < 12
+            for n, row, end in zip(taken, table, after, strict=True)
+            for page in row[: -(-end // 8)]
         )
-        num_pages = draw.randint(1, batch * max_pages)
-        state = state_of(device, batch, max_pages, num_pages, ring=2)
-        capacity = max_pages * page_size - draw.randint(0, page_size - 1)
-        for _ in range(12):
-            step = draw.choice(names)
-            low, high = (
-                (-1, 9) if step != "reorder" else (0, batch - 1 + draw.randint(0, 1) * (seed % 3 == 0))
-            )
-            wanted = [
-                draw.randint(low, high) if step != "append" else draw.randint(0, 4) for _ in range(batch)
-            ]
-            request = torch.tensor(wanted, dtype=torch.int32, device=device)
-            options = {"capacity": capacity, "page_size": page_size, "selection_stride": stride}
-            if step == "attend":
-                state[6].copy_(torch.randint(-1, 9, state[6].shape, dtype=torch.int32))
-            expected = reference.tree_cache_pages(*on_cpu(*state), request.cpu(), step, **options)  # type: ignore[arg-type]
-            impossible = step != "attend" and not torch.equal(expected[5], state[5].cpu())
-            before = [x.clone() for x in state]
-            if impossible and device == "cpu":
-                with pytest.raises(ValueError, match="tree_cache_pages_"):
-                    ops.tree_cache_pages_(*state, request, step, **options)
-                assert all(torch.equal(a, b) for a, b in zip(state[:7], before[:7], strict=True)), (
-                    seed,
-                    step,
-                )
-                continue
-            ops.tree_cache_pages_(*state, request, step, **options)
-            for name, ours, theirs in zip(STATE, state, expected, strict=True):
-                count = int(theirs[0]) + 1 if name == "free_pages" else None
-                assert torch.equal(ours.cpu()[:count], theirs[:count]), (seed, step, name)
-            state[5].zero_()
+        if broken or (device == "cpu" and any(errors)):  # an earlier page is looked at by the CPU alone
+            met |= sum({bit for error in errors for bit in (1, 2, 4, 64) if error & bit})
+            with pytest.raises((IndexError, ValueError), match=r"of the pool|more exceed"):
+                ops._tree_cache_step_(*before, None, k, k, *behind)
+            assert cache.lengths.tolist() == lengths
+            assert not cache.v_pool.any()
+            continue
+        ops._tree_cache_step_(*before, None, k, k, *behind)
+        assert cache.lengths.tolist() == after, seed
+        assert cache._state[2].tolist() == [lengths, taken], seed
+        assert cache._errors.tolist() == errors, seed
+        met |= sum({bit for error in errors for bit in (1, 2, 4, 64) if error & bit})
+        written = cache.v_pool[:, 0, :8].any(dim=2).sum(dim=1)
+        for b, row in enumerate(table):
+            for place, page in enumerate(row[:2]):
+                inside = range(max(after[b] - taken[b], 8 * place), min(after[b], 8 * place + 8))
+                if 0 <= page < 12:
+                    assert int(written[page]) == len(inside), (seed, b, place)
+        cache._errors.zero_()
+    assert met == 1 + 2 + 4 + 64
 
 
 # ---- what torch asks of ops
@@ -313,7 +364,8 @@ def test_steps_of_the_page_table_are_those_of_the_reference(device: str) -> None
     [
         "_tree_cache_append_",
         "_tree_cache_attention",
-        "tree_cache_pages_",
+        "_tree_cache_step_",
+        "_tree_cache_truncate_",
         "tree_cache_copy_",
         "_tree_cache_prompt_bytes",
         "_tree_cache_pack_prompt_",
@@ -521,7 +573,7 @@ def test_attention_refuses(change: dict, error: type, message: str) -> None:
     ("change", "error", "message"),
     [
         ({"k": torch.zeros(5, 1, 8)}, ValueError, "H_kv of k_pool"),
-        ({"v": torch.zeros(4, 2, 6)}, ValueError, "N_new of k"),
+        ({"v": torch.zeros(4, 2, 6)}, ValueError, "the new tokens of k"),
         ({"lengths": torch.tensor([22, 1], dtype=torch.int32)}, ValueError, "at most max_pages"),
         ({"lengths": torch.tensor([-1, 1], dtype=torch.int32)}, ValueError, "at least 0"),
         ({"cu_new": torch.tensor([0, 7, 5], dtype=torch.int32)}, ValueError, "cu_new must ascend"),

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tree_cache_schedules import Run, Sequence, Shape, bitwise, schedules
+from tree_cache_schedules import Run, Sequence, Shape, refusal, schedules
 
 from htree_ops import HTreeAttention, TreeKVCache, quantize_model_, tree_attention
-from htree_ops.errors import DeviceError, ShapeMismatchError
+from htree_ops.errors import DeviceError, OutOfPagesError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS
-from htree_ops.ops.tree_cache.state import free_stack
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -46,7 +45,7 @@ def fill(cache: TreeKVCache, n: int, seed: int = 0) -> Tensor:
 
 
 class GpuRun(Run):
-    """A schedule on CUDA, where a step that is not possible leaves a sequence as it was and is reported later."""
+    """A schedule on CUDA, where what only the device sees leaves a sequence as it was and is reported later."""
 
     sizes: tuple[int, ...] = (1, 1, 2, 3, 5, 12)
     reported = False
@@ -58,17 +57,36 @@ class GpuRun(Run):
         ids = torch.randint(
             0, 256, (shape.batch, most), generator=torch.Generator().manual_seed(draw.randrange(1 << 30))
         )
-        self.cache.append(self.k[ids.cuda()], self.v[ids.cuda()], counts)
+        rows = (self.k[ids.cuda()], self.v[ids.cuda()])
+        too_long = any(len(x.tokens) + n > shape.capacity for x, n in zip(self.model, counts, strict=True))
+        on_device = draw.random() < 0.3  # counts that the host does not know
+        if not on_device and too_long and self.cache.host.exact:
+            assert "exceed the capacity" in str(refusal(self.cache.append, *rows, counts))
+            return
+        given = torch.tensor(counts, dtype=torch.int32, device="cuda") if on_device else counts
+        together = draw.random() < 0.5
+        found = self.cache.decode(self.q[ids.cuda()], *rows, given, return_lse=True) if together else None
+        if not together:
+            self.cache.append(*rows, given)
         for sequence, new, i in zip(self.model, ids.tolist(), range(shape.batch), strict=True):
             if len(sequence.tokens) + counts[i] > shape.capacity:
-                self.reported, counts[i] = True, 0
+                self.reported = True
+                if together:  # its rows are those of its last tokens
+                    found[0][i], found[1][i] = 0.0, -torch.inf  # type: ignore[index]
+                counts[i] = 0
             sequence.tokens += new[: counts[i]]
-        self.attend(ids.cuda(), counts, True)
+        self.attend(ids.cuda(), counts, True, found)  # type: ignore[arg-type]
 
     def truncate(self) -> None:
         lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.tokens) + 1))) for x in self.model]
-        self.cache.truncate(lengths)
         stride = self.shape.stride
+        beyond = any(n > len(x.tokens) for n, x in zip(lengths, self.model, strict=True))
+        if beyond and self.cache.host.exact:
+            inside = self.cache._is_left_to_the_device(lengths)
+            if not inside:
+                assert "at most what it holds" in str(refusal(self.cache.truncate, lengths))
+                return
+        self.cache.truncate(lengths)
         for n, x in zip(lengths, self.model, strict=True):
             leader = (n - 1) - (n - 1) % stride
             whole = n in (-1, len(x.tokens)) or (n < len(x.tokens) and n % stride == 0)
@@ -147,40 +165,6 @@ def test_schedules_of_served_sizes_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_the_table_of_pages_is_that_of_the_cpu() -> None:
-    """After the same steps every table has the same entries, the stack of free pages included."""
-    for seed in range(100):
-        both = [Run(Shape.draw(seed), "cpu", bitwise)]
-        shape = replace(both[0].shape, num_pages=None, dtype=torch.float32)
-        caches = [shape.cache(device) for device in ("cpu", "cuda")]
-        draw = both[0].draw
-        for _ in range(12):
-            kind = draw.choice(("append", "append", "truncate", "reorder_", "reserve"))
-            held = caches[0].lengths.tolist()
-            for cache in caches:
-                device = str(cache.device)
-                if kind == "append":
-                    n = min(shape.capacity - max(held), 1 + seed % 7)
-                    k, v = (
-                        torch.zeros(shape.batch, n, shape.kv_heads, w, device=device)
-                        for w in (shape.key_dim, shape.value_dim)
-                    )
-                    cache.append(k, v)
-                elif kind == "truncate":
-                    cache.truncate([n * 3 // 4 // shape.stride * shape.stride for n in held])
-                elif kind == "reorder_":
-                    cache.reorder_([(b * 7 + seed) % shape.batch for b in range(shape.batch)])
-                else:
-                    cache.reserve(min(2, shape.capacity - max(held)))
-            for name in ("block_table", "lengths", "_held", "_users"):
-                ours, theirs = (getattr(cache, name).cpu() for cache in caches)
-                assert torch.equal(ours, theirs), (seed, kind, name)
-            count = int(caches[0]._free[0])
-            assert torch.equal(caches[0]._free[: count + 1], caches[1]._free.cpu()[: count + 1])
-            caches[1].check()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 4])
 def test_a_captured_step_follows_the_lengths(stride: int) -> None:
     cache, eager = (make("cuda", selection_stride=stride, dtype=torch.bfloat16) for _ in range(2))
@@ -207,9 +191,69 @@ def test_a_captured_step_follows_the_lengths(stride: int) -> None:
         k.copy_(new_k)
         q.copy_(new_q)
         graph.replay()
+        cache.advance()
         eager.append(new_k, new_k)
         assert torch.equal(out, eager.attend(new_q))  # type: ignore[arg-type]
+        if step % 7 == 3:  # beams change between two replays, by the table
+            cache.reorder_([1, 1] if step % 2 else [1, 0])
+            eager.reorder_([1, 1] if step % 2 else [1, 0])
     cache.check()
+    graph.replay()
+    with pytest.raises(
+        ValueError, match=r"the host has counted \[35, 35\] tokens where the device has \[36, 36\]"
+    ):
+        cache.check()
+    assert cache.host_lengths() == [36, 36]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_captured_verification_keeps_what_the_device_accepts(stride: int) -> None:
+    """Speculative tokens in a graph: the device says how many of them stay."""
+    cache, eager = (make("cuda", batch=1, selection_stride=stride, dtype=torch.bfloat16) for _ in range(2))
+    q, k = (torch.zeros(1, 4, heads, 8, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+    kept = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def verify() -> Tensor:
+        begin = cache.lengths.clone()
+        out = cache.decode(q, k, k)
+        cache.truncate(begin + kept)
+        assert isinstance(out, Tensor)
+        return out
+
+    verify()
+    torch.cuda.synchronize()
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = verify()
+    for step in range(9):
+        q.copy_(rows(1, 4, 4, step, "cuda"))
+        k.copy_(rows(1, 4, 2, 50 + step, "cuda"))
+        accepted = 1 + step % 4
+        kept.fill_(accepted)
+        graph.replay()
+        cache.advance(accepted)
+        assert torch.equal(out, eager.decode(q, k, k))  # type: ignore[arg-type]
+        eager.truncate([cache.host_lengths()[0]])
+        cache.check()
+        eager.check()
+
+
+@pytest.mark.gpu
+def test_a_graph_writes_into_no_page_that_others_have() -> None:
+    cache = make("cuda", batch=2)
+    fill(cache, 19)
+    cache.fork(0, 1)
+    before = [x.clone() for x in cache.layer(1, 0)]
+    for wanted, left in (([15, -1], [19, 19]), ([16, -1], [16, 19])):  # two pages of 8 are shared
+        cache.truncate(torch.tensor(wanted, dtype=torch.int32, device="cuda"))
+        assert cache.lengths.tolist() == left
+    with pytest.raises(ValueError, match="sequence 0 was truncated on the device into pages that it shares"):
+        cache.check()
+    fill(cache, 3, seed=9)
+    for old, new in zip(before, cache.layer(1, 0), strict=True):
+        assert torch.equal(old, new[:19])
 
 
 # ---- both devices
@@ -298,7 +342,9 @@ def test_a_fork_owns_its_open_page(device: str) -> None:
     table = cache.block_table.tolist()
     assert table[0][:2] == table[1][:2]
     assert table[0][2] != table[1][2]
-    assert cache._users.sum() == 6
+    page = cache.num_bytes().used // 4
+    assert cache.num_bytes().used == 4 * page == 4 * (cache.k_pool[0].nbytes + cache.v_pool[0].nbytes)
+    assert len(cache.pages.free) == 5
     before = [x.clone() for x in cache.layer(0, 0)]
     fill(cache, 3, seed=20)
     for old, new in zip(before, cache.layer(0, 0), strict=True):
@@ -371,23 +417,17 @@ def test_a_cache_without_numbers(kind: str, options: dict[str, Any]) -> None:
             call()
 
 
-@pytest.mark.parametrize("num_pages", [1, 7])
-def test_all_pages_of_a_new_cache_are_free(num_pages: int, device: str) -> None:
-    cache = make(device, num_pages=num_pages)
-    assert cache._free.tolist() == free_stack(cache._users).tolist() == list(range(num_pages, -1, -1))
-
-
 # ---- what is refused on the CPU
 
 
 def test_an_append_that_does_not_fit_changes_nothing() -> None:
     cache = make(num_pages=4)
     fill(cache, 15)
-    with pytest.raises(ValueError, match=r"TreeKVCache.append: no page is left for sequence 0"):
+    with pytest.raises(OutOfPagesError, match=r"TreeKVCache.append: 2 more pages of 8 tokens are needed"):
         fill(cache, 2)
     with pytest.raises(ValueError, match=r"sequence 0 holds 15 tokens; 26 more exceed the capacity of 40"):
         fill(cache, 26)
-    with pytest.raises(ValueError, match=r"TreeKVCache.reserve: no page is left"):
+    with pytest.raises(OutOfPagesError, match=r"TreeKVCache.reserve: 2 more pages of 8 tokens are needed"):
         cache.reserve(2)
     assert cache.lengths.tolist() == [15, 15]
     fill(cache, 1)
@@ -448,9 +488,17 @@ def test_calls_are_checked() -> None:
     cache = make()
     k = rows(2, 3, 2, 0)
     for bad, error, message in (
-        (k[:1], ValueError, "size 0 of k must be B of cache = 2"),
-        (k[..., :6], ValueError, r"k must be \[2, n, 2, 8\]"),
-        (k.double(), TypeError, "k must have dtype torch.float32"),
+        (k[:1], ShapeMismatchError, r"size 0 of k must be 2 \(B of block_table\), got 1 in"),
+        (k[..., :6], ShapeMismatchError, r"size 3 of k must be 8 \(K of k_pool\), got 6 in"),
+        (k[0], ShapeMismatchError, r"k must be 4-D \[B, n, heads, channels\], got 3-D"),
+        (
+            k.double(),
+            UnsupportedDtypeError,
+            r"k must have the dtype of k_pool \(torch.float32\), got torch.float64",
+        ),
+        (k.to("meta"), DeviceError, r"k must be on the device of k_pool \(cpu\), got meta"),
+        (k.to_sparse(), TypeError, "k must be a dense tensor"),
+        (3, TypeError, "k must be a Tensor, got int"),
     ):
         with pytest.raises(error, match=message):
             cache.append(bad, k)
@@ -458,8 +506,14 @@ def test_calls_are_checked() -> None:
         cache.append(k, k, lengths=[4, 0])
     with pytest.raises(ValueError, match="lengths must be 2 integers"):
         cache.append(k, k, lengths=[1])
+    with pytest.raises(ShapeMismatchError, match=r"TreeKVCache.decode: size 1 of k must be 1"):
+        cache.decode(rows(2, 1, 4, 0), k, k)
     with pytest.raises(ValueError, match="a beam must lie between"):
         cache.reorder_([0, 2])
+    with pytest.raises(ValueError, match="tokens must be 2 integers"):
+        cache.advance([1])
+    with pytest.raises(ValueError, match=r"hold \[0, 0\] tokens; \[41, 0\] more exceed the capacity of 40"):
+        cache.advance([41, 0])
     with pytest.raises(ValueError, match="target must be between 0 and 1"):
         cache.fork(0, 2)
     with pytest.raises(ValueError, match="layer must be between"):
@@ -492,7 +546,7 @@ def test_heads_are_checked_before_the_lists(device: str) -> None:
     cache = make(device, selection_stride=4)
     cache.append(rows(2, 6, 2, 0, device), rows(2, 6, 2, 1, device))
     with pytest.raises(
-        ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \(2, 1, 3"
+        ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \[2, 1, 3"
     ):
         cache.attend(rows(2, 1, 3, 2, device))
     cache.check()
@@ -527,10 +581,12 @@ def test_tokens_that_are_not_written_do_not_count() -> None:
         cache.append(own, own.clone())
     table = cache.block_table.clone()
     cache.block_table[0, 0] = 99
-    for call in (lambda: fill(cache, 2), lambda: cache.truncate(2), lambda: cache.reorder_([0])):
-        with pytest.raises(IndexError, match=r"block_table\[0, 0\] must be a page of the pool"):
-            call()
-    assert cache.lengths.tolist() == [7]
+    new = (rows(1, 1, 2, 3), rows(1, 1, 2, 4))
+    with pytest.raises(
+        IndexError, match=r"TreeKVCache.append: block_table must name pages of the pool, between 0"
+    ):
+        cache.append(*new)
+    assert cache.lengths.tolist() == cache.host_lengths() == [7]
     cache.block_table.copy_(table)
     assert torch.equal(fill(cache, 5, seed=3), fill(other, 5, seed=3))
 
@@ -549,7 +605,7 @@ def test_a_cache_made_in_inference_mode_serves_outside(stride: int, device: str)
 
 
 def test_a_bound_of_many_bytes() -> None:
-    assert make(prompt_bytes=1 << 40).prompt_copies.most_bytes == 1 << 40
+    assert make(prompt_bytes=1 << 40).prompts.most_bytes == 1 << 40
 
 
 def test_states_are_checked() -> None:

@@ -142,8 +142,12 @@ class Shape:
             device=device,
             **self.options(),  # type: ignore[arg-type]
         )
-        order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(self.seed))
-        cache._free[1:] = order.to(cache._free)
+        order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        if cache.pages.is_whole:
+            size = cache.pages.max_pages
+            cache.pages.load([order[b * size : (b + 1) * size] for b in range(self.batch)])
+        else:
+            cache.pages.free = order
         for pool in (cache.k_pool, cache.v_pool):
             pool.fill_(torch.nan)  # what is read before it is written shows
         return cache
@@ -229,22 +233,36 @@ class Run:
         before = self.cache.lengths.tolist()
         assert before == [len(x.tokens) for x in self.model]
         arguments = (self.k[ids], self.v[ids], counts if ragged else None)
-        if refusal(self.cache.append, *arguments) is not None:
+        attends, together = draw.random() < 0.95, draw.random() < 0.5
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def add() -> None:
+            if attends and together:
+                found.append(self.cache.decode(self.q[ids], *arguments, return_lse=True))  # type: ignore[arg-type]
+            else:
+                self.cache.append(*arguments)
+
+        if (refused := refusal(add)) is not None:
             assert self.cache.lengths.tolist() == before
             needed = sum(
-                -(-(n + c) // shape.page_size) - held
-                for n, c, held in zip(before, counts, self.cache._held.tolist(), strict=True)
+                max(0, -(-(n + c) // shape.page_size) - len(held))
+                for n, c, held in zip(before, counts, self.cache.pages.rows, strict=True)
             )
             too_long = any(n + c > shape.capacity for n, c in zip(before, counts, strict=True))
-            assert too_long or needed > int(self.cache._free[0])
+            assert "capacity" in refused if too_long else needed > len(self.cache.pages.free)
             return
         for sequence, count, new in zip(self.model, counts, tokens, strict=True):
             sequence.tokens += new[:count]
-        if draw.random() < 0.95:
-            self.attend(ids, counts, ragged)
+        if attends:
+            self.attend(ids, counts, ragged, *found)
 
-    def attend(self, ids: Tensor, counts: list[int], ragged: bool) -> None:
-        out, lse = self.cache.attend(self.q[ids], counts if ragged else None, return_lse=True)
+    def attend(
+        self, ids: Tensor, counts: list[int], ragged: bool, found: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Checks the rows of a call, those that ``decode`` has found or else those of ``attend``."""
+        if found is None:
+            found = self.cache.attend(self.q[ids], counts if ragged else None, return_lse=True)  # type: ignore[assignment]
+        out, lse = found  # type: ignore[misc]
         stride = self.shape.stride
         for b, (sequence, count) in enumerate(zip(self.model, counts, strict=True)):
             if count < ids.shape[1]:
@@ -272,7 +290,7 @@ class Run:
             for n, x in zip(lengths, self.model, strict=True)
         )
         if (refused := refusal(self.cache.truncate, lengths)) is not None:
-            assert not allowed or "no page is left" in refused
+            assert not allowed or "more pages" in refused
             return
         assert allowed
         for sequence, length in zip(self.model, lengths, strict=True):
@@ -282,14 +300,14 @@ class Run:
     def reorder(self) -> None:
         beams = [self.draw.randrange(self.shape.batch) for _ in self.model]
         if (refused := refusal(self.cache.reorder_, beams)) is not None:
-            assert "pages are left" in refused
+            assert "more pages" in refused
             return
         self.model = [self.model[beam].copy() for beam in beams]
 
     def fork(self) -> None:
         source, target = (self.draw.randrange(self.shape.batch) for _ in range(2))
         if (refused := refusal(self.cache.fork, source, target)) is not None:
-            assert "pages are left" in refused
+            assert "more pages" in refused
             return
         self.model[target] = self.model[source].copy()
 

@@ -12,29 +12,40 @@
 namespace htree::tree_cache {
 
 // Autograd and ADInplaceOrView kernels of the op kName. Its Meta kernel is kFunction, and it writes
-// its first kWritten arguments.
+// its first kWritten arguments, each of which may be a list.
 template <const char* kName, auto kFunction, int kWritten, typename = decltype(kFunction)>
 struct Mutating;
-template <const char* kName, auto kFunction, int kWritten, typename... Arguments>
-struct Mutating<kName, kFunction, kWritten, void (*)(Arguments...)> {
-  static void again(Arguments... arguments) {
-    static const auto op = op_handle<void(Arguments...)>(kName);
-    op.call(arguments...);
+template <const char* kName, auto kFunction, int kWritten, typename Result, typename... Arguments>
+struct Mutating<kName, kFunction, kWritten, Result (*)(Arguments...)> {
+  static Result again(Arguments... arguments) {
+    static const auto op = op_handle<Result(Arguments...)>(kName);
+    return op.call(arguments...);
   }
 
-  static void autograd(Arguments... arguments) {
+  // For an op without results; one that has some gives them a node that raises.
+  static Result autograd(Arguments... arguments) {
     (refuse(arguments), ...);
     at::AutoDispatchBelowAutograd guard;
-    again(arguments...);
+    return again(arguments...);
   }
 
-  static void in_place(Arguments... arguments) {
-    {
+  static Result in_place(Arguments... arguments) {
+    const auto run = [&] {
       at::AutoDispatchBelowADInplaceOrView guard;
-      again(arguments...);
+      return again(arguments...);
+    };
+    const auto note = [&] {
+      int place = 0;
+      (bump(arguments, place++), ...);
+    };
+    if constexpr (std::is_void_v<Result>) {
+      run();
+      note();
+    } else {
+      Result result = run();
+      note();
+      return result;
     }
-    int place = 0;
-    (bump(arguments, place++), ...);
   }
 
  private:
@@ -46,7 +57,10 @@ struct Mutating<kName, kFunction, kWritten, void (*)(Arguments...)> {
   }
   template <typename Argument>
   static void bump(const Argument& argument, int place) {
-    if constexpr (std::is_same_v<Argument, at::Tensor>) {
+    if constexpr (std::is_same_v<Argument, at::TensorList>) {
+      for (const at::Tensor& x : argument)
+        bump(x, place);
+    } else if constexpr (std::is_same_v<Argument, at::Tensor>) {
       if (place < kWritten && !argument.is_inference()) {
         argument.unsafeGetTensorImpl()->bump_version();
       }

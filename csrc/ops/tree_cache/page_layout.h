@@ -70,22 +70,4 @@ inline PageLayout page_layout(int64_t page_size, int64_t rate, int64_t num_layer
   return layout;
 }
 
-// What a step on the page table found wrong with a sequence; errors are ORed.
-enum PageError : int32_t {
-  kNoCapacity = 1,      // the tokens exceed the capacity
-  kNoPage = 2,          // the pool has no page left
-  kBadLength = 4,       // a negative number of tokens, or more than the sequence holds
-  kInsideStride = 8,    // truncated inside a stride whose leader's lists are gone
-  kMissingLeader = 16,  // a query whose leader is neither in the call nor in the ring
-  kBadSequence = 32,    // request names a beam that does not exist
-  kBadPage = 64,        // the table names a page that the pool does not have
-  // 128 is that of a cache with packed tokens (htree_ops/ops/tree_cache/leaves.py).
-  kBadHeld = 256,   // a length that the sequence's pages do not hold, or more pages than its row of the table
-  kBadUsers = 512,  // a page in the table without users, or one with others that gets tokens
-  kBadStack = 1024,  // a count of free pages out of range, or a free page that is none
-};
-
-// The steps that change the page table.
-enum class PageStep { kAppend, kReserve, kTruncate, kReorder, kAttend };
-
 }  // namespace htree::tree_cache

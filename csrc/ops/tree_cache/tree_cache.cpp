@@ -43,7 +43,8 @@ void append(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor&
   check_cache_options(kOp, tree_options);
   const PageOptions options = page_options(page_size, tree_options);
   const Pools pools = {k_pool, v_pool, block_table, lengths};
-  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new, options);
+  check_pools(kOp, pools, options);
+  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new);
   if constexpr (kKernel != nullptr) {
     with_append_call(kOp, k, v, block_table, lengths, cu_new, new_lengths, max_new,
                      [&](const Tensor& table, const Tensor& held, const AppendCall& call) {
@@ -66,8 +67,9 @@ void append_packed(const TreeOptions& tree_options, const Tensor& k_pool, const 
   const PackedLeaves leaves = {k_codes, k_scales, v_codes, v_scales};
   const Pools pools = {k_pool, v_pool, block_table, lengths, &leaves};
   const Tails tails = {k_tail, v_tail};
-  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new, options);
-  check_tails(pools, tails, k, v, options);
+  check_pools(kOp, pools, options);
+  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new);
+  check_tails(kOp, pools, tails, k, v, options);
   if constexpr (kKernel != nullptr) {
     with_append_call(
         kOp, k, v, block_table, lengths, cu_new, new_lengths, max_new,
@@ -87,20 +89,22 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
                            const OptionalTensor& q_lengths, const OptionalTensor& rope_table,
                            const OptionalTensor& k_codes, const OptionalTensor& k_scales,
                            const OptionalTensor& v_codes, const OptionalTensor& v_scales, int64_t page_size) {
+  constexpr const char* kOp = "tree_cache_attention";
   const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
   const auto given = std::count_if(std::begin(packed), std::end(packed),
                                    [](const OptionalTensor* x) { return x->has_value(); });
-  TORCH_CHECK_VALUE(
-      given == 0 || given == 4,
-      "tree_cache_attention: k_codes, k_scales, v_codes and v_scales must be given together, got ", given,
-      " of them");
+  TORCH_CHECK_VALUE(given == 0 || given == 4, kOp,
+                    ": k_codes, k_scales, v_codes and v_scales must be given together, got ", given,
+                    " of them");
   std::optional<PackedLeaves> leaves;
   if (given == 4) leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales});
   const PackedLeaves* const packed_leaves = leaves.has_value() ? &*leaves : nullptr;
   const Pools pools = {k_pool, v_pool, block_table, lengths, packed_leaves};
+  check_cache_options(kOp, options);
+  check_pools(kOp, pools, pages);
   AttentionOutputs outputs =
-      prepare_attention(pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, pages);
+      prepare_attention(kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, pages);
   if constexpr (kKernel != nullptr) {
     const auto dense = [](const OptionalTensor& x) {
       return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
@@ -115,22 +119,6 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
   return outputs;
 }
 
-// Does the step `step` on the table of pages, sequence after sequence. docs/semantics/tree_cache.md §7.4
-// describes the steps, htree_ops/reference/tree_cache.py has them in Python.
-template <Pages* kKernel>
-void pages(const Tensor& block_table, const Tensor& lengths, const Tensor& held, const Tensor& users,
-           const Tensor& free_pages, const Tensor& errors, const Tensor& list_pos, const Tensor& plan,
-           const Tensor& request, std::string_view step, int64_t capacity, int64_t page_size,
-           int64_t selection_stride) {
-  const PageState state = {block_table, lengths, held, users, free_pages, errors, list_pos, plan};
-  check_pages(state, request, step, capacity, page_size, selection_stride);
-  if constexpr (kKernel != nullptr) {
-    if (lengths.numel() > 0) {
-      kKernel(state, {request, parse_step(step), capacity, page_size, selection_stride});
-    }
-  }
-}
-
 // for i where pages[0, i] >= 0: k_pool[pages[1, i]] = k_pool[pages[0, i]]; v_pool likewise
 template <Copy* kKernel>
 void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) {
@@ -142,12 +130,11 @@ void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) 
   }
 }
 
-template <Append* kAppend, AppendPacked* kAppendPacked, Attention* kAttention, Pages* kPages, Copy* kCopy>
+template <Append* kAppend, AppendPacked* kAppendPacked, Attention* kAttention, Copy* kCopy>
 void register_device(torch::Library& library) {
   library.impl("_tree_cache_append_", TORCH_FN(kPacked<append<kAppend>>));
   library.impl("_tree_cache_append_packed_", TORCH_FN(kPacked<append_packed<kAppendPacked>>));
   library.impl("_tree_cache_attention", TORCH_FN(kPacked<attention<kAttention>>));
-  library.impl("tree_cache_pages_", TORCH_FN(pages<kPages>));
   library.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
 }
 
@@ -155,12 +142,10 @@ void register_device(torch::Library& library) {
 
 constexpr char kAppendName[] = "htree::_tree_cache_append_";
 constexpr char kAppendPackedName[] = "htree::_tree_cache_append_packed_";
-constexpr char kPagesName[] = "htree::tree_cache_pages_";
 constexpr char kCopyName[] = "htree::tree_cache_copy_";
 
 using MutatingAppend = Mutating<kAppendName, kPacked<append<nullptr>>, 2>;
 using MutatingAppendPacked = Mutating<kAppendPackedName, kPacked<append_packed<nullptr>>, 8>;
-using MutatingPages = Mutating<kPagesName, &pages<nullptr>, 8>;
 using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
 
 }  // namespace
@@ -181,45 +166,38 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       "Tensor cu_q, Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
       "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, int page_size, " +
       options + ") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)";
-  define_ops(
-      library,
-      {
-          append.c_str(),
-          append_packed.c_str(),
-          attention.c_str(),
-          "tree_cache_pages_(Tensor(a!) block_table, Tensor(b!) lengths, Tensor(c!) held, Tensor(d!) users, "
-          "Tensor(e!) free_pages, Tensor(f!) errors, Tensor(g!) list_pos, Tensor(h!) plan, Tensor request, "
-          "str step, *, int capacity, int page_size, int selection_stride=1) -> ()",
-          "tree_cache_copy_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
-      });
+  define_ops(library, {
+                          append.c_str(),
+                          append_packed.c_str(),
+                          attention.c_str(),
+                          "tree_cache_copy_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
+                      });
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
-  register_device<append_cpu, append_packed_cpu, attention_cpu, pages_cpu, copy_cpu>(library);
+  register_device<append_cpu, append_packed_cpu, attention_cpu, copy_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
-  register_device<append_cuda, append_packed_cuda, attention_cuda, pages_cuda, copy_cuda>(library);
+  register_device<append_cuda, append_packed_cuda, attention_cuda, copy_cuda>(library);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
-  register_device<nullptr, nullptr, nullptr, nullptr, nullptr>(library);
+  register_device<nullptr, nullptr, nullptr, nullptr>(library);
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {
   register_no_gradient(library, {"_tree_cache_attention"});
   library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
   library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::autograd));
-  library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::autograd));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
 }
 
 TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
   library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
   library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::in_place));
-  library.impl("tree_cache_pages_", TORCH_FN(MutatingPages::in_place));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));
 }
 

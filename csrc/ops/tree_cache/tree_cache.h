@@ -5,11 +5,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/packed_options.h"
+#include "ops/tree_cache/lengths.h"
 #include "ops/tree_cache/page_layout.h"
 
 namespace htree::tree_cache {
@@ -53,7 +53,7 @@ struct Pools {
 void check_cache_options(const char* op, const TreeOptions& options);
 // The number of layers that a sequence of max_pages * page_size tokens can need.
 int64_t cache_layers(const SymInt& max_pages, const PageOptions& options);
-// Checks the pools, packed leaves among them, against the options.
+// Checks the pools, packed leaves among them, against the options; the checks below take checked ones.
 void check_pools(const char* op, const Pools& pools, const PageOptions& options);
 // The layout of checked pools with real sizes.
 PageLayout layout_of(const Pools& pools, const PageOptions& options);
@@ -69,8 +69,7 @@ struct AppendCall {
   const char* op = "tree_cache_append_";
 };
 void check_append(const char* op, const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
-                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new,
-                  const PageOptions& options);
+                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new);
 using Append = void(const Pools& pools, const PageLayout& layout, const AppendCall& call);
 Append append_cpu, append_cuda;
 
@@ -81,16 +80,13 @@ struct Tails {
   const Tensor& keys;    // [B, H_kv, S, K] contiguous
   const Tensor& values;  // [B, H_kv, S, V] contiguous
 };
-void check_tails(const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
+void check_tails(const char* op, const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
                  const PageOptions& options);
 using AppendPacked = void(const Pools& pools, const Tails& tails, const PageLayout& layout,
                           const AppendCall& call);
 AppendPacked append_packed_cpu, append_packed_cuda;
 
 // ---- tree_cache_attention
-
-// How many leaders' lists the ring keeps for a sequence where the caller gives no ring.
-constexpr int64_t kRing = 4;
 
 struct AttentionInputs {
   const Tensor& q;                          // [N_q, H, K]
@@ -102,37 +98,18 @@ struct AttentionInputs {
 };
 // (out [N_q, H, V], lse [N_q, H], lists [B, ring, L, H_kv, k], list_pos [B, ring])
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
+AttentionOutputs prepare_attention(const char* op, const Pools& pools, const AttentionInputs& inputs,
                                    const TreeOptions& options, const PageOptions& page_options);
 // `args` are the options as they were asked for: lists keep their width.
 using Attention = void(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
                        const AttentionArgs& args, const AttentionOutputs& outputs);
 Attention attention_cpu, attention_cuda;
 
-// ---- tree_cache_pages_ and tree_cache_copy_
+// ---- _tree_cache_step_, _tree_cache_truncate_ and tree_cache_copy_
 
-struct PageState {
-  const Tensor& block_table;  // int32 [B, max_pages], -1 where there is no page
-  const Tensor& lengths;      // int32 [B]; undefined where an op takes the length otherwise
-  const Tensor& held;         // int32 [B], pages of a sequence
-  const Tensor& users;        // int32 [num_pages], sequences that have the page
-  const Tensor& free_pages;   // int32 [1 + num_pages]: the number of free pages, then a stack of them
-  const Tensor& errors;       // int32 [B], PageError
-  const Tensor& list_pos;     // int32 [B, ring]
-  const Tensor& plan;         // int32 [4, B]: length before, rows or beam taken, copy from, copy to
-};
-struct PageRequest {
-  const Tensor& request;  // int32 [B]
-  PageStep step;
-  int64_t capacity;
-  int64_t page_size;
-  int64_t selection_stride;
-};
-PageStep parse_step(std::string_view step);
-void check_pages(const PageState& state, const Tensor& request, std::string_view step, int64_t capacity,
-                 int64_t page_size, int64_t selection_stride);
-using Pages = void(const PageState& state, const PageRequest& request);
-Pages pages_cpu, pages_cuda;
+// One step of all sequences: advance() or truncate() of lengths.h. `like` says on which device.
+using Lengths = void(const SequenceLengths& all, const LengthStep& step, bool truncates, const Tensor& like);
+Lengths lengths_cpu, lengths_cuda;
 
 void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages);
 // `pages` is int32 [2, n]: from, to; a pair with -1 copies nothing.

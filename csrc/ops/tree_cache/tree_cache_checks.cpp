@@ -3,6 +3,8 @@
 
 #include <array>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "host/check.h"
 #include "host/overlap.h"
@@ -12,9 +14,6 @@
 namespace htree::tree_cache {
 namespace {
 
-constexpr const char* kPackedOp = "tree_cache_append_packed_";
-constexpr const char* kAttentionOp = "tree_cache_attention";
-constexpr const char* kPagesOp = "tree_cache_pages_";
 constexpr const char* kCopyOp = "tree_cache_copy_";
 
 TreeOptions tree_options(const PageOptions& options) {
@@ -85,14 +84,26 @@ void check_leaves(const char* op, const char* pool_name, const Tensor& pool, con
                     packed.sym_sizes());
 }
 
-// The rows of one call and where each sequence's begin.
-void check_rows(const char* op, const char* name, const Tensor& rows, const Pools& pools, const char* cu_name,
-                const Tensor& cu, const char* lengths_name, const std::optional<Tensor>& lengths) {
+// Rows of one call: [N, heads, channels] with the place where each sequence's begin, or [B, n, heads, channels].
+void check_rows(const char* op, const char* name, const Tensor& rows, const char* packed_shape,
+                const char* batched_shape, const Pools& pools) {
   const SymInt batch = pools.block_table.sym_size(0);
+  const bool batched = rows.dim() == 4;
+  check_rank(op, name, rows, batched ? 4 : 3, batched ? batched_shape : packed_shape);
   check_same_dtype(op, name, rows, "k_pool", pools.keys);
   check_same_device(op, name, rows, "k_pool", pools.keys);
-  TORCH_CHECK_VALUE(holds(rows.sym_size(0).sym_lt(tree_attention::kIndexLimit)), op, ": ", name,
+  if (batched) {
+    check_size(op, name, rows, 0, batch, "B of block_table");
+  }
+  const SymInt num = batched ? rows.sym_size(0) * rows.sym_size(1) : rows.sym_size(0);
+  TORCH_CHECK_VALUE(holds(num.sym_lt(tree_attention::kIndexLimit)), op, ": ", name,
                     " must have fewer than 2^31 rows, got ", rows.sym_sizes());
+}
+
+// Where the rows of each sequence begin, and how many of them count.
+void check_offsets(const char* op, const char* cu_name, const Tensor& cu, const char* lengths_name,
+                   const std::optional<Tensor>& lengths, const Pools& pools) {
+  const SymInt batch = pools.block_table.sym_size(0);
   check_int32(op, cu_name, cu, {batch + 1}, "[B + 1]", "k_pool", pools.keys);
   if (lengths.has_value()) {
     check_int32(op, lengths_name, *lengths, {batch}, "[B]", "k_pool", pools.keys);
@@ -169,19 +180,17 @@ PageLayout layout_of(const Pools& pools, const PageOptions& options) {
 }
 
 void check_append(const char* op, const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
-                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new,
-                  const PageOptions& options) {
-  check_pools(op, pools, options);
-  check_rank(op, "k", k, 3, "[N_new, H_kv, K]");
-  check_rank(op, "v", v, 3, "[N_new, H_kv, V]");
-  check_rows(op, "k", k, pools, "cu_new", cu_new, "new_lengths", new_lengths);
-  check_same_dtype(op, "v", v, "k", k);
-  check_same_device(op, "v", v, "k", k);
-  check_size(op, "k", k, 1, pools.keys.sym_size(1), "H_kv of k_pool");
-  check_size(op, "k", k, 2, pools.keys.sym_size(3), "K of k_pool");
-  check_size(op, "v", v, 0, k.sym_size(0), "N_new of k");
-  check_size(op, "v", v, 1, pools.keys.sym_size(1), "H_kv of k_pool");
-  check_size(op, "v", v, 2, pools.values.sym_size(3), "V of v_pool");
+                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new) {
+  check_rows(op, "k", k, "[N_new, H_kv, K]", "[B, n, H_kv, K]", pools);
+  check_rows(op, "v", v, "[N_new, H_kv, V]", "[B, n, H_kv, V]", pools);
+  check_offsets(op, "cu_new", cu_new, "new_lengths", new_lengths, pools);
+  const int64_t heads = k.dim() - 2;
+  check_rank(op, "v", v, k.dim(), "as k is");
+  check_size(op, "k", k, heads, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(op, "k", k, heads + 1, pools.keys.sym_size(3), "K of k_pool");
+  check_size(op, "v", v, heads - 1, k.sym_size(heads - 1), "the new tokens of k");
+  check_size(op, "v", v, heads, pools.keys.sym_size(1), "H_kv of k_pool");
+  check_size(op, "v", v, heads + 1, pools.values.sym_size(3), "V of v_pool");
   if (max_new.has_value()) {
     TORCH_CHECK_VALUE(holds(max_new->sym_ge(0)), op, ": max_new must be at least 0, got ", *max_new);
   }
@@ -192,9 +201,8 @@ void check_append(const char* op, const Pools& pools, const Tensor& k, const Ten
   }
 }
 
-void check_tails(const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
+void check_tails(const char* op, const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
                  const PageOptions& options) {
-  const char* op = kPackedOp;
   const std::array<std::tuple<const char*, Tensor, const char*, Tensor>, 2> both = {
       {{"k_tail", tails.keys, "k_pool", pools.keys}, {"v_tail", tails.values, "v_pool", pools.values}}};
   for (const auto& [name, tail, pool_name, pool] : both) {
@@ -231,23 +239,23 @@ void check_tails(const Pools& pools, const Tails& tails, const Tensor& k, const 
   }
 }
 
-AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& inputs,
+AttentionOutputs prepare_attention(const char* op, const Pools& pools, const AttentionInputs& inputs,
                                    const TreeOptions& options, const PageOptions& page_options) {
-  const char* op = kAttentionOp;
-  check_cache_options(op, options);
-  check_pools(op, pools, page_options);
   const Tensor& q = inputs.q;
-  check_rank(op, "q", q, 3, "[N_q, H, K]");
-  check_rows(op, "q", q, pools, "cu_q", inputs.cu_q, "q_lengths", inputs.q_lengths);
-  check_size(op, "q", q, 2, pools.keys.sym_size(3), "K of k_pool");
-  tree_attention::check_frequencies(op, options, q.sym_size(2));
-  const SymInt kv_heads = pools.keys.sym_size(1);
-  TORCH_CHECK_VALUE(holds(q.sym_size(1).sym_ge(1)) && same_size(q.sym_size(1) % kv_heads, 0), op,
+  check_rows(op, "q", q, "[N_q, H, K]", "[B, n, H, K]", pools);
+  check_offsets(op, "cu_q", inputs.cu_q, "q_lengths", inputs.q_lengths, pools);
+  const SymInt kv_heads = pools.keys.sym_size(1), width = pools.keys.sym_size(3);
+  const SymInt num_heads = q.sym_size(-2);
+  check_size(op, "q", q, q.dim() - 1, width, "K of k_pool");
+  tree_attention::check_frequencies(op, options, width);
+  TORCH_CHECK_VALUE(holds(num_heads.sym_ge(1)) && same_size(num_heads % kv_heads, 0), op,
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
   const SymInt batch = pools.block_table.sym_size(0);
   TORCH_CHECK_VALUE(inputs.lists.has_value() == inputs.list_pos.has_value(), op,
                     ": lists and list_pos must be given together, got only one of them");
-  SymInt ring = options.selection_stride > 1 ? kRing : 0;
+  TORCH_CHECK_VALUE(inputs.lists.has_value() || options.selection_stride == 1, op,
+                    ": lists and list_pos must be given for selection_stride > 1, of leaders or empty");
+  SymInt ring = 0;
   if (inputs.lists.has_value()) {
     check_rank(op, "list_pos", *inputs.list_pos, 2, "[B, ring]");
     ring = inputs.list_pos->sym_size(1);
@@ -265,69 +273,18 @@ AttentionOutputs prepare_attention(const Pools& pools, const AttentionInputs& in
     check_same_device(op, "rope_table", table, "q", q);
     check_contiguous(op, "rope_table", table);
     check_size(op, "rope_table", table, 0, 2, "cos and sin");
-    check_size(op, "rope_table", table, 2, q.sym_size(2) / 2, "K/2");
+    check_size(op, "rope_table", table, 2, width / 2, "K/2");
     TORCH_CHECK_VALUE(holds(table.sym_size(1).sym_ge(options.top_k * options.compression_rate)), op,
                       ": rope_table must have at least top_k * compression_rate = ",
                       options.top_k * options.compression_rate, " positions, got ", table.sym_sizes());
   }
-  return {tree_attention::new_tensor({q.sym_size(0), q.sym_size(1), pools.values.sym_size(3)},
-                                     q.scalar_type(), q),
-          tree_attention::new_tensor({q.sym_size(0), q.sym_size(1)}, tree_attention::state_dtype(q), q),
+  std::vector<SymInt> shape(q.sym_sizes().begin(), q.sym_sizes().end());
+  shape.pop_back();
+  Tensor lse = tree_attention::new_tensor(shape, tree_attention::state_dtype(q), q);
+  shape.push_back(pools.values.sym_size(3));
+  return {tree_attention::new_tensor(shape, q.scalar_type(), q), std::move(lse),
           tree_attention::new_tensor(list_shape, at::kInt, q),
           tree_attention::new_tensor({batch, ring}, at::kInt, q)};
-}
-
-PageStep parse_step(std::string_view step) {
-  constexpr std::pair<std::string_view, PageStep> kSteps[] = {{"append", PageStep::kAppend},
-                                                              {"reserve", PageStep::kReserve},
-                                                              {"truncate", PageStep::kTruncate},
-                                                              {"reorder", PageStep::kReorder},
-                                                              {"attend", PageStep::kAttend}};
-  for (const auto& [name, value] : kSteps) {
-    if (name == step) {
-      return value;
-    }
-  }
-  C10_THROW_ERROR(
-      ValueError,
-      c10::str(kPagesOp, ": step must be append, reserve, truncate, reorder or attend, got ", step));
-}
-
-void check_pages(const PageState& state, const Tensor& request, std::string_view step, int64_t capacity,
-                 int64_t page_size, int64_t selection_stride) {
-  const char* op = kPagesOp;
-  parse_step(step);
-  check_rank(op, "block_table", state.block_table, 2, "[B, max_pages]");
-  check_rank(op, "users", state.users, 1, "[num_pages]");
-  check_rank(op, "list_pos", state.list_pos, 2, "[B, ring]");
-  check_at_least(op, "page_size", page_size, 1);
-  check_at_least(op, "capacity", capacity, 0);
-  check_at_least(op, "selection_stride", selection_stride, 1);
-  const SymInt batch = state.block_table.sym_size(0);
-  const SymInt max_pages = state.block_table.sym_size(1);
-  TORCH_CHECK_VALUE(holds((max_pages * page_size).sym_ge(capacity)) &&
-                        holds((max_pages * page_size).sym_lt(tree_attention::kIndexLimit)),
-                    op, ": max_pages * page_size must be at least capacity and below 2^31, got ", max_pages,
-                    ", ", page_size, " and ", capacity);
-  const std::array<std::tuple<const char*, Tensor, std::vector<SymInt>, const char*>, 9> tensors = {{
-      {"block_table", state.block_table, {batch, max_pages}, "[B, max_pages]"},
-      {"lengths", state.lengths, {batch}, "[B]"},
-      {"held", state.held, {batch}, "[B]"},
-      {"users", state.users, {state.users.sym_size(0)}, "[num_pages]"},
-      {"free_pages", state.free_pages, {state.users.sym_size(0) + 1}, "[1 + num_pages]"},
-      {"errors", state.errors, {batch}, "[B]"},
-      {"list_pos", state.list_pos, {batch, state.list_pos.sym_size(1)}, "[B, ring]"},
-      {"plan", state.plan, {4, batch}, "[4, B]"},
-      {"request", request, {batch}, "[B]"},
-  }};
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto& [name, tensor, shape, meaning] = tensors[i];
-    check_int32(op, name, tensor, shape, meaning, "block_table", state.block_table);
-    check_contiguous(op, name, tensor);
-    for (size_t j = 0; j < i; ++j) {
-      check_disjoint(op, std::get<0>(tensors[j]), std::get<1>(tensors[j]), name, tensor);
-    }
-  }
 }
 
 void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {

@@ -1,10 +1,9 @@
-// CPU kernels that fill the tree cache: append, the table of pages, copies of pages.
+// CPU kernels that fill the tree cache: append, lengths, copies of pages.
 // docs/semantics/tree_cache.md §7.2, §7.4.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <vector>
 
 #include "host/dispatch.h"
@@ -18,8 +17,6 @@ namespace {
 using tree_attention::Stage;
 using tree_attention::stored;
 using tree_attention::stored_mutable;
-
-constexpr const char* kPagesOp = "tree_cache_pages_";
 
 // ---- append
 
@@ -258,291 +255,21 @@ void copy_cpu(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
   }
 }
 
-// ---- the table of pages
+// ---- lengths
 
-namespace {
-
-class PageTable {
- public:
-  PageTable(const PageState& state, const PageRequest& request)
-      : batch_(state.lengths.numel()),
-        max_pages_(state.block_table.size(1)),
-        ring_(state.list_pos.size(1)),
-        page_size_(request.page_size),
-        capacity_(request.capacity),
-        num_pages_(state.users.size(0)),
-        stride_(request.selection_stride),
-        table_(state.block_table.mutable_data_ptr<int32_t>()),
-        lengths_(state.lengths.mutable_data_ptr<int32_t>()),
-        held_(state.held.mutable_data_ptr<int32_t>()),
-        users_(state.users.mutable_data_ptr<int32_t>()),
-        num_free_(state.free_pages.mutable_data_ptr<int32_t>()),
-        stack_(num_free_ + 1),
-        errors_(state.errors.mutable_data_ptr<int32_t>()),
-        list_pos_(state.list_pos.mutable_data_ptr<int32_t>()),
-        plan_(state.plan.mutable_data_ptr<int32_t>()),
-        request_(request.request.const_data_ptr<int32_t>()) {}
-
-  void run(PageStep step) {
-    if (step != PageStep::kAttend) check_state();
-    for (int64_t b = 0; b < batch_; ++b) {
-      row(kBefore)[b] = lengths_[b];
-      row(kTaken)[b] = 0;
-      row(kFrom)[b] = -1;
-      row(kTo)[b] = -1;
-    }
-    switch (step) {
-      case PageStep::kAppend:
-        return append(true);
-      case PageStep::kReserve:
-        return append(false);
-      case PageStep::kTruncate:
-        return truncate();
-      case PageStep::kReorder:
-        return reorder();
-      case PageStep::kAttend:
-        return attend();
-    }
+void lengths_cpu(const SequenceLengths& all, const LengthStep& step, bool truncates, const Tensor& /*like*/) {
+  for (int64_t b = 0; step.appends && b < all.num_sequences; ++b) {  // before anything changes
+    const int32_t error = append_error(all, step, b);
+    TORCH_CHECK_INDEX(error != kBadPage,
+                      "tree_cache_step_: block_table must name pages of the pool, between 0 and ",
+                      step.num_pages - 1, ", got another one for new tokens of sequence ", b);
+    TORCH_CHECK_VALUE(error == 0, "tree_cache_step_: sequence ", b, " holds ", all.lengths[b], " tokens; ",
+                      step.counts[b], " more exceed ",
+                      error == kNoPage ? "its pages" : "the capacity, or are less than none");
   }
-
- private:
-  enum PlanRow { kBefore, kTaken, kFrom, kTo };
-
-  // The caller keeps these tensors. Steps follow what stands in them, so it must fit together.
-  void check_state() {
-    std::vector<int32_t> users(static_cast<size_t>(num_pages_));
-    std::vector<int64_t> last(static_cast<size_t>(num_pages_), -1);  // the last sequence that has the page
-    for (int64_t b = 0; b < batch_; ++b) {
-      TORCH_CHECK_VALUE(held_[b] >= 0 && held_[b] <= max_pages_, kPagesOp,
-                        ": held must lie between 0 and max_pages = ", max_pages_, ", got ", held_[b], " at ",
-                        b);
-      TORCH_CHECK_VALUE(lengths_[b] >= 0 && lengths_[b] <= held_[b] * page_size_, kPagesOp,
-                        ": lengths must lie between 0 and the tokens of the pages held = ",
-                        held_[b] * page_size_, ", got ", lengths_[b], " at ", b);
-      for (int64_t i = 0; i < held_[b]; ++i) {
-        check_page(kPagesOp, pages(b), b, i, num_pages_);
-        const auto page = static_cast<size_t>(pages(b)[i]);
-        TORCH_CHECK_VALUE(last[page] != b, kPagesOp, ": a sequence must have a page once, got page ", page,
-                          " again at block_table[", b, ", ", i, "]");
-        last[page] = b;
-        ++users[page];
-      }
-    }
-    for (int64_t page = 0; page < num_pages_; ++page) {
-      const int32_t count = users[static_cast<size_t>(page)];
-      TORCH_CHECK_VALUE(users_[page] == count, kPagesOp,
-                        ": users must be how often block_table has each page, ", count, " for page ", page,
-                        ", got ", users_[page]);
-    }
-    for (int64_t b = 0; b < batch_; ++b) {
-      for (int64_t i = lengths_[b] / page_size_; i < held_[b]; ++i) {
-        TORCH_CHECK_VALUE(users_[pages(b)[i]] == 1, kPagesOp, ": only full pages can be shared, got page ",
-                          pages(b)[i], " at block_table[", b, ", ", i, "], of a sequence of ", lengths_[b],
-                          " tokens, with ", users_[pages(b)[i]], " users");
-      }
-    }
-    TORCH_CHECK_VALUE(*num_free_ >= 0 && *num_free_ <= num_pages_, kPagesOp,
-                      ": free_pages must begin with their number, between 0 and num_pages = ", num_pages_,
-                      ", got ", *num_free_);
-    for (int64_t i = 0; i < *num_free_; ++i) {
-      const int32_t page = stack_[i];
-      const bool is_free =
-          page >= 0 && page < num_pages_ && users[static_cast<size_t>(page)]++ == 0;  // it comes once
-      TORCH_CHECK_VALUE(is_free, kPagesOp,
-                        ": free_pages must name pages of the pool without users, each once, got ", page,
-                        " at ", 1 + i);
-    }
+  for (int64_t b = 0; b < all.num_sequences; ++b) {
+    truncates ? truncate(all, step, b) : advance(all, step, b);
   }
-
-  int32_t* row(PlanRow which) { return plan_ + which * batch_; }
-  int32_t* pages(int64_t b) { return table_ + b * max_pages_; }
-
-  int32_t pop() {
-    const int32_t page = stack_[--*num_free_];
-    users_[page] = 1;
-    return page;
-  }
-  void push(int32_t page) { stack_[(*num_free_)++] = page; }
-
-  void append(bool counts) {
-    int64_t left = *num_free_;
-    for (int64_t b = 0; b < batch_; ++b) {
-      const int64_t after = int64_t{lengths_[b]} + request_[b];
-      TORCH_CHECK_VALUE(request_[b] >= 0, kPagesOp, ": request must not be negative, got ", request_[b],
-                        " for sequence ", b);
-      TORCH_CHECK_VALUE(after <= capacity_, kPagesOp, ": sequence ", b, " holds ", lengths_[b], " tokens; ",
-                        request_[b], " more exceed the capacity of ", capacity_);
-      left -= std::max<int64_t>(0, ceil_div(after, page_size_) - held_[b]);
-      TORCH_CHECK_VALUE(left >= 0, kPagesOp, ": no page is left for sequence ", b, ", which holds ",
-                        lengths_[b], " tokens and was given ", request_[b], "; the pool has ", *num_free_,
-                        " free pages of ", page_size_, " tokens");
-    }
-    for (int64_t b = 0; b < batch_; ++b) {
-      while (held_[b] * page_size_ < int64_t{lengths_[b]} + request_[b]) {
-        pages(b)[held_[b]++] = pop();
-      }
-      row(kTaken)[b] = request_[b];
-      if (counts) lengths_[b] += request_[b];
-    }
-  }
-
-  bool has_lists(int64_t b, int64_t leader) const {
-    const int32_t* ring = list_pos_ + b * ring_;
-    return std::find(ring, ring + ring_, static_cast<int32_t>(leader)) != ring + ring_;
-  }
-
-  void truncate() {
-    for (int64_t b = 0; b < batch_; ++b) {
-      const int32_t length = request_[b];
-      TORCH_CHECK_VALUE(length >= -1 && length <= lengths_[b], kPagesOp,
-                        ": a sequence can be truncated to at most what it holds, sequence ", b, " holds ",
-                        lengths_[b], " tokens, got ", length);
-      const int64_t last = int64_t{length} - 1;
-      TORCH_CHECK_VALUE(
-          length < 0 || length == lengths_[b] || length % stride_ == 0 || has_lists(b, last - last % stride_),
-          kPagesOp, ": sequence ", b, " can be truncated to a multiple of selection_stride = ", stride_,
-          ", or where the lists of the last token's leader are in the ring, got ", length);
-    }
-    check_copies();
-    for (int64_t b = 0; b < batch_; ++b) {
-      if (shortens(b)) shorten(b, request_[b]);
-    }
-  }
-
-  bool shortens(int64_t b) const { return request_[b] >= 0 && request_[b] < lengths_[b]; }
-
-  // Checks that each shared open page finds a free page for its copy when its sequence is shortened.
-  void check_copies() {
-    std::map<int32_t, int32_t> drops;
-    int64_t left = *num_free_;
-    for (int64_t b = 0; b < batch_; ++b) {
-      if (!shortens(b)) continue;
-      const int64_t keep = ceil_div(request_[b], page_size_);
-      for (int64_t i = keep; i < held_[b]; ++i) {
-        left += users_[pages(b)[i]] == ++drops[pages(b)[i]];
-      }
-      if (request_[b] % page_size_ == 0) continue;
-      const int32_t open = pages(b)[keep - 1];
-      if (users_[open] - drops[open] == 1) continue;
-      ++drops[open];
-      TORCH_CHECK_VALUE(--left >= 0, kPagesOp, ": no page is left for sequence ", b,
-                        ", whose open page is shared");
-    }
-  }
-
-  void shorten(int64_t b, int32_t length) {
-    const int64_t keep = ceil_div(length, page_size_);
-    const bool open = length % page_size_ != 0;
-    const bool copies = open && users_[pages(b)[keep - 1]] > 1;
-    for (int64_t i = keep; i < held_[b]; ++i) {
-      int32_t& page = pages(b)[i];
-      if (--users_[page] == 0) push(page);
-      page = -1;
-    }
-    held_[b] = static_cast<int32_t>(keep);
-    if (copies) {
-      int32_t& page = pages(b)[keep - 1];
-      --users_[page];
-      row(kFrom)[b] = page;
-      page = pop();
-      row(kTo)[b] = page;
-    }
-    lengths_[b] = length;
-    for (int64_t i = 0; i < ring_; ++i) {
-      int32_t& leader = list_pos_[b * ring_ + i];
-      if (leader >= length) leader = -1;
-    }
-  }
-
-  // Sequence b becomes what request[b] was.
-  void reorder() {
-    for (int64_t b = 0; b < batch_; ++b) {
-      TORCH_CHECK_VALUE(request_[b] >= 0 && request_[b] < batch_, kPagesOp,
-                        ": a beam must lie between 0 and B - 1 = ", batch_ - 1, ", got ", request_[b]);
-    }
-    const std::vector<int32_t> table(table_, table_ + batch_ * max_pages_);
-    const std::vector<int32_t> lengths(lengths_, lengths_ + batch_);
-    const std::vector<int32_t> held(held_, held_ + batch_);
-    const std::vector<int32_t> list_pos(list_pos_, list_pos_ + batch_ * ring_);
-    const auto full = [&](int64_t b) { return lengths[static_cast<size_t>(b)] / page_size_; };
-    const auto open = [&](int64_t b) { return lengths[static_cast<size_t>(b)] % page_size_ != 0; };
-    const auto old_page = [&](int64_t b, int64_t i) {
-      return table[static_cast<size_t>(b * max_pages_ + i)];
-    };
-    std::vector<int64_t> owner(static_cast<size_t>(batch_), -1);  // who keeps the open page of a sequence
-    for (int64_t b = 0; b < batch_; ++b) {
-      int64_t& first = owner[static_cast<size_t>(request_[b])];
-      if (first < 0 || request_[b] == b) first = b;
-    }
-    const auto moves = [&](int64_t b) { return request_[b] != b; };
-    const auto takes = [&](int64_t b) {  // how many pages of its source b shares or keeps
-      const int64_t source = request_[b];
-      return full(source) + (open(source) && owner[static_cast<size_t>(source)] == b);
-    };
-    for (int64_t b = 0; b < batch_; ++b) {
-      for (int64_t i = 0; moves(b) && i < takes(b); ++i)
-        ++users_[old_page(request_[b], i)];
-    }
-    const int32_t free_before = *num_free_;
-    int64_t copies = 0;
-    for (int64_t b = 0; b < batch_; ++b) {
-      for (int64_t i = 0; moves(b) && i < held[static_cast<size_t>(b)]; ++i) {
-        if (--users_[old_page(b, i)] == 0) push(old_page(b, i));
-      }
-      const int64_t source = request_[b];
-      copies += moves(b) && open(source) && owner[static_cast<size_t>(source)] != b;
-    }
-    if (copies > *num_free_) {
-      const int32_t free = *num_free_;
-      *num_free_ = free_before;
-      for (int64_t b = 0; b < batch_; ++b) {
-        for (int64_t i = 0; moves(b) && i < takes(b); ++i)
-          --users_[old_page(request_[b], i)];
-        for (int64_t i = 0; moves(b) && i < held[static_cast<size_t>(b)]; ++i)
-          ++users_[old_page(b, i)];
-      }
-      TORCH_CHECK_VALUE(false, kPagesOp, ": ", copies, " open pages must be copied, and ", free,
-                        " pages are left");
-    }
-    for (int64_t b = 0; b < batch_; ++b) {
-      const int64_t source = request_[b];
-      row(kTaken)[b] = static_cast<int32_t>(source);
-      if (!moves(b)) continue;
-      int64_t count = takes(b);
-      std::fill(pages(b), pages(b) + max_pages_, -1);
-      for (int64_t i = 0; i < count; ++i)
-        pages(b)[i] = old_page(source, i);
-      if (open(source) && owner[static_cast<size_t>(source)] != b) {
-        row(kFrom)[b] = old_page(source, count);
-        row(kTo)[b] = pages(b)[count] = pop();
-        ++count;
-      }
-      held_[b] = static_cast<int32_t>(count);
-      lengths_[b] = lengths[static_cast<size_t>(source)];
-      std::copy_n(list_pos.begin() + source * ring_, ring_, list_pos_ + b * ring_);
-    }
-  }
-
-  // Reports the sequences that have a query whose leader is neither in the call nor in the ring.
-  void attend() {
-    for (int64_t b = 0; b < batch_; ++b) {
-      const int64_t first = std::max<int64_t>(0, int64_t{lengths_[b]} - request_[b]);
-      const bool any = request_[b] > 0 && lengths_[b] > 0;
-      if (any && first % stride_ != 0 && !has_lists(b, first - first % stride_)) {
-        errors_[b] |= kMissingLeader;
-      }
-    }
-  }
-
-  int64_t batch_, max_pages_, ring_, page_size_, capacity_, num_pages_, stride_;
-  int32_t *table_, *lengths_, *held_, *users_, *num_free_, *stack_, *errors_, *list_pos_, *plan_;
-  const int32_t* request_;
-};
-
-}  // namespace
-
-void pages_cpu(const PageState& state, const PageRequest& request) {
-  PageTable(state, request).run(request.step);
 }
 
 }  // namespace htree::tree_cache

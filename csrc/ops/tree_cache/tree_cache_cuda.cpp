@@ -1,8 +1,6 @@
 // CUDA entry points of the tree cache: scratch, chunks of rows and launches.
 #include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/stack.h>
 
@@ -328,31 +326,9 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
   });
 }
 
-void pages_cuda(const PageState& state, const PageRequest& request) {
-  const LaunchScope scope(state.lengths);
-  PageTableParams table;
-  table.block_table = data<int32_t>(state.block_table);
-  table.lengths = data<int32_t>(state.lengths);
-  table.held = data<int32_t>(state.held);
-  table.users = data<int32_t>(state.users);
-  table.free_pages = data<int32_t>(state.free_pages);
-  table.errors = data<int32_t>(state.errors);
-  table.list_pos = data<int32_t>(state.list_pos);
-  table.plan = data<int32_t>(state.plan);
-  table.request = input<int32_t>(request.request);
-  table.num_sequences = static_cast<int>(state.lengths.numel());
-  table.max_pages = static_cast<int>(state.block_table.size(1));
-  table.num_pages = static_cast<int>(state.users.size(0));
-  table.ring = static_cast<int>(state.list_pos.size(1));
-  Tensor old, owner;
-  if (request.step == PageStep::kReorder) {
-    old = at::cat({state.block_table.flatten(), state.lengths, state.held, state.list_pos.flatten()});
-    owner = at::empty_like(state.lengths);
-    table.old = input<int32_t>(old);
-    table.owner = data<int32_t>(owner);
-  }
-  C10_CUDA_CHECK(launch_page_step(
-      table, {request.step, request.capacity, request.page_size, request.selection_stride}, scope.stream()));
+void lengths_cuda(const SequenceLengths& all, const LengthStep& step, bool truncates, const Tensor& like) {
+  const LaunchScope scope(like);
+  C10_CUDA_CHECK(launch_lengths(all, step, truncates, scope.stream()));
 }
 
 void copy_cuda(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {

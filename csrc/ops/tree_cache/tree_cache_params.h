@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "ops/tree_cache/decode/decode_plan.h"
+#include "ops/tree_cache/lengths.h"
 #include "ops/tree_cache/page_layout.h"
 
 namespace htree::tree_cache {
@@ -140,34 +141,10 @@ cudaError_t launch_top_spans(const AttendParams<T>& params, int blocks, cudaStre
 // are in device memory.
 constexpr int64_t kMaxKeyBytes = 96 * 1024;
 
-// ---- the table of pages
+// ---- lengths and pages
 
-struct PageTableParams {
-  int32_t* block_table = nullptr;    // [B, max_pages]
-  int32_t* lengths = nullptr;        // [B]
-  int32_t* held = nullptr;           // [B]
-  int32_t* users = nullptr;          // [num_pages]
-  int32_t* free_pages = nullptr;     // [1 + num_pages]
-  int32_t* errors = nullptr;         // [B]
-  int32_t* list_pos = nullptr;       // [B, ring]
-  int32_t* plan = nullptr;           // [4, B]
-  const int32_t* request = nullptr;  // [B]
-  // A reorder reads the old block_table, lengths, held and list_pos here, in this order.
-  const int32_t* old = nullptr;
-  int32_t* owner = nullptr;  // [B], scratch of a reorder
-  int num_sequences = 0;
-  int max_pages = 0;
-  int num_pages = 0;
-  int ring = 0;
-};
-struct PageStepParams {
-  PageStep step = PageStep::kAppend;
-  int64_t capacity = 0;
-  int64_t page_size = 0;
-  int64_t stride = 1;
-};
-
-cudaError_t launch_page_step(const PageTableParams& table, const PageStepParams& step, cudaStream_t stream);
+cudaError_t launch_lengths(const SequenceLengths& all, const LengthStep& step, bool truncates,
+                           cudaStream_t stream);
 
 // pages [2, n]; bytes of a page of each pool, multiples of 2.
 cudaError_t launch_copy_pages(void* keys, int64_t key_bytes, void* values, int64_t value_bytes,

@@ -111,7 +111,7 @@ class MustafarAttention(nn.Module):
         >>> for tokens in (100, 1):  # a prompt, then a token
         ...     q, k, v = (torch.randn(1, heads, tokens, 64) for heads in (8, 2, 2))
         ...     out = layer(q, k, v, cache=cache)
-        >>> out.shape, cache.lengths
+        >>> out.shape, cache.host_lengths()
         (torch.Size([1, 8, 1, 64]), [101])
     """
 
@@ -258,7 +258,7 @@ class MustafarAttention(nn.Module):
 
     def _positions(self, query: Tensor, cache: CompressedKVCache | None) -> Tensor:
         """[S] or [B, S]: the positions after those that the cache holds; rows behind the lengths may have the last."""
-        held = [0] if cache is None else cache.lengths
+        held = [0] if cache is None else cache.host_lengths()
         tokens = torch.arange(query.shape[2], device=query.device)
         if held == held[:1] * len(held):
             tokens = tokens + (held[0] if held else 0)
@@ -268,7 +268,7 @@ class MustafarAttention(nn.Module):
 
     def _check_positions(self, stops: Sequence[int], cache: CompressedKVCache | None) -> None:
         """Raises ValueError where tokens would be counted beyond the rotary table, which CUDA would not notice."""
-        held = [0] * len(stops) if cache is None else cache.lengths
+        held = [0] * len(stops) if cache is None else cache.host_lengths()
         end = max([0, *(n + stop for n, stop in zip(held, stops, strict=True) if stop)])
         if self.rope_base is not None and end > self.max_positions:
             raise ValueError(
@@ -354,7 +354,7 @@ class MustafarAttention(nn.Module):
             ValueError: the cache has no room, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
         """
         self._check_call(query, key, value, position_ids, cache)
-        decoding = cache is not None and any(cache.lengths)
+        decoding = cache is not None and any(cache.host_lengths())
         stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
         if position_ids is None:
             self._check_positions(stops, cache)
@@ -368,7 +368,7 @@ class MustafarAttention(nn.Module):
             cos, sin = self.tables
             query, key = (rope(x.transpose(1, 2), cos, sin, places).transpose(1, 2) for x in (query, key))
         if cache is not None and decoding:
-            if self.output_aware and 0 in cache.lengths:
+            if self.output_aware and 0 in cache.host_lengths():
                 self._weigh_new_sequences(cache, query, stops)
             asks = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
             if asks and not query.requires_grad:
@@ -391,7 +391,7 @@ class MustafarAttention(nn.Module):
 
     def _weigh_new_sequences(self, cache: CompressedKVCache, query: Tensor, stops: Sequence[int]) -> None:
         """Gives sequences that begin beside others the weights of their own queries; rotated query [B, H, S, D]."""
-        new = [held == 0 and stop > 0 for held, stop in zip(cache.lengths, stops, strict=True)]
+        new = [held == 0 and stop > 0 for held, stop in zip(cache.host_lengths(), stops, strict=True)]
         if any(new):
             own = key_weight_from_queries(query, self.num_kv_heads, max(1, self.window), stops)
             theirs = torch.ones_like(own) if cache.key_weight is None else cache.key_weight.to(own.dtype)

@@ -31,7 +31,7 @@ from htree_ops.ops.compressed_kv.storage import ContiguousRows, PagedRows, RowFo
 from htree_ops.ops.compressed_kv.window import DenseWindow
 from htree_ops.ops.hadamard.transform import grouped_hadamard
 
-__all__ = ["CacheBytes", "CompressedKVCache", "CompressedTokens"]
+__all__ = ["CacheBytes", "CompressedKVCache"]
 
 OP = "CompressedKVCache"
 
@@ -123,7 +123,7 @@ class CompressedKVCache:
         >>> cache = CompressedKVCache(1, 2, 64, capacity=1024, keep=32, dtype=torch.float32)
         >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
         >>> cache.prefill(k, v)
-        >>> cache.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1])[0].shape, cache.lengths
+        >>> cache.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1])[0].shape, cache.host_lengths()
         (torch.Size([1, 8, 1, 64]), [101])
     """
 
@@ -144,7 +144,7 @@ class CompressedKVCache:
         num_pages: int | None = None,
         split_size: int = 0,
         rollback: int | None = None,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         for name, value, least in (
@@ -187,7 +187,7 @@ class CompressedKVCache:
             full = batch * rows // page_size
             check_int(OP, "num_pages", full if num_pages is None else num_pages, 0)
             pages = full if num_pages is None else num_pages
-            self.storage = PagedRows(*place, page=page_size, num_pages=pages)
+            self.storage = PagedRows(OP, *place, page=page_size, num_pages=pages)
         self.window_size = min(window + chunk, capacity)
         self._dense_rows = DenseWindow(
             (batch, num_kv_heads, self.window_size),
@@ -230,8 +230,12 @@ class CompressedKVCache:
         return self._dense_rows.parts[1]
 
     @property
-    def lengths(self) -> list[int]:
-        """Number of tokens of each sequence, known on the host."""
+    def lengths(self) -> Tensor:
+        """int32 [B] on the device: number of tokens of each sequence."""
+        return self.comp_len + self.win_len
+
+    def host_lengths(self) -> list[int]:
+        """The lengths as numbers, which the host knows at all times."""
         return [c + d for c, d in zip(self._compressed, self._dense, strict=True)]
 
     @property
@@ -272,23 +276,11 @@ class CompressedKVCache:
     def _check_room(self, name: str, new_lengths: Sequence[int]) -> None:
         for sequence, length in enumerate(new_lengths):
             if length > self.capacity:
-                held = self.lengths[sequence]
+                held = self.host_lengths()[sequence]
                 raise ValueError(
                     f"{OP}.{name}: sequence {sequence} holds {held} tokens; {length - held} more exceed the "
                     f"capacity of {self.capacity}"
                 )
-
-    def _check_pages(self, name: str, compressed: Mapping[int, int]) -> None:
-        """Raises RuntimeError unless there are pages for ``compressed[b]`` compressed tokens of sequences b."""
-        growth = ((b, self._compressed[b], n) for b, n in compressed.items())
-        self._refuse_missing(name, self.storage.missing_pages(growth))
-
-    def _refuse_missing(self, name: str, pages: int) -> None:
-        if pages:
-            raise RuntimeError(
-                f"{OP}.{name}: {pages} more pages of {self.page_size} tokens are needed than are free; "
-                "give num_pages a larger value"
-            )
 
     def _stored(self, k: Tensor) -> Tensor:
         """Keys as they are stored: transformed, where the cache transforms them."""
@@ -321,17 +313,18 @@ class CompressedKVCache:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
             TypeError: lengths are not ints.
             ValueError: a length outside 0 ... S or above the capacity.
-            RuntimeError: the cache is not empty, or pages are lacking. The cache is left as it was.
+            OutOfPagesError: pages are lacking.
+            RuntimeError: the cache is not empty. The cache is left as it was.
         """
         self._refuse_graph("prefill")
         self._check_new(f"{OP}.prefill", k, v)
         size = k.shape[2]
         totals = prompt_lengths(f"{OP}.prefill", lengths, self.batch, size)
-        if any(self.lengths):
+        if any(self.host_lengths()):
             raise RuntimeError(f"{OP}.prefill: the cache holds tokens already; append them, or reset() it")
         compressed = [self._compressed_tokens(n) for n in totals]
         self._check_room("prefill", totals)
-        self._check_pages("prefill", dict(enumerate(compressed)))
+        self.storage.check_room("prefill", compressed)
         k = self._stored(k)
         most = max(compressed, default=0)
         if most:
@@ -352,10 +345,10 @@ class CompressedKVCache:
 
     def _check_append(self, name: str, counts: Sequence[int]) -> None:
         """Raises unless ``counts[b]`` tokens can be appended to each sequence."""
-        lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        lengths = [n + count for n, count in zip(self.host_lengths(), counts, strict=True)]
         self._check_room(name, lengths)
         after = [self._compressed_after(b, n) for b, n in enumerate(lengths)]
-        self._check_pages(name, dict(enumerate(after)))
+        self.storage.check_room(name, after)
         if self.key_weight is not None and after != self._compressed:
             check_weight(f"{OP}.{name}", "key_weight", self.key_weight)
 
@@ -482,7 +475,7 @@ class CompressedKVCache:
         wanted = (*k.shape[:2], 1, k.shape[3])
         check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
         if not torch.compiler.is_compiling():  # a graph is not to depend on the counts of its trace
-            self._check_room("write_token", [n + 1 for n in self.lengths])
+            self._check_room("write_token", [n + 1 for n in self.host_lengths()])
             if any(n == self._limit(b) for b, n in enumerate(self._dense)):
                 raise ValueError(
                     f"{OP}.write_token: the window is full; settle() compresses its oldest chunk"
@@ -497,11 +490,11 @@ class CompressedKVCache:
 
         Raises:
             ValueError: the token was one more than the capacity; it is forgotten.
-            RuntimeError: pages are lacking.
+            OutOfPagesError: pages are lacking.
         """
         self._refuse_graph("advance")
         try:
-            self._check_room("advance", [n + 1 for n in self.lengths])
+            self._check_room("advance", [n + 1 for n in self.host_lengths()])
         except ValueError:
             self._count(self._compressed, self._dense)  # the device counted it already
             raise
@@ -513,7 +506,7 @@ class CompressedKVCache:
         """Compresses the oldest chunk of every window that is full.
 
         Raises:
-            RuntimeError: pages are lacking.
+            OutOfPagesError: pages are lacking.
         """
         self._refuse_graph("settle")
         self._settle(range(self.batch))
@@ -524,7 +517,7 @@ class CompressedKVCache:
         if not full:
             return
         sizes = {b: self._limit(b) - self.window for b in full}  # less than a chunk after a truncation
-        self._check_pages("settle", {b: self._compressed[b] + size for b, size in sizes.items()})
+        self.storage.check_room("settle", [n + sizes.get(b, 0) for b, n in enumerate(self._compressed)])
         compressed, dense = list(self._compressed), list(self._dense)
         for size in sorted(set(sizes.values())):
             some = [b for b in full if sizes[b] == size]
@@ -598,12 +591,12 @@ class CompressedKVCache:
 
         In the dtype of the cache; keys are transformed back (one more rounding), and rows past a sequence are 0.
         """
-        longest = max(self.lengths, default=0)
+        longest = max(self.host_lengths(), default=0)
         dense: list[Tensor] = []
         for row_format, window in zip(self.formats, (self.k_win, self.v_win), strict=True):
             shape = (self.batch, self.num_kv_heads, longest, row_format.head_dim)
             dense.append(torch.zeros(shape, dtype=self.dtype, device=window.device))
-        for i, (compressed, length) in enumerate(zip(self._compressed, self.lengths, strict=True)):
+        for i, (compressed, length) in enumerate(zip(self._compressed, self.host_lengths(), strict=True)):
             rows = self.storage.read(i, compressed)
             for target, part, f, window in zip(
                 dense, rows, self.formats, (self.k_win, self.v_win), strict=True
@@ -623,10 +616,10 @@ class CompressedKVCache:
         tensors += [*self._dense_rows.tensors(), self.comp_len, self.win_len]
         tensors += [] if self.storage.block_table is None else [self.storage.block_table]
         return CacheBytes(
-            tokens=sum(self.lengths),
+            tokens=sum(self.host_lengths()),
             compressed=sum(self._compressed) * self.num_kv_heads * row,
             window=sum(self._dense) * self.num_kv_heads * dense_row,
-            dense=sum(self.lengths) * self.num_kv_heads * dense_row,
+            dense=sum(self.host_lengths()) * self.num_kv_heads * dense_row,
             allocated=sum(x.numel() * x.element_size() for x in tensors),
         )
 
@@ -645,29 +638,34 @@ class CompressedKVCache:
         Raises:
             TypeError: lengths are not ints. DeviceError: they are on the device meta.
             ValueError: another number of them, or one outside -1 ... the length.
+            OutOfPagesError: no page for the copy of a page that others have too. The cache is left as it was.
         """
         op = f"{OP}.truncate"
         self._refuse_graph("truncate")
         numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
-        wanted = integers(op, "lengths", numbers)
+        wanted, held = integers(op, "lengths", numbers), self.host_lengths()
         if len(wanted) != self.batch or not all(
-            -1 <= n <= held for n, held in zip(wanted, self.lengths, strict=True)
+            -1 <= n <= most for n, most in zip(wanted, held, strict=True)
         ):
             raise ValueError(
-                f"{op}: lengths must be {self.batch} numbers between -1 and {self.lengths}, got {wanted}"
+                f"{op}: lengths must be {self.batch} numbers between -1 and {held}, got {wanted}"
             )
         compressed, dense = list(self._compressed), list(self._dense)
+        restored: list[int] = []
         for b, length in enumerate(wanted):
-            if length in (-1, self.lengths[b]):
+            if length in (-1, held[b]):
                 continue
             start = self._compressed[b]
             if self._dense_rows.whole[b] and start - self.chunk < length < start + self.window:
-                self._dense_rows.restore(b, max(0, length - start))
+                restored.append(b)
                 start -= self.chunk
-            elif length < start:
-                self._dense_rows.whole[b] = False
             compressed[b], dense[b] = min(start, length), max(0, length - start)
-            self.storage.truncate(b, compressed[b])
+        self.storage.truncate(self._compressed, compressed)
+        for b, (old, new) in enumerate(zip(self._compressed, compressed, strict=True)):
+            if b in restored:
+                self._dense_rows.restore(b, max(0, wanted[b] - old))
+            elif new < old:
+                self._dense_rows.whole[b] = False
         self._count(compressed, dense)
 
     def to(
@@ -747,7 +745,7 @@ class CompressedKVCache:
         )
         sizes = {"batch": self.batch} | self.config() | {name: getattr(self, name) for name in names}
         listed = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not None)
-        return f"{OP}({listed}, device='{self.device}', lengths={self.lengths})"
+        return f"{OP}({listed}, device='{self.device}', lengths={self.host_lengths()})"
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
@@ -796,7 +794,7 @@ class CompressedKVCache:
             DeviceError: an entry has no numbers, because it is on the device meta.
             ValueError: an entry is missing or does not fit: another configuration or batch, more tokens than the
                 capacity, lengths that no cache has, a tensor of another shape or dtype.
-            RuntimeError: pages are lacking. The cache is left as it was.
+            OutOfPagesError: pages are lacking. The cache is left as it was.
         """
         op = f"{OP}.load_state_dict"
         self._refuse_graph("load_state_dict")
@@ -804,7 +802,7 @@ class CompressedKVCache:
         rows = self._compressed_tokens(self.capacity)
         check_state(op, state, self.config(), self.formats, self.batch, (self.capacity, rows), self.dtype)
         compressed, dense = (state[name].tolist() for name in ("compressed", "dense"))
-        self._refuse_missing("load_state_dict", self.storage.pages_beyond_pool(compressed))
+        self.storage.check_pool("load_state_dict", compressed)
         weight = state["key_weight"]
         self.key_weight = weight.to(self.device, copy=True) if weight.shape[0] or not self.batch else None
         self.reset()
@@ -821,27 +819,27 @@ class CompressedKVCache:
             target[:, :, :most] = state[name][:, :, :most].to(self.device)
         self._count(compressed, dense)
 
-    def _indices(self, name: str, index: Tensor | Sequence[int]) -> list[int]:
-        numbers = integers(f"{OP}.{name}", "index", index)
+    def _indices(self, name: str, argument: str, index: Tensor | Sequence[int]) -> list[int]:
+        numbers = integers(f"{OP}.{name}", argument, index)
         if not all(0 <= i < self.batch for i in numbers):
-            raise IndexError(f"{OP}.{name}: index must lie in [0, {self.batch}), got {numbers}")
+            raise IndexError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
         return numbers
 
     @torch.no_grad()
-    def reorder(self, index: Tensor | Sequence[int]) -> None:
-        """Beam search: sequence i becomes what sequence index[i] was. With pages, compressed tokens are shared.
+    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
+        """Beam search: sequence i becomes what sequence beams[i] was. With pages, compressed tokens are shared.
 
-        The lengths are known on the host, so an index on a device is waited for.
+        The lengths are known on the host, so beams on a device are waited for.
 
         Raises:
-            TypeError: index holds no ints. DeviceError: it is on the device meta. ValueError: index does not have B
-                entries. IndexError: an entry outside [0, B).
+            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
+                entries. IndexError: an entry outside [0, B). OutOfPagesError: no page for the copy of an open one.
         """
-        self._refuse_graph("reorder")
-        numbers = self._indices("reorder", index)
+        self._refuse_graph("reorder_")
+        numbers = self._indices("reorder_", "beams", beams)
         if len(numbers) != self.batch:
-            raise ValueError(f"{OP}.reorder: index must have {self.batch} entries, got {len(numbers)}")
-        self.storage.reorder(numbers, max(self._compressed, default=0))
+            raise ValueError(f"{OP}.reorder_: beams must have {self.batch} entries, got {len(numbers)}")
+        self.storage.reorder(numbers, self._compressed)
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self._dense_rows.reorder(numbers, places)
         if self.key_weight is not None:
@@ -852,7 +850,7 @@ class CompressedKVCache:
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
         """A new cache whose sequence i is a copy of sequence index[i]; any number of them, repeats allowed."""
         self._refuse_graph("select")
-        numbers = self._indices("select", index)
+        numbers = self._indices("select", "index", index)
         chosen = self._like(len(numbers))
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         state = self.state_dict()
@@ -868,7 +866,3 @@ class CompressedKVCache:
         self.storage.clear()
         self._dense_rows.clear()
         self._count([0] * self.batch, [0] * self.batch)
-
-
-#: An older name: what fills the cache was once a class of its own.
-CompressedTokens = CompressedKVCache

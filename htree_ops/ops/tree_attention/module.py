@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from htree_ops.ops.arguments import (
     option_device,
     validate_arguments_as,
 )
+from htree_ops.ops.paging import is_recorded
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import (
     NAMES,
@@ -115,6 +116,9 @@ class HTreeAttention(nn.Module):
         >>> layer(torch.randn(1, 1000, 64)).shape
         torch.Size([1, 1000, 64])
     """
+
+    _frequencies: tuple[Any, Tensor] | None = None
+    _unrotated: tuple[TreeOptions, TreeOptions] | None = None
 
     def __init__(
         self,
@@ -293,27 +297,36 @@ class HTreeAttention(nn.Module):
             device=device,
         )
 
-    def _attend_from(self, cache: TreeKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Adds the tokens to the cache and returns their rows [B, T, H, K]."""
+    def _attend_from(self, cache: TreeKVCache, x: Tensor, lengths: Tensor | Sequence[int] | None) -> Tensor:
+        """Adds the tokens [B, T, E] to the cache, or the first ``lengths[b]`` of each sequence; the layer on them."""
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
         options = self._of_attention()
-        if cache.options.packed() != options.packed():
+        if cache.options != options and cache.options.packed() != options.packed():
             name, ours, theirs = options.difference(cache.options)
             raise ValueError(
                 f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
             )
+        q, k, v = self._project(x)
         if self._rotates:
-            places = cache.lengths[:, None] + torch.arange(q.shape[1], device=cache.device)
+            places = cache.lengths[:, None]
+            if q.shape[1] != 1:
+                places = places + torch.arange(q.shape[1], device=cache.device)
             q, k = self._rotated(q, k, places)
-        cache.append(*expand_heads(options, q, k, v))
-        out = cache.attend(q)
+        out = cache.decode(q, *expand_heads(options, q, k, v), lengths)
         assert isinstance(out, Tensor)  # a pair only with return_lse
-        return out
+        y: Tensor = self.o_proj(out.flatten(2))
+        if lengths is None:
+            return y
+        counts = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
+        behind = torch.arange(x.shape[1], device=y.device) >= counts.to(y.device)[:, None]
+        return y.masked_fill(behind[..., None], 0)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
         """A projection of x [..., E] as [..., heads, head_dim], with the heads that this rank has."""
         rows: Tensor = getattr(self, name)(x)
+        if type(rows) is Tensor and rows.shape[-1] % self.head_dim == 0:
+            return rows.view(*rows.shape[:-1], -1, self.head_dim)
         # A DTensor has the channels of all ranks, and may say itself that a head would be cut.
         mesh = getattr(rows, "device_mesh", None)
         if rows.shape[-1] % self.head_dim == 0:
@@ -344,7 +357,10 @@ class HTreeAttention(nn.Module):
         """The options of the attention: what the layer has rotated is not rotated there."""
         if self.positions == "compact":
             return self.options
-        return tree_options("HTreeAttention", self.options, {"rope_base": None, "inv_freq": None})
+        if self._unrotated is None or self._unrotated[0] is not self.options:
+            plain = tree_options("HTreeAttention", self.options, {"rope_base": None, "inv_freq": None})
+            self._unrotated = (self.options, plain)
+        return self._unrotated[1]
 
     @property
     def _rotates(self) -> bool:
@@ -355,18 +371,28 @@ class HTreeAttention(nn.Module):
         if places.numel() == 0:
             return q, k
         # A table of just these rows: that of a whole cache would be made again in each step that a graph records.
-        device, half = places.device, self.head_dim // 2
-        if self.options.inv_freq is not None:
-            frequencies = torch.tensor(self.options.inv_freq, dtype=torch.float64, device=device)
-        else:
-            base = self.options.rope_base
-            assert base is not None  # _rotates
-            frequencies = base ** (torch.arange(half, dtype=torch.float64, device=device) / -half)
-        angles = places.flatten()[:, None] * frequencies
+        device = places.device
+        angles = places.flatten()[:, None] * self.frequencies(device)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         rows = torch.arange(places.numel(), device=device).view(places.shape)
         cos, sin, rows = (beside(x, q) for x in (angles.cos().to(dtype), angles.sin().to(dtype), rows))
         return rope(q, cos, sin, rows), rope(k, cos, sin, rows)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """The rotation frequencies [K/2] of a layer that rotates, float64; kept for the next call outside of graphs."""
+        half, base, given = self.head_dim // 2, self.options.rope_base, self.options.inv_freq
+        key = (base, given, half, device)
+        recorded = is_recorded(device)
+        if not recorded and self._frequencies is not None and self._frequencies[0] == key:
+            return self._frequencies[1]
+        if given is not None:
+            found = torch.tensor(given, dtype=torch.float64, device=device)
+        else:
+            assert base is not None  # _rotates
+            found = base ** (torch.arange(half, dtype=torch.float64, device=device) / -half)
+        if not recorded and type(found) is Tensor:  # not one of a tracer
+            self._frequencies = (key, found)
+        return found
 
     def _attend(self, x: Tensor) -> Tensor:
         """The layer on [B, T, E]."""
@@ -476,9 +502,10 @@ class HTreeAttention(nn.Module):
 
     def _check_x(self, x: Tensor, is_packed: bool) -> None:
         check_tensor("HTreeAttention", "x", x)
-        if type(self.q_proj) is nn.Linear:  # a layer that replaced it, such as FP8Linear, has its own rule
-            dtype = self.q_proj.weight.dtype
-            if not x.is_floating_point() or (x.dtype != dtype and autocast_dtype(x.device) is None):
+        projection = self.q_proj
+        if type(projection) is nn.Linear:  # a layer that replaced it, such as FP8Linear, has its own rule
+            dtype = projection.weight.dtype
+            if x.dtype != dtype and (not x.is_floating_point() or autocast_dtype(x.device) is None):
                 refuse(
                     UnsupportedDtypeError,
                     f"HTreeAttention: x must have the dtype of the parameters ({dtype}), got {x.dtype}",
@@ -505,6 +532,7 @@ class HTreeAttention(nn.Module):
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         cache: TreeKVCache | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
@@ -519,6 +547,8 @@ class HTreeAttention(nn.Module):
             key_padding_mask: bool [B, T], True at padding as in ``torch.nn.MultiheadAttention``. Padding stands at one
                 or both ends of a sequence, whose first real row is its token 0. The host reads nothing.
             cache: x holds the new tokens of its sequences.
+            lengths: with ``cache``, how many of the T tokens of each sequence count, 0 ... T, which come first: prompts
+                of several lengths, with every ``selection_stride``. None is T.
             cu_seqlens: int32 [documents + 1], ascending from 0: document i is the rows cu_seqlens[i] ...
                 cu_seqlens[i + 1] - 1, as in :func:`htree_ops.tree_attention_varlen`, which says when it reads them.
                 With ``cp_group`` they are of the whole sequence and best on the CPU, for each layer reads them, as in
@@ -526,18 +556,18 @@ class HTreeAttention(nn.Module):
             max_seqlen: no document is longer; None is N.
 
         Returns:
-            The shape of x, in its dtype (of autocast, where it is on). Padded rows, and rows at or behind
-            cu_seqlens[-1], are 0. On CUDA and under torch.compile, where nothing is read, the other rows of a sequence
-            with padding between tokens are NaN.
+            The shape of x, in its dtype (of autocast, where it is on). Padded rows, rows at or behind ``lengths[b]``,
+            and rows at or behind cu_seqlens[-1], are 0. On CUDA and under torch.compile, where nothing is read, the
+            other rows of a sequence with padding between tokens are NaN.
 
         Raises:
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
             NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``.
-            TypeError, ValueError: a cache of another class, of other options or sizes, or without room; more than one
-                of key_padding_mask, cache and cu_seqlens; key_padding_mask with importance="lse"; on the CPU padding
-                between tokens, or documents that do not fit.
+            TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
+                0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
+                importance="lse"; on the CPU padding between tokens, or documents that do not fit.
             ValueError: projections that are sharded over ranks give query and key heads that do not belong together.
         """
         if attn_mask is not None:
@@ -545,6 +575,9 @@ class HTreeAttention(nn.Module):
                 "HTreeAttention: attn_mask is not supported: the attention is causal over the whole sequence. "
                 "key_padding_mask leaves out padding, cu_seqlens separates packed documents"
             )
+        if cache is not None and key_padding_mask is cu_seqlens is max_seqlen is self.cp_group is None:
+            self._check_x(x, is_packed=False)
+            return self._attend_from(cache, x, lengths)
         given = {"key_padding_mask": key_padding_mask, "cache": cache, "cu_seqlens": cu_seqlens}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
@@ -555,6 +588,8 @@ class HTreeAttention(nn.Module):
                 f"HTreeAttention: {what} is not supported beside cp_group: make the layer without a group"
                 f"{' to decode' if cache is not None else ''}"
             )
+        if lengths is not None and cache is None:
+            raise ValueError("HTreeAttention: lengths must be None where cache is None")
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:
@@ -562,8 +597,6 @@ class HTreeAttention(nn.Module):
         self._check_x(x, is_packed=cu_seqlens is not None)
         if cu_seqlens is not None:
             return self._attend_documents(x.flatten(0, -2), cu_seqlens, max_seqlen).view(x.shape)
-        if cache is not None:
-            return self.o_proj(self._attend_from(cache, *self._project(x)).flatten(2))
         if key_padding_mask is None:
             return self._attend(x)
         padding = self._padding_of(x, key_padding_mask)

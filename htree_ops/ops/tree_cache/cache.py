@@ -1,62 +1,43 @@
-"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4).
-
-Longer than 700 lines because it is one class: what fills a cache, attends from it, cuts it back, saves and loads it.
-"""
+"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.errors import ShapeMismatchError, refuse
+from htree_ops.errors import ShapeMismatchError, in_words_of, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
     FLOATING_AND_DOUBLE,
     check_data,
     check_dtype,
     check_int,
+    check_kind,
     check_option_dtype,
+    check_tensor,
     check_tensors,
     option_device,
 )
+from htree_ops.ops.paging import Change, Pages, is_recorded, on_device
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
-from htree_ops.ops.tree_cache.errors import TAIL_LOST, WRONG_LENGTH, in_words
-from htree_ops.ops.tree_cache.functions import (
-    cache_layers,
-    cache_options,
-    page_rows,
-    tree_cache_append_,
-    tree_cache_append_packed_,
-    tree_cache_attention,
-)
-from htree_ops.ops.tree_cache.leaves import PackedLeaves, check_leaf_bits
-from htree_ops.ops.tree_cache.prompts import (
-    PROMPT_ROWS,
-    HostLengths,
-    PromptCopies,
-    attend_prompts,
-    host_counts,
-    is_recorded,
-    read_lengths,
-)
-from htree_ops.ops.tree_cache.state import (
-    OF_NO_CACHE,
-    check_leaders,
-    check_state,
-    free_stack,
-    options_as_tensors,
-)
+from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
+from htree_ops.ops.tree_cache.functions import cache_options, tree_cache_attention
+from htree_ops.ops.tree_cache.leaves import check_leaf_bits
+from htree_ops.ops.tree_cache.lengths import HostLengths, integers, read_counts
+from htree_ops.ops.tree_cache.pools import Pools, Sizes
+from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, Prompts
+from htree_ops.ops.tree_cache.ring import Ring
+from htree_ops.ops.tree_cache.state import OF_NO_CACHE, check_state, options_as_tensors
 
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
 
 OP = "TreeKVCache"
-#: How many leaders' lists are kept, so that up to 3 strides of speculative tokens can be taken back.
-RING = 4
 #: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
 
@@ -73,6 +54,21 @@ class TreeCacheBytes(NamedTuple):
     tokens: int
     used: int
     allocated: int
+
+
+def _num_rows(name: str, argument: str, rows: Tensor) -> int:
+    """n of rows [B, n, heads, channels]; the op checks the rest."""
+    if type(rows) is not Tensor:
+        check_kind(name, argument, rows, "Tensor")
+    if rows.dim() != 4:
+        refuse(
+            ShapeMismatchError,
+            f"{name}: {argument} must be 4-D [B, n, heads, channels], got {rows.dim()}-D {tuple(rows.shape)}",
+            expected=4,
+            actual=rows.dim(),
+            tensor_name=argument,
+        )
+    return rows.shape[1]
 
 
 class TreeKVCache:
@@ -163,9 +159,8 @@ class TreeKVCache:
             raise ValueError(
                 f"{OP}: page_size must be a multiple of compression_rate = {compression_rate}, got {page_size}"
             )
-        max_pages = -(-capacity // page_size)
-        check_int(OP, "capacity rounded up to whole pages", max_pages * page_size, 1)
-        num_pages = batch * max_pages if num_pages is None else num_pages
+        check_int(OP, "capacity rounded up to whole pages", -(-capacity // page_size) * page_size, 1)
+        num_pages = batch * -(-capacity // page_size) if num_pages is None else num_pages
         check_int(OP, "num_pages", num_pages, 1)
         place = option_device(OP, device)
         check_option_dtype(OP, dtype, FLOATING_AND_DOUBLE if place.type == "cpu" else FLOATING)
@@ -174,63 +169,78 @@ class TreeKVCache:
         if prompt_bytes is not None:
             check_int(OP, "prompt_bytes", prompt_bytes, 0, 2**63 - 1)
         self.leaf_bits = leaf_bits
-        self.prompt_copies = PromptCopies(prompt_bytes)
         self.batch, self.num_kv_heads = batch, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.capacity, self.page_size, self.num_pages = capacity, page_size, num_pages
         self.dtype, self.device = dtype, place
-        self.num_layers, (key_rows, value_rows) = self.sizes_of(max_pages)
         with torch.inference_mode(False):  # what is made in it could not be changed outside of it
-            self._make_tensors(max_pages, key_rows, value_rows)
+            self._make_tensors(prompt_bytes)
 
-    def sizes_of(self, max_pages: int) -> tuple[int, tuple[int, int]]:
-        """Layers of a cache of ``max_pages`` pages a sequence, and the rows of a page: (of keys, of values)."""
-        options, size = self.options, self.page_size
-        rate = options.compression_rate
-        layers = cache_layers(max_pages * size, rate, options.top_nodes)
-        packed = self.leaf_bits is not None
-        return layers, page_rows(size, layers, rate, options.selection_span, packed_tokens=packed)
+    def _make_tensors(self, prompt_bytes: int | None) -> None:
+        """Pages, their table, lengths and the ring of lists, all of them empty."""
+        options, batch, device = self.options, self.batch, self.device
 
-    def _make_tensors(self, max_pages: int, key_rows: int, value_rows: int) -> None:
-        """Pages, their table and the ring of lists, all of them empty."""
-        options, batch, heads, num_pages = self.options, self.batch, self.num_kv_heads, self.num_pages
-        as_pages: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        def integers(*shape: int, fill: int = 0) -> Tensor:
-            return torch.full(shape, fill, dtype=torch.int32, device=self.device)
-
-        self.k_pool = torch.empty(num_pages, heads, key_rows, self.head_dim, **as_pages)
-        self.v_pool = torch.empty(num_pages, heads, value_rows, self.value_dim, **as_pages)
-        self._leaves = None if self.leaf_bits is None else PackedLeaves(self, self.leaf_bits)
-        self.block_table = integers(batch, max_pages, fill=-1)
+        self.pages = Pages(OP, batch, self.capacity, self.page_size, self.num_pages, device)
+        self.pools = Pools(
+            Sizes(options, self.page_size, packed=self.leaf_bits is not None),
+            batch,
+            self.num_pages,
+            self.pages.max_pages,
+            self.num_kv_heads,
+            (self.head_dim, self.value_dim),
+            self.leaf_bits,
+            self.dtype,
+            device,
+        )
+        self.num_layers = self.pools.layers
+        self.ring = Ring(batch, self.num_layers, self.num_kv_heads, options, device)
         self.lengths = integers(batch)
-        self.host_lengths = HostLengths(batch)
-        self._held = integers(batch)
-        self._users = integers(num_pages)
-        # free_stack() of no users, which has no numbers to read on the device meta
-        self._free = torch.arange(num_pages, -1, -1, dtype=torch.int32, device=self.device)
+        self.host = HostLengths(self.lengths)
+        self.prompts = Prompts(
+            self.pools, self.pages.block_table, self.ring, options, self.capacity, prompt_bytes
+        )
         self._errors = integers(batch)
-        self._plan = integers(4, batch)
-        self._constants: dict[str, tuple[tuple[int, int], Tensor]] = {}
-        ring = RING if options.selection_stride > 1 else 0
-        self._list_pos = integers(batch, ring, fill=-1)
-        self._lists = integers(batch, ring, self.num_layers, heads, options.top_k, fill=-1)
+        self._own_from = integers(batch)  # tokens before this one stand in pages that others have too
+        self._state = [self.lengths, self._errors, integers(2, batch), self.ring.list_pos, self.ring.lists]
+        self._packed_options = options.packed()
+        self._uniform: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
         # The CPU keeps the table of tree_attention between calls.
         self._rope_table = (
             rope_cache(
                 options.top_k * options.compression_rate,
                 self.head_dim,
                 options.rope_base,
-                device=self.device,
+                device=device,
                 inv_freq=options.inv_freq,
             )
-            if options.rope_base is not None and self.device.type != "cpu"
+            if options.rope_base is not None and device.type != "cpu"
             else None
         )
 
+    @property
+    def block_table(self) -> Tensor:
+        """int32 [B, max_pages]: page i of a sequence holds its tokens i * page_size and following."""
+        return self.pages.block_table
+
+    @property
+    def k_pool(self) -> Tensor:
+        """Keys in pages, [num_pages, H_kv, rows, K]."""
+        return self.pools.keys
+
+    @property
+    def v_pool(self) -> Tensor:
+        """Values in pages, [num_pages, H_kv, rows, V]."""
+        return self.pools.values
+
+    def host_lengths(self) -> list[int]:
+        """The lengths as numbers. Waits for the device where only it knows them."""
+        return list(self.host.read())
+
     # ---- tokens
 
-    @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
         """Adds n tokens to every sequence, or the first ``lengths[b]`` of them to sequence b.
 
@@ -244,35 +254,9 @@ class TreeKVCache:
                 and the others get their tokens; :meth:`check` reports it.
         """
         name = f"{OP}.append"
-        check_tensors(name, cache=(self.lengths, "B"), k=(k, "B n H_kv K"), v=(v, "B n H_kv V"))
-        check_dtype(name, (self.dtype,), k=k, v=v)
-        counts = self._counts(name, lengths, k.shape[1])
-        self._check_sizes(name, k=k, v=v)
-        if k.shape[1] == 0:
-            return
-        self._step("append", counts, "append")
-        new: dict[str, Any] = {
-            "k": k.detach().flatten(0, 1),
-            "v": v.detach().flatten(0, 1),
-            "block_table": self.block_table,
-            "lengths": self._plan[0],
-            "cu_new": self._cu(k.shape[1]),
-            "new_lengths": self._plan[1],
-            "max_new": k.shape[1],
-            "page_size": self.page_size,
-            "options": self.options,
-        }
-        try:
-            if self._leaves is None:
-                tree_cache_append_(self.k_pool, self.v_pool, **new)
-            else:
-                tree_cache_append_packed_(self.k_pool, self.v_pool, **self._leaves.written(), **new)
-        except Exception:
-            self.lengths.copy_(self._plan[0])  # nothing was written
-            raise
-        if self._leaves is not None:
-            self._leaves.note_append(self.lengths)
-        self._note_append(host_counts(lengths, self.batch, k.shape[1]))
+        n = _num_rows(name, "k", k)
+        check_kind(name, "v", v, "Tensor")
+        self._step_of(name, None, k, v, n, lengths)
 
     def attend(
         self, q: Tensor, lengths: Tensor | Sequence[int] | None = None, *, return_lse: bool = False
@@ -294,75 +278,214 @@ class TreeKVCache:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
         """
         name = f"{OP}.attend"
-        check_tensors(name, cache=(self.lengths, "B"), q=(q, "B n H K"))
-        check_dtype(name, (self.dtype,), q=q)
-        self._check_sizes(name, q=q)
-        n = q.shape[1]
-        counts = self._counts(name, lengths, n)
-        gathers = (
-            self._leaves is None and self.device.type == "cuda"
-        )  # a tree of packed tokens would be another one
-        if n >= PROMPT_ROWS and gathers and not is_recorded(self.device):
-            on_host = host_counts(lengths, self.batch, n)
-            return attend_prompts(self, q, counts.tolist() if on_host is None else on_host, return_lse)
-        self._end_prompts(None if lengths is None else host_counts(lengths, self.batch, n))
-        self.report_leaders(counts)
-        out, lse = self.attend_pages(q, self.lengths, None if lengths is None else counts)
-        return (out, lse) if return_lse else out
+        n = _num_rows(name, "q", q)
+        if self._is_prompt(n):
+            self._check_query(name, q)
+            of_call = [n] * self.batch
+            if lengths is not None:
+                counts, on_host = self._counts(name, lengths, n)
+                of_call = counts.tolist() if on_host is None else on_host
+            rows = partial(self._rows_at, of_call=of_call)
+            return self.prompts.attend(q, self.host.read(), of_call, return_lse, rows)
+        found = self._step_of(name, q, None, None, n, lengths)
+        return found if return_lse else found[0]
 
-    @property
-    def ring(self) -> tuple[Tensor, Tensor]:
-        """The lists of the last leaders [B, ring, layers, H_kv, k], and which leaders they are [B, ring] (§7.3)."""
-        return self._lists, self._list_pos
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """:meth:`append` of n tokens and :meth:`attend` of their queries, in one call of one op.
 
-    def report_leaders(self, counts: Tensor) -> None:
-        """Reports a sequence whose last ``counts[b]`` rows need the lists of a leader that nobody has."""
-        if self.options.selection_stride > 1:
-            self._step("attend", counts, "attend")
-
-    def constant(self, name: str, key: int, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor of a name that ``key`` determines, kept until another key needs it; it must not be written.
-
-        While a graph is captured or a call compiled it is made anew: the graph owns what its capture makes. So it is
-        on another stream, because its memory may be used again as soon as the work of its own stream allows.
-        """
-        if is_recorded(self.device):
-            return make()
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        held = self._constants.get(name)
-        if held is None or held[0] != (key, stream):
-            held = ((key, stream), make())
-            if type(held[1]) is Tensor:  # not one of a tracer
-                self._constants[name] = held
-        return held[1]
-
-    def attend_pages(self, q: Tensor, lengths: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, by ``tree_cache_attention``.
+        Args:
+            q: [B, n, H, K]; k, v, lengths: as in :meth:`append`. lengths are those of q too.
+            return_lse: as in :meth:`attend`.
 
         Returns:
-            out [B, n, H, V] and lse [B, n, H].
+            As :meth:`attend`.
+
+        Raises:
+            As :meth:`append`.
         """
-        n, options = q.shape[1], self.options
-        strided = options.selection_stride > 1
+        name = f"{OP}.decode"
+        n = _num_rows(name, "q", q)
+        if self._is_prompt(n):
+            self._check_query(name, q)
+            self.append(k, v, lengths)
+            return self.attend(q, lengths, return_lse=return_lse)
+        for argument, x in (("k", k), ("v", v)):
+            if type(x) is not Tensor:
+                check_kind(name, argument, x, "Tensor")
+        found = self._step_of(name, q, k, v, n, lengths)
+        return found if return_lse else found[0]
+
+    def _is_prompt(self, n: int) -> bool:
+        """Whether the kernels of ``tree_attention`` take n rows of a call (§7.4)."""
+        # A tree of packed tokens would be another one.
+        gathers = n >= PROMPT_ROWS and self.leaf_bits is None and self.device.type == "cuda"
+        return gathers and not is_recorded(self.device)
+
+    def _check_query(self, name: str, q: Tensor) -> None:
+        """Checks the queries of a prompt, which no op sees before the tokens are appended."""
+        check_tensors(name, cache=(self.lengths, "B"), q=(q, "B n H K"))
+        check_dtype(name, (self.dtype,), q=q)
+        heads = self.num_kv_heads
+        if q.shape[3] != self.head_dim or q.shape[2] == 0 or q.shape[2] % heads:
+            refuse(
+                ShapeMismatchError,
+                f"{name}: q must be [{self.batch}, n, H, {self.head_dim}] with H a positive multiple of H_kv = "
+                f"{heads}, got {tuple(q.shape)}",
+                expected=(self.batch, "n", f"a multiple of {heads}", self.head_dim),
+                actual=tuple(q.shape),
+                tensor_name="q",
+            )
+
+    def step_arguments(
+        self, counts: Tensor | None, n: int, recorded: bool | None = None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arguments of ``_tree_cache_step_`` before q, k and v, and those behind them, for rows [B, n, ...].
+
+        Args:
+            counts: int32 [B], how many of them count; None is all.
+            recorded: whether the call is compiled or captured; None asks.
+        """
+        pools, sizes = self.pools, (self.capacity, self.page_size)
+        every, cu = self._constants(n, is_recorded(self.device) if recorded is None else recorded)
+        before = (pools.keys, pools.values, pools.written, self._state, self.pages.block_table)
+        rows = (every, False, cu) if counts is None else (counts, True, cu)
+        return before, (*rows, self._rope_table, *sizes, *self._packed_options)
+
+    def _step_of(
+        self,
+        name: str,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        n: int,
+        lengths: Tensor | Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """``_tree_cache_step_``: appends k and v where they are given, and attends with q where it is given."""
+        counts: Tensor | None = None
+        on_host: list[int] | None = [n] * self.batch
+        if lengths is not None:
+            counts, on_host = self._counts(name, lengths, n)
+        if q is not None and self.prompts.kept:
+            self._end_prompts(on_host)
+        recorded = is_recorded(self.device)
+        if k is not None and not recorded:  # else who records has reserved them
+            self._take_pages(name, on_host, n)
+        before, behind = self.step_arguments(counts, n, recorded)
+        try:
+            found: tuple[Tensor, Tensor] = torch.ops.htree._tree_cache_step_(*before, q, k, v, *behind)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise self._refusal(name, {"q": q, "k": k, "v": v}, error) from None
+        if k is not None and not recorded:
+            self.host.grow(on_host or [n] * self.batch, self.capacity, exact=on_host is not None)
+        elif k is not None and torch.compiler.is_compiling():  # of a capture advance() counts the replays
+            self.host.lose()
+        return found
+
+    def _refusal(self, name: str, arguments: Mapping[str, Any], error: Exception) -> Exception:
+        """What the op has refused, in the words of a method."""
+        given = {argument: x for argument, x in arguments.items() if x is not None}
+        for argument, x in given.items():
+            check_tensor(name, argument, x)
+        return in_words_of(name, given, error, {}) or error
+
+    def _take_pages(self, name: str, counts: list[int] | None, n: int) -> None:
+        """Takes the pages of an append as far as the host knows what they are; the device looks at its own lengths."""
+        pages, host = self.pages, self.host
+        if host.exact and host.most is not None and pages.is_whole and max(host.most) + n <= self.capacity:
+            return  # most calls
+        if not host.exact and (self.device.type == "cpu" or not pages.is_whole):
+            after = None if host.most is None else [m + n for m in host.most]
+            if (
+                self.device.type == "cpu"
+                or after is None
+                or any(x > pages.tokens(b) for b, x in enumerate(after))
+            ):
+                host.read()
+        if host.most is None:
+            return
+        new = [n] * self.batch if counts is None else counts
+        after = [m + x for m, x in zip(host.most, new, strict=True)]
+        if counts is not None and host.exact:
+            for b, x in enumerate(after):
+                if x > self.capacity:
+                    raise ValueError(
+                        f"{name}: sequence {b} holds {host.most[b]} tokens; {new[b]} more exceed the capacity of "
+                        f"{self.capacity}"
+                    )
+        if not pages.is_whole:
+            change = pages.growth([min(x, self.capacity) for x in after])
+            if change.rows:
+                pages.make(name.removeprefix(f"{OP}."), change)
+
+    @torch.no_grad()
+    def _rows_at(
+        self, q: Tensor, lengths: list[int], counts: list[int], of_call: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, and a report of missing leaders.
+
+        Args:
+            of_call: the rows of the whole call.
+        """
+        if self.options.selection_stride > 1:
+            before, (_, *behind) = self.step_arguments(None, 0)
+            counts_of_call = on_device(of_call, self.device)
+            torch.ops.htree._tree_cache_step_(*before, q[:, :0], None, None, counts_of_call, *behind)
+        n = q.shape[1]
         out, lse, lists, list_pos = tree_cache_attention(
             q.flatten(0, 1),
-            self.k_pool,
-            self.v_pool,
-            self.block_table,
-            lengths,
-            self._cu(n),
-            self._lists if strided else None,
-            self._list_pos if strided else None,
-            counts,
+            self.pools.keys,
+            self.pools.values,
+            self.pages.block_table,
+            on_device(lengths, self.device),
+            self._constants(n, recorded=False)[1],
+            self.ring.lists,
+            self.ring.list_pos,
+            on_device(counts, self.device),
             self._rope_table,
             page_size=self.page_size,
-            options=options,
-            **({} if self._leaves is None else self._leaves.paged()),
+            options=self.options,
         )
-        if strided:
-            self._lists.copy_(lists)
-            self._list_pos.copy_(list_pos)
+        self.ring.put(lists, list_pos)
         return out.unflatten(0, (self.batch, n)), lse.unflatten(0, (self.batch, n))
+
+    def advance(self, tokens: int | Sequence[int] | None = 1) -> None:
+        """Follows a replay of a graph, in which the device has counted tokens that the host has not.
+
+        Call it after every replay: what the host does with pages, lengths and prompts follows from its count.
+
+        Args:
+            tokens: what each sequence got and kept, or one number for all; None where only the device knows, so that
+                the host reads the lengths when it needs them.
+
+        Raises:
+            ValueError: more tokens than the capacity.
+        """
+        name = f"{OP}.advance"
+        self.prompts.drop(None)
+        if tokens is None:
+            self.host.lose()
+            return
+        counts = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
+        for count in counts:
+            check_int(name, "tokens", count, -self.capacity)
+        if len(counts) != self.batch:
+            raise ValueError(f"{name}: tokens must be {self.batch} integers, got {len(counts)}")
+        if self.host.exact and any(
+            n + x > self.capacity for n, x in zip(self.host.read(), counts, strict=True)
+        ):
+            raise ValueError(
+                f"{name}: the sequences hold {self.host.read()} tokens; {counts} more exceed the capacity of "
+                f"{self.capacity}"
+            )
+        self.host.grow(counts, self.capacity, exact=True)
 
     # ---- sequences
 
@@ -373,40 +496,123 @@ class TreeKVCache:
         With selection_stride s > 1 the new length is a multiple of s, or the lists of the last token's leader are in
         the ring of the last 4. With leaf_bits it is a multiple of compression_rate, or the tokens of the node that it
         opens are still kept as they came: those of the last page_size tokens are (docs/semantics/tree_cache.md §7.5).
+        Lengths on a GPU are not read: there, and in a graph, a sequence can be cut back to the end of the pages that it
+        shares with others.
 
         Raises:
-            ValueError: on the CPU, for another length or more than the sequence holds. On CUDA the sequence does not
-                change and :meth:`check` reports it.
+            ValueError: another length or more than the sequence holds, as far as the host knows. What only the device
+                sees leaves the sequence as it was, and :meth:`check` reports it.
+            OutOfPagesError: no page for the copy of an open one.
         """
+        name = f"{OP}.truncate"
         if isinstance(lengths, int):
             lengths = [lengths] * self.batch
-        request = self._integers(f"{OP}.truncate", "lengths", lengths)
-        self._end_prompts(None if isinstance(lengths, Tensor) else [length + 1 for length in lengths])
-        if self._leaves is not None:
-            request = self._without_lost(request)
-        self._step("truncate", request, "truncate")
-        self.host_lengths.forget(self.device)
-        self._copy_pages()
-        if self._leaves is not None:
-            self._leaves.note_truncate(self.lengths)
+        request = integers(name, "lengths", lengths, self.batch, self.device)
+        wanted = None if is_recorded(self.device) else read_counts(lengths)
+        self._end_prompts(None if wanted is None else [length + 1 for length in wanted])
+        change = None
+        if wanted is not None and not self._is_left_to_the_device(wanted):
+            held = self.host.read()
+            self._check_truncation(name, wanted, held)
+            change = self.pages.cut(held, [n if m < 0 else m for n, m in zip(held, wanted, strict=True)])
+            self.pages.check("truncate", change)
+        own_from = torch.zeros_like(self._own_from) if change is not None else self._own_from
+        torch.ops.htree._tree_cache_truncate_(
+            self.pools.written,
+            self._state,
+            self.pages.block_table,
+            request,
+            own_from,
+            self.page_size,
+            *self._packed_options,
+        )
+        if change is not None and wanted is not None:
+            self._move(change, "truncate")
+            self.host.set([n if m < 0 else m for n, m in zip(self.host.read(), wanted, strict=True)])
+        elif torch.compiler.is_compiling():
+            self.host.lose()
+        elif not is_recorded(self.device):
+            self.host.exact = False
+
+    def _is_left_to_the_device(self, wanted: list[int]) -> bool:
+        """Whether only the device knows if a truncation is possible: the host would have to wait for it."""
+        if self.device.type != "cuda":
+            return False
+        if not self.host.exact:
+            return any(wanted)  # nothing is left of all sequences, whatever they hold
+        unit = self.options.compression_rate if self.leaf_bits else self.options.selection_stride
+        return any(
+            m > 0 and m != n and m % unit and m >= self.pages.shared(b) * self.page_size
+            for b, (m, n) in enumerate(zip(wanted, self.host.read(), strict=True))
+        )
+
+    def _check_truncation(self, name: str, wanted: list[int], held: list[int]) -> None:
+        """Raises ValueError for a truncation that the op would refuse; ring and tails are read on the CPU alone."""
+        options, on_cpu = self.options, self.device.type == "cpu" and type(self.lengths) is Tensor
+        leaders = self.ring.list_pos.tolist() if on_cpu else None
+        leaves = self.pools.leaves
+        begins = leaves.tail_begin.tolist() if leaves is not None and on_cpu else None
+        stride, rate = options.selection_stride, options.compression_rate
+        for b, (length, holds) in enumerate(zip(wanted, held, strict=True)):
+            if length > holds:
+                raise ValueError(
+                    f"{name}: a sequence can be truncated to at most what it holds, sequence {b} holds {holds} tokens, "
+                    f"got {length}"
+                )
+            if length in (-1, holds):
+                continue
+            leader = length - 1 - (length - 1) % stride
+            if leaders is not None and length % stride and leader not in leaders[b]:
+                raise ValueError(
+                    f"{name}: sequence {b} can be truncated to a multiple of selection_stride = {stride}, or where the "
+                    f"lists of the last token's leader are in the ring, got {length}"
+                )
+            if begins is not None and length % rate and length - length % rate < begins[b]:
+                raise ValueError(
+                    f"{name}: with leaf_bits sequence {b} can be truncated to a multiple of compression_rate = {rate}, "
+                    f"or to {begins[b]} and more within a node of which all tokens are still kept as they came, got "
+                    f"{length}"
+                )
+
+    def _move(self, change: Change, method: str) -> None:
+        """Makes a change of pages, with its copies."""
+        if not change.rows:
+            return
+        self.pools.copy_pages(self.pages.make(method, change))
+        own_from = [self.pages.shared(b) * self.page_size for b in range(self.batch)]
+        self._own_from.copy_(on_device(own_from, self.device))
 
     @torch.no_grad()
     def reorder_(self, beams: Tensor | Sequence[int]) -> None:
-        """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied.
+        """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied in one launch.
+
+        Whose the pages are, the host decides: beams on a device are waited for, and lengths that only it knows.
 
         Raises:
-            ValueError: on the CPU, for a beam that does not exist or too few pages for the copies. On CUDA nothing
-                moves then, and :meth:`check` reports it.
+            ValueError: a beam that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
+            NotImplementedError: the call is being compiled or captured: reorder between two replays.
         """
-        request = self._integers(f"{OP}.reorder_", "beams", beams)
-        moves = None if isinstance(beams, Tensor) else [int(beam != b) for b, beam in enumerate(beams)]
-        self._end_prompts(moves)
-        self._step("reorder_", request, "reorder")
-        self.host_lengths.forget(self.device)
-        self._copy_pages()
-        self._lists.copy_(self._lists.index_select(0, self._plan[1]))
-        if self._leaves is not None:
-            self._leaves.reorder(self._plan[1])
+        name = f"{OP}.reorder_"
+        if is_recorded(self.device):
+            raise NotImplementedError(
+                f"{name}: cannot be compiled or captured, because pages are moved by the host: call it between two "
+                "runs, which read the block table and the lengths where they are"
+            )
+        request = integers(name, "beams", beams, self.batch, self.device)
+        numbers = beams.tolist() if isinstance(beams, Tensor) else list(beams)
+        for beam in numbers:
+            if not 0 <= beam < self.batch:
+                raise ValueError(
+                    f"{name}: a beam must lie between 0 and B - 1 = {self.batch - 1}, got {beam}"
+                )
+        self._end_prompts([int(beam != b) for b, beam in enumerate(numbers)])
+        held = self.host.read()
+        self._move(self.pages.reorder(numbers, held), "reorder_")
+        self.lengths.copy_(self.lengths.index_select(0, request))
+        self.ring.reorder(request)
+        if self.pools.leaves is not None:
+            self.pools.leaves.reorder(request)
+        self.host.set([held[beam] for beam in numbers])
 
     def fork(self, source: int, target: int) -> None:
         """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed."""
@@ -421,30 +627,51 @@ class TreeKVCache:
         check_int(f"{OP}.free", "sequence", sequence, 0, self.batch - 1)
         self.truncate([0 if b == sequence else -1 for b in range(self.batch)])
 
-    @torch.no_grad()
+    def reset(self) -> None:
+        """Empties every sequence; the memory stays."""
+        self.truncate(0)
+
     def reserve(self, tokens: int) -> None:
         """Takes the pages for the next ``tokens`` tokens of every sequence now, so that they cannot run out later.
 
+        A pool with pages for the capacity of all sequences has nothing to reserve. For another one, call it before a
+        graph is captured or replayed: what runs on the device alone takes no page.
+
         Raises:
-            ValueError: on the CPU, if the capacity or the pages do not suffice; on CUDA :meth:`check` reports it.
+            ValueError: the capacity does not suffice. OutOfPagesError: the pages do not suffice.
         """
-        check_int(f"{OP}.reserve", "tokens", tokens, 0)
-        counts = torch.full((self.batch,), tokens, dtype=torch.int32, device=self.device)
-        self._step("reserve", counts, "reserve")
+        name = f"{OP}.reserve"
+        check_int(name, "tokens", tokens, 0)
+        if is_recorded(self.device):
+            if self.pages.is_whole:
+                return
+            raise NotImplementedError(
+                f"{name}: call it before what is compiled or captured: the host takes the pages"
+            )
+        if self.host.most is None or (not self.host.exact and not self.pages.is_whole):
+            self.host.read()
+        self._take_pages(name, [tokens] * self.batch, tokens)
 
     def check(self) -> None:
         """Raises the errors that the device has recorded since the last call, and clears them. Waits for the device.
 
         Raises:
-            ValueError: an error was recorded; the message names the sequences.
+            ValueError: an error was recorded; the message names the sequences. Or the host has counted other lengths,
+                because :meth:`advance` was not called after each replay of a graph; it takes those of the device.
             DeviceError: the cache is on the device meta, which records none.
         """
         check_data(f"{OP}.check", "cache", self._errors)
-        found = self._errors.tolist()
-        if not any(found):
-            return
-        self._errors.zero_()
-        raise ValueError(f"{OP}.check: {in_words(found)}")
+        found, lengths = self._errors.tolist(), self.lengths.tolist()
+        counted = self.host.read()
+        self.host.set(lengths)
+        if any(found):
+            self._errors.zero_()
+            raise ValueError(f"{OP}.check: {in_words(found)}")
+        if counted != lengths:
+            raise ValueError(
+                f"{OP}.check: the host has counted {counted} tokens where the device has {lengths}: call advance() "
+                "after every replay of a graph"
+            )
 
     # ---- what it holds
 
@@ -456,63 +683,78 @@ class TreeKVCache:
         check_int(f"{OP}.layer", "sequence", sequence, 0, self.batch - 1)
         check_int(f"{OP}.layer", "layer", layer, 0, self.num_layers - 1)
         check_data(f"{OP}.layer", "cache", self.lengths)
-        place, row = self._rows_of(sequence, layer)
-        if self._leaves is not None and layer == 0:
-            return self._leaves.tokens(place, row, self.dtype)
-        return self.k_pool[place, :, row], self.v_pool[place, :, row]
+        return self.pools.layer(self.block_table[sequence], layer, self.host.read()[sequence])
 
-    def _rows_of(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
-        """(pages of the pool, their rows), int64: where a layer's finished nodes lie (§7.1)."""
-        rate, size = self.options.compression_rate, self.page_size
-        tokens = rate**layer
-        node = torch.arange(int(self.lengths[sequence]) // tokens, device=self.device)
-        page = ((node + 1) * tokens - 1) // size
-        row = node - page * size // tokens
-        if layer:
-            row += page_rows(size, layer, rate, packed_tokens=self._leaves is not None)[1]
-        return self.block_table[sequence].long()[page], row
+    def _used_rows(self) -> list[list[int]]:
+        """The pages of each sequence that hold something."""
+        pages, lengths = self.pages, self.host.read()
+        return [row[: pages.pages_for(n)] for row, n in zip(pages.rows, lengths, strict=True)]
 
     def num_bytes(self) -> TreeCacheBytes:
-        """The memory that is in use and allocated. Waits for the device.
+        """The memory that is in use and allocated. Waits for the device where only it knows the lengths.
 
         On the device meta and of fake tensors nothing can be counted but what is allocated; the rest is 0.
         """
-        tensors = [x for x in vars(self).values() if isinstance(x, Tensor)]
-        page = self.k_pool[0].nbytes + self.v_pool[0].nbytes
-        if self._leaves is not None:
-            tensors.extend(self._leaves.tensors().values())
-            page += self._leaves.page_bytes()
         counts = type(self.lengths) is Tensor and not self.lengths.is_meta
-        used = int((self._users > 0).sum()) if counts else 0
+        used = len({page for row in self._used_rows() for page in row}) if counts else 0
+        tensors = [*self.pools.tensors(), *self._state, self.block_table, self._own_from]
+        tensors += [] if self._rope_table is None else [self._rope_table]
         return TreeCacheBytes(
-            tokens=int(self.lengths.sum()) if counts else 0,
-            used=used * page,
-            allocated=sum(x.nbytes for x in tensors) + self.prompt_copies.num_bytes(),
+            tokens=sum(self.host.read()) if counts else 0,
+            used=used * self.pools.page_bytes(),
+            allocated=sum(x.nbytes for x in tensors) + self.prompts.num_bytes(),
         )
+
+    def to(self, device: torch.device | str) -> TreeKVCache:
+        """This cache where it is there already, else a copy on that device.
+
+        The dtype stays: nodes are means of tokens as they came, which another dtype would round anew.
+
+        Raises:
+            DeviceError: a device that torch does not know, or meta. TypeError: something else.
+        """
+        place = option_device(f"{OP}.to", device)
+        if place == self.device:
+            return self
+        sizes = (
+            "batch",
+            "num_kv_heads",
+            "head_dim",
+            "capacity",
+            "value_dim",
+            "page_size",
+            "num_pages",
+            "leaf_bits",
+        )
+        other = TreeKVCache(
+            **{name: getattr(self, name) for name in sizes},
+            options=self.options,
+            prompt_bytes=self.prompts.most_bytes,
+            dtype=self.dtype,
+            device=place,
+        )
+        other.load_state_dict(self.state_dict())
+        return other
+
+    # ---- states
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything the cache holds, as copies; pages that nobody uses are left out."""
         check_data(f"{OP}.state_dict", "cache", self.lengths)
-        return self._state_of(torch.nonzero(self._users > 0).flatten())
+        return self._state_of(self._used_rows())
 
-    def _state_of(self, pages: Tensor) -> dict[str, Tensor]:
-        """The state with these pages alone."""
+    def _state_of(self, rows: list[list[int]]) -> dict[str, Tensor]:
+        """The state with these pages of the sequences alone."""
+        pages = sorted({page for row in rows for page in row})
+        table = [row + [-1] * (self.pages.max_pages - len(row)) for row in rows]
         return {
-            "pages": pages.int(),
-            "keys": self.k_pool[pages],
-            "values": self.v_pool[pages],
-            "block_table": self.block_table.clone(),
+            **self.pools.state_of(torch.tensor(pages, dtype=torch.int64, device=self.device)),
+            "block_table": torch.tensor(table, dtype=torch.int32, device=self.device),
             "lengths": self.lengths.clone(),
-            "lists": self._lists.clone(),
-            "list_pos": self._list_pos.clone(),
+            "lists": self.ring.lists.clone(),
+            "list_pos": self.ring.list_pos.clone(),
             **options_as_tensors(self.options, self.page_size, self.leaf_bits),
-        } | self._leaves_of_state(pages)
-
-    def _leaves_of_state(self, pages: Tensor) -> dict[str, Tensor]:
-        if self._leaves is None:
-            return {}
-        paged = {name: x[pages] for name, x in self._leaves.paged().items()}
-        return paged | {name: getattr(self._leaves, name).clone() for name in PackedLeaves.OF_SEQUENCES}
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -523,70 +765,33 @@ class TreeKVCache:
 
         Raises:
             ValueError, TypeError, DeviceError: an entry is missing, has another shape, dtype or option, or no numbers;
-                the capacity or the pool is too small for what the state holds; or the pages contradict each other, or
-                leaders their sequence. With leaf_bits also where nodes are to be built of tokens that are left in fewer
-                bits only. The cache is left as it was.
+                the capacity is too small for what the state holds; or the pages contradict each other, or leaders their
+                sequence. With leaf_bits also where nodes are to be built of tokens that are left in fewer bits only.
+            OutOfPagesError: the pool is too small. The cache is left as it was.
         """
         op = f"{OP}.load_state_dict"
         check_data(op, "cache", self.lengths)
-        placed = check_state(op, state, self._state_of(self.lengths[:0].long()), self)
-        check_leaders(op, state, self.options.selection_stride)
-        layers, _ = self.sizes_of(state["block_table"].shape[1])
-        if self._leaves is not None:
-            self._leaves.check_state(op, state, builds=layers == 1 < self.num_layers)
+        own = self._state_of([[] for _ in range(self.batch)])
+        placed = check_state(op, state, own, self.pools.sizes, self.pages)
+        self.ring.check_leaders(op, state["list_pos"].tolist(), placed.lengths)
+        layers, _ = self.pools.sizes.of(state["block_table"].shape[1])
+        if self.pools.leaves is not None:
+            self.pools.leaves.check_state(op, state, builds=layers == 1 < self.num_layers)
         self._end_prompts(None)
-        self._load_pages(state, placed.pages.to(self.device).long())
-        for target, source in (
-            (self.block_table, placed.block_table),
-            (self.lengths, state["lengths"]),
-            (self._list_pos, state["list_pos"]),
-            (self._users, placed.users),
-            (self._held, placed.held),
-            (self._free, free_stack(placed.users)),
-        ):
-            target.copy_(source)
+        self.pools.load(state, torch.tensor(placed.pages, dtype=torch.int64, device=self.device))
+        self.pages.load(placed.rows)
+        self._own_from.copy_(
+            on_device([self.pages.shared(b) * self.page_size for b in range(self.batch)], self.device)
+        )
+        self.lengths.copy_(state["lengths"])
+        self.ring.list_pos.copy_(state["list_pos"])
         self._errors.zero_()
-        self.host_lengths.forget(self.device)
-        self._lists[:, :, :layers] = state["lists"][:, :, : self.num_layers].to(self.device)
+        self.host.set(placed.lengths)
+        self.ring.lists[:, :, :layers] = state["lists"][:, :, : self.num_layers].to(self.device)
         for layer in range(layers, self.num_layers):
-            self._lists[:, :, layer] = self._opened_lists(layer)
-            for sequence in range(self.batch):
-                self._build_layer(sequence, layer)
-
-    def _load_pages(self, state: Mapping[str, Tensor], pages: Tensor) -> None:
-        """Takes what a state has in pages, and its tails; of the layers those that both have."""
-        keys, values = state["keys"].to(self.device), state["values"].to(self.device)
-        theirs, ours = values.shape[2], self.v_pool.shape[2]
-        both = min(theirs, ours)
-        self.k_pool[pages, :, :both] = keys[:, :, :both]
-        self.v_pool[pages, :, :both] = values[:, :, :both]
-        self.k_pool[pages, :, ours:] = keys[:, :, theirs:]  # span means
-        if self._leaves is not None:
-            for name, tensor in self._leaves.tensors().items():
-                if name in PackedLeaves.PAGED:
-                    tensor[pages] = state[name].to(self.device)
-                else:
-                    tensor.copy_(state[name])
-
-    def _opened_lists(self, layer: int) -> Tensor:
-        """The lists [B, ring, 1, k] of the ring's leaders in a layer where everything is opened (§7.3)."""
-        own = self._list_pos.long() // self.options.compression_rate ** (layer + 1)  # -1 stays
-        nodes = torch.arange(self.options.top_k, dtype=torch.int32, device=self.device)
-        return nodes.where(nodes <= own[..., None, None], -1)
-
-    def _build_layer(self, sequence: int, layer: int) -> None:
-        """Writes a layer's finished nodes, those of the layer below being there."""
-        rate, length = self.options.compression_rate, int(self.lengths[sequence])
-        if length < rate**layer:
-            return
-        if layer == 1 and self._leaves is not None:
-            below = self._leaves.tail(sequence, length)
-        else:
-            below = self.layer(sequence, layer - 1)
-        place, row = self._rows_of(sequence, layer)
-        nodes = torch.ops.htree.tree_build(*(x[None, : len(row) * rate] for x in below), rate)
-        for pool, x in zip((self.k_pool, self.v_pool), nodes, strict=True):
-            pool[place, :, row] = x[0]
+            self.ring.lists[:, :, layer] = self.ring.opened(layer)
+            for b, length in enumerate(placed.lengths):
+                self.pools.build_layer(b, self.block_table[b], layer, length)
 
     def __repr__(self) -> str:
         options = {name: value for name, value in self.options.to_dict().items() if name not in OF_NO_CACHE}
@@ -595,121 +800,41 @@ class TreeKVCache:
         listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
         return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"
 
-    # ---- steps
+    # ---- arguments
 
     def _end_prompts(self, counts: list[int] | None) -> None:
         """Frees what chunks of prompts left, of the sequences with ``counts[b]`` > 0; None is all of them."""
         known = counts is not None and not is_recorded(self.device)
-        self.prompt_copies.drop(
-            [b for b, count in enumerate(counts) if count > 0] if known and counts else None
-        )
+        self.prompts.drop([b for b, count in enumerate(counts) if count > 0] if known and counts else None)
 
-    def _note_append(self, counts: list[int] | None) -> None:
-        """Tells the host's lengths of an append, whose outcome only the device knows where pages may be lacking."""
-        enough = self.num_pages >= self.batch * self.block_table.shape[1]
-        self.host_lengths.append(counts if enough else None, self.capacity, self.device)
+    def _constants(self, n: int, recorded: bool) -> tuple[Tensor, Tensor]:
+        """n for every sequence [B], and where the rows of each begin in [B * n]: [B + 1]. They must not be written.
 
-    def _cu(self, n: int) -> Tensor:
-        """Where the rows of each sequence begin in [B * n]."""
+        They are kept until a call has another n. While a graph is captured or a call compiled they are made anew: the
+        graph owns what its capture makes. So it is on another stream, because their memory may be used again as soon as
+        the work of their own stream allows.
+        """
+        device = self.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if not recorded and self._uniform is not None and self._uniform[0] == (n, stream):
+            return self._uniform[1]
+        every = torch.full((self.batch,), n, dtype=torch.int32, device=device)
         if n == 0:
-            return torch.zeros(self.batch + 1, dtype=torch.int32, device=self.device)
-        end = (self.batch + 1) * n
-        return self.constant("cu", n, lambda: torch.arange(0, end, n, dtype=torch.int32, device=self.device))
+            made = every, torch.zeros(self.batch + 1, dtype=torch.int32, device=device)
+        else:
+            made = every, torch.arange(0, (self.batch + 1) * n, n, dtype=torch.int32, device=device)
+        if not recorded and type(every) is Tensor:  # not one of a tracer
+            self._uniform = (n, stream), made
+        return made
 
-    def _integers(self, name: str, argument: str, values: Tensor | Sequence[int]) -> Tensor:
-        """``values`` as int32 [B] on the device."""
-        if not isinstance(values, Tensor):
-            if not isinstance(values, Sequence):
-                raise TypeError(
-                    f"{name}: {argument} must be {self.batch} integers, got {type(values).__name__}"
-                )
-            values = list(values)
-            for value in values:
-                check_int(name, argument, value, -1)
-            values = torch.tensor(values, dtype=torch.int32, device="cpu")
-        check_data(name, argument, values)
-        if values.shape != (self.batch,) or values.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name}: {argument} must be {self.batch} integers, got {values.dtype} {tuple(values.shape)}"
-            )
-        if values.dtype == torch.int64:
-            values = values.clamp(-(2**31), 2**31 - 1)  # a number that int32 cannot hold is refused as one
-        return values.to(self.device, torch.int32).contiguous()
-
-    def _counts(self, name: str, lengths: Tensor | Sequence[int] | None, n: int) -> Tensor:
-        """How many of the n rows of each sequence count, [B]."""
-        if lengths is None:
-            return self.constant(
-                "counts", n, lambda: torch.full((self.batch,), n, dtype=torch.int32, device=self.device)
-            )
-        counts = self._integers(name, "lengths", lengths)
-        given = read_lengths(lengths)
+    def _counts(self, name: str, lengths: Tensor | Sequence[int], n: int) -> tuple[Tensor, list[int] | None]:
+        """How many of the n rows of each sequence count, [B], and the same on the host if it knows."""
+        counts = integers(name, "lengths", lengths, self.batch, self.device)
+        given = read_counts(lengths)
         if given is not None:
             if any(not 0 <= count <= n for count in given):
                 raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {given}")
-            return counts
+            return counts, given
         wrong = (counts < 0) | (counts > n)
         self._errors.bitwise_or_(wrong.int() * WRONG_LENGTH)
-        return counts.masked_fill(wrong, 0)
-
-    def _check_sizes(self, name: str, **tensors: Tensor) -> None:
-        heads = None if "q" in tensors else self.num_kv_heads
-        for argument, tensor in tensors.items():
-            width = self.value_dim if argument == "v" else self.head_dim
-            if tensor.shape[3] != width or (heads is not None and tensor.shape[2] != heads):
-                refuse(
-                    ShapeMismatchError,
-                    f"{name}: {argument} must be [{self.batch}, n, {heads or 'H'}, {width}], got {tuple(tensor.shape)}",
-                    expected=(self.batch, "n", heads or "H", width),
-                    actual=tuple(tensor.shape),
-                    tensor_name=argument,
-                )
-            if heads is None and (tensor.shape[2] == 0 or tensor.shape[2] % self.num_kv_heads != 0):
-                refuse(
-                    ShapeMismatchError,
-                    f"{name}: H of {argument} must be a positive multiple of H_kv = {self.num_kv_heads}, got "
-                    f"{tuple(tensor.shape)}",
-                    expected=f"a multiple of {self.num_kv_heads}",
-                    actual=tuple(tensor.shape),
-                    tensor_name=argument,
-                )
-
-    def _step(self, method: str, request: Tensor, step: str) -> None:
-        try:
-            torch.ops.htree.tree_cache_pages_(
-                self.block_table,
-                self.lengths,
-                self._held,
-                self._users,
-                self._free,
-                self._errors,
-                self._list_pos,
-                self._plan,
-                request,
-                step,
-                capacity=self.capacity,
-                page_size=self.page_size,
-                selection_stride=self.options.selection_stride,
-            )
-        except ValueError as error:
-            raise ValueError(str(error).replace("tree_cache_pages_", f"{OP}.{method}")) from None
-
-    def _copy_pages(self) -> None:
-        torch.ops.htree.tree_cache_copy_(self.k_pool, self.v_pool, self._plan[2:])
-        if self._leaves is not None:
-            self._leaves.copy_pages(self._plan[2:])
-
-    def _without_lost(self, request: Tensor) -> Tensor:
-        """A request to truncate without what the tails of packed tokens do not allow."""
-        assert self._leaves is not None
-        rate = self.options.compression_rate
-        lost = self._leaves.lost(request, self.lengths, rate)
-        if self.device.type == "cpu" and not torch.compiler.is_compiling():
-            for b in torch.nonzero(lost).flatten().tolist():
-                raise ValueError(
-                    f"{OP}.truncate: with leaf_bits sequence {b} can be truncated to a multiple of compression_rate = "
-                    f"{rate}, or to {int(self._leaves.tail_begin[b])} and more within a node of which all tokens are "
-                    f"still kept as they came, got {int(request[b])}"
-                )
-        self._errors.bitwise_or_(lost.int() * TAIL_LOST)
-        return request.masked_fill(lost, -1)
+        return counts.masked_fill(wrong, 0), None

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["TAIL_LOST", "WRONG_LENGTH", "in_words"]
+__all__ = ["WRONG_LENGTH", "in_words"]
 
-#: A length that ``tree_cache_pages_`` or the cache refuses.
+#: A length that a cache refuses itself, without the op.
 WRONG_LENGTH = 4
-#: A refused truncation of packed tokens, which the op does not know.
-TAIL_LOST = 128
 
-#: The other bits are those of csrc/ops/tree_cache/page_layout.h alone.
+#: The bits of csrc/ops/tree_cache/lengths.h.
 _WORDS = {
     1: "was given tokens beyond the capacity",
-    2: "found no free page",
+    2: "has no page for tokens that it was given: reserve() takes them before a graph runs",
     WRONG_LENGTH: "was given a negative length or one beyond the call's tokens, or truncated to more than it holds",
     8: "was truncated inside a stride whose leader's lists are gone",
     16: "has a query whose leader is neither in the call nor in the ring of lists",
-    32: "was given a beam that is none",
+    32: "was truncated on the device into pages that it shares with others",
     64: "has a page in its table that is none of the pool",
-    TAIL_LOST: "was truncated inside a node whose tokens are left in fewer bits only",
-    256: "has a length that its pages do not hold, or more pages than its row of the table",
-    512: "has a page whose users are not those of the table: none, or others where it gets tokens",
-    1024: "found a contradiction in the free pages: their number, or one that has users or is none of the pool",
+    128: "was truncated inside a node whose tokens are left in fewer bits only",
 }
 
 

@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
+from htree_ops.ops.tree_cache.ring import empty_ring
 
 __all__ = [
     "cache_layers",
@@ -237,7 +238,15 @@ def tree_cache_attention(
             page_size.
         IndexError: on the CPU, for a page that the pool does not have. On CUDA its rows are left out.
     """
-    packed = cache_options("tree_cache_attention", options, keywords).packed()
+    chosen = cache_options("tree_cache_attention", options, keywords)
+    if (
+        chosen.selection_stride > 1
+        and lists is None is list_pos
+        and block_table.dim() == 2
+        and k_pool.dim() == 4
+    ):
+        layers = cache_layers(block_table.shape[1] * page_size, chosen.compression_rate, chosen.top_nodes)
+        lists, list_pos = empty_ring(len(block_table), layers, k_pool.shape[1], chosen, k_pool.device)
     return torch.ops.htree._tree_cache_attention(
         q,
         k_pool,
@@ -254,5 +263,5 @@ def tree_cache_attention(
         v_codes,
         v_scales,
         page_size,
-        *packed,
+        *chosen.packed(),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import FLOATING, check_option_dtype
 from htree_ops.ops.compressed_kv.format import WIDTHS, row_bytes
 from htree_ops.ops.compressed_kv.functions import kv_decompress
-
-if TYPE_CHECKING:
-    from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 __all__ = ["LEAF_BITS", "PackedLeaves", "check_bits", "check_leaf_bits"]
 
@@ -63,54 +60,41 @@ class PackedLeaves:
     PAGED = ("k_codes", "k_scales", "v_codes", "v_scales")
     OF_SEQUENCES = ("k_tail", "v_tail", "tail_begin")
 
-    def __init__(self, cache: TreeKVCache, bits: int) -> None:
+    def __init__(
+        self,
+        bits: int,
+        batch: int,
+        pages: tuple[int, int, int],
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            pages: num_pages, H_kv and P. widths: K and V.
+        """
         self.bits = bits
-        pages = (cache.num_pages, cache.num_kv_heads, cache.page_size)
-        tail = (cache.batch, *pages[1:])
-        device = cache.device
-
-        def codes(width: int) -> Tensor:
-            return torch.empty(*pages, row_bytes(width, bits), dtype=torch.uint8, device=device)
-
-        self.k_codes, self.v_codes = codes(cache.head_dim), codes(cache.value_dim)
+        tail = (batch, *pages[1:])
+        self.k_codes, self.v_codes = (
+            torch.empty(*pages, row_bytes(width, bits), dtype=torch.uint8, device=device) for width in widths
+        )
         self.k_scales, self.v_scales = (
             torch.empty(pages, dtype=torch.float16, device=device) for _ in range(2)
         )
-        self.k_tail, self.v_tail = (
-            torch.zeros(*tail, width, dtype=cache.dtype, device=device)
-            for width in (cache.head_dim, cache.value_dim)
-        )
-        self.tail_begin = torch.zeros(cache.batch, dtype=torch.int32, device=device)
+        self.k_tail, self.v_tail = (torch.zeros(*tail, width, dtype=dtype, device=device) for width in widths)
+        self.tail_begin = torch.zeros(batch, dtype=torch.int32, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
+        """All of them by name, in the order of the ``leaves`` of ``_tree_cache_step_``."""
         return {name: getattr(self, name) for name in (*self.PAGED, *self.OF_SEQUENCES)}
 
     def paged(self) -> dict[str, Any]:
         """Those in pages by name, as ``tree_cache_attention`` takes them."""
         return {name: getattr(self, name) for name in self.PAGED}
 
-    def written(self) -> dict[str, Any]:
-        """Those that ``tree_cache_append_packed_`` writes, by name."""
-        return self.paged() | {"k_tail": self.k_tail, "v_tail": self.v_tail}
-
     def page_bytes(self) -> int:
         """Bytes of a page."""
         return sum(x[0].nbytes for x in self.paged().values())
-
-    def note_append(self, lengths: Tensor) -> None:
-        """After an append: the tail has the last ``page_size`` tokens at most."""
-        self.tail_begin.copy_(torch.maximum(self.tail_begin, lengths - self.k_tail.shape[2]))
-
-    def lost(self, request: Tensor, lengths: Tensor, rate: int) -> Tensor:
-        """bool [B]: a truncation that would need tokens of an open node which only their codes remember."""
-        begin = request - request % rate
-        shortens = (request > 0) & (request < lengths)
-        return shortens & (begin < request) & (begin < self.tail_begin)
-
-    def note_truncate(self, lengths: Tensor) -> None:
-        """After a truncation: what follows the new length will be written anew."""
-        self.tail_begin.copy_(torch.minimum(self.tail_begin, lengths))
 
     def reorder(self, beams: Tensor) -> None:
         """Sequence b becomes what sequence beams[b] was."""

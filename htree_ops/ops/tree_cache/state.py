@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from htree_ops.errors import OutOfPagesError
 from htree_ops.ops.arguments import check_data
+from htree_ops.ops.paging import Pages
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
+from htree_ops.ops.tree_cache.pools import Sizes
 
-if TYPE_CHECKING:
-    from htree_ops.ops.tree_cache.cache import TreeKVCache
-
-__all__ = ["Placed", "check_leaders", "check_state", "free_stack", "options_as_tensors"]
+__all__ = ["OF_NO_CACHE", "Placed", "check_state", "options_as_tensors"]
 
 #: Options that make no difference to a cache.
 OF_NO_CACHE = ("scope", "store_parents")
@@ -24,15 +24,6 @@ OF_NO_CACHE = ("scope", "store_parents")
 OPTIONS = ("options", "factors")
 #: Entries of a state with a row for each of its pages.
 PAGED = ("pages", "keys", "values", *PackedLeaves.PAGED)
-
-
-def free_stack(users: Tensor) -> Tensor:
-    """int32 [1 + num_pages]: the number of pages without users, then a stack of them with the smallest on top."""
-    free = torch.nonzero(users == 0).flatten().flip(0).int()
-    stack = users.new_zeros(len(users) + 1)
-    stack[0] = len(free)
-    stack[1 : 1 + len(free)] = free
-    return stack
 
 
 def options_as_tensors(
@@ -59,22 +50,19 @@ def _in_words(state: Mapping[str, Tensor]) -> str:
 
 
 class Placed(NamedTuple):
-    """Where the pages of a state go in the cache that takes it; int32 on the CPU.
+    """Where the pages of a state go in the cache that takes it.
 
     Attributes:
-        pages: [n], of the pool, in the order of the state's pages.
-        block_table: [B, max_pages]. users: [num_pages]. held: [B].
+        pages: of the pool, in the order of the state's pages.
+        rows: those of each sequence. lengths: tokens of each sequence.
     """
 
-    pages: Tensor
-    block_table: Tensor
-    users: Tensor
-    held: Tensor
+    pages: list[int]
+    rows: list[list[int]]
+    lengths: list[int]
 
 
-def _check_entries(
-    name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], cache: TreeKVCache
-) -> None:
+def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], sizes: Sizes) -> None:
     """Checks kinds and shapes; the capacity of the state may be another one, which changes some sizes."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{name}: state must be a dict, got {type(state).__name__}")
@@ -89,7 +77,7 @@ def _check_entries(
         check_data(name, key, theirs)
     wanted = {key: list(mine.shape) for key, mine in own.items()}
     if state["block_table"].dim() == 2:
-        layers, rows = cache.sizes_of(state["block_table"].shape[1])
+        layers, rows = sizes.of(state["block_table"].shape[1])
         wanted["block_table"][1], wanted["lists"][2] = state["block_table"].shape[1], layers
         wanted["keys"][2], wanted["values"][2] = rows
     for key, shape in wanted.items():
@@ -104,15 +92,15 @@ def _check_entries(
 
 
 def check_state(
-    name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], cache: TreeKVCache
+    name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], sizes: Sizes, into: Pages
 ) -> Placed:
     """Checks a state against the cache which takes it, whose own entries are ``own``; copies nothing.
 
     Raises:
         ValueError, TypeError: see :meth:`htree_ops.TreeKVCache.load_state_dict`.
     """
-    _check_entries(name, state, own, cache)
-    size, capacity, num_pages = cache.page_size, cache.capacity, cache.num_pages
+    _check_entries(name, state, own, sizes)
+    size, capacity, num_pages = into.page_size, into.capacity, into.num_pages
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
     fits = all(len(state[key]) == len(pages) for key in PAGED if key in state)
     if not fits or len(set(pages)) != len(pages) or min(pages, default=0) < 0:
@@ -144,38 +132,12 @@ def check_state(
             f"{name}: capacity must be at least {needed}, what a sequence of the state has taken, got {capacity}"
         )
     if len(pages) > num_pages:
-        raise ValueError(
-            f"{name}: num_pages must be at least {len(pages)}, the pages of the state, got {num_pages}"
+        raise OutOfPagesError(
+            f"{name}: num_pages must be at least {len(pages)}, the pages of the state, got {num_pages}",
+            pages=len(pages) - num_pages,
         )
     # Pages keep their numbers, unless the pool has no such pages.
-    places = pages if all(0 <= page < num_pages for page in pages) else range(len(pages))
+    places = pages if all(0 <= page < num_pages for page in pages) else list(range(len(pages)))
     place_of = dict(zip(pages, places, strict=True))
-    columns = cache.block_table.shape[1]
-    placed = (
-        list(places),
-        [
-            [place_of[page] for page in row[:n]] + [-1] * (columns - n)
-            for row, n in zip(table, held, strict=True)
-        ],
-        [0] * num_pages,
-        held,
-    )
-    for page, count in users.items():
-        placed[2][place_of[page]] = count
-    return Placed(*(torch.tensor(x, dtype=torch.int32, device="cpu") for x in placed))
-
-
-def check_leaders(name: str, state: Mapping[str, Tensor], stride: int) -> None:
-    """Checks which leaders a state has lists of, against its lengths: those of others would be taken for theirs.
-
-    Raises:
-        ValueError: an entry that is neither -1 nor a leader of its sequence in the place of that leader (§7.3).
-    """
-    for leaders, length in zip(state["list_pos"].tolist(), state["lengths"].tolist(), strict=True):
-        for place, leader in enumerate(leaders):
-            own = 0 <= leader < length and leader % stride == 0 and leader // stride % len(leaders) == place
-            if leader != -1 and not own:
-                raise ValueError(
-                    f"{name}: list_pos must have -1 or a multiple t of selection_stride = {stride} below the length "
-                    f"{length} in entry t / {stride} mod {len(leaders)}, got {leaders}"
-                )
+    rows = [[place_of[page] for page in row[:count]] for row, count in zip(table, held, strict=True)]
+    return Placed(list(places), rows, lengths)

@@ -1,0 +1,306 @@
+// The ops that a cache is served with, each one call with one set of checks: new tokens into their pages and the rows of
+// the newest ones; tokens that are taken back. docs/semantics/tree_cache.md §7.4.
+#include <array>
+#include <string>
+
+#include "host/check.h"
+#include "host/no_gradient.h"
+#include "host/overlap.h"
+#include "host/registration.h"
+#include "ops/tree_cache/mutating.h"
+#include "ops/tree_cache/tree_cache.h"
+
+namespace htree::tree_cache {
+namespace {
+
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+using tree_attention::kPacked;
+using StepOutputs = std::tuple<Tensor, Tensor>;
+
+constexpr const char* kStepOp = "tree_cache_step_";
+constexpr const char* kTruncateOp = "tree_cache_truncate_";
+
+// ---- what a cache keeps of its sequences, in the order of the schema's `state`
+
+struct SequenceState {
+  const Tensor& lengths;   // int32 [B]
+  const Tensor& errors;    // int32 [B], LengthError
+  const Tensor& plan;      // int32 [2, B]: lengths before the step, tokens that it takes
+  const Tensor& list_pos;  // int32 [B, ring]
+  const Tensor& lists;     // int32 [B, ring, L, H_kv, k]
+};
+
+SequenceState sequence_state(const char* op, TensorList state, const Tensor& block_table,
+                             const Tensor& counts) {
+  TORCH_CHECK_VALUE(state.size() == 5, op, ": state must have 5 tensors, got ", state.size());
+  const SymInt batch = block_table.sym_size(0);
+  check_rank(op, "list_pos", state[3], 2, "[B, ring]");
+  const std::array<std::tuple<const char*, const Tensor&, std::array<SymInt, 2>, size_t, const char*>, 5>
+      all = {{
+          {"lengths", state[0], {batch}, 1, "[B]"},
+          {"errors", state[1], {batch}, 1, "[B]"},
+          {"plan", state[2], {2, batch}, 2, "[2, B]"},
+          {"list_pos", state[3], {batch, state[3].sym_size(1)}, 2, "[B, ring]"},
+          {"counts", counts, {batch}, 1, "[B]"},
+      }};
+  for (const auto& [name, tensor, shape, rank, meaning] : all) {
+    tree_attention::check_indices(op, name, tensor, {shape.data(), rank}, meaning, "block_table",
+                                  block_table);
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
+                      tensor.sym_strides());
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      check_disjoint(op, std::get<0>(all[j]), std::get<1>(all[j]), std::get<0>(all[i]), std::get<1>(all[i]));
+    }
+  }
+  return {state[0], state[1], state[2], state[3], state[4]};
+}
+
+void check_leaves(const char* op, TensorList leaves) {
+  TORCH_CHECK_VALUE(leaves.empty() || leaves.size() == 7, op, ": leaves must have 0 or 7 tensors, got ",
+                    leaves.size());
+}
+
+int32_t* numbers(const Tensor& x) {
+  return x.mutable_data_ptr<int32_t>();
+}
+
+SequenceLengths pointers(const SequenceState& state, TensorList leaves) {
+  SequenceLengths all;
+  all.lengths = numbers(state.lengths);
+  all.errors = numbers(state.errors);
+  all.plan = numbers(state.plan);
+  all.list_pos = numbers(state.list_pos);
+  all.tail_begin = leaves.empty() ? nullptr : numbers(leaves[6]);
+  all.num_sequences = static_cast<int>(state.lengths.numel());
+  all.ring = static_cast<int>(state.list_pos.size(1));
+  return all;
+}
+
+LengthStep length_step(const Tensor& counts, const Tensor& block_table, TensorList leaves, int64_t page_size,
+                       const TreeOptions& options) {
+  LengthStep step;
+  step.counts = counts.const_data_ptr<int32_t>();
+  step.block_table = block_table.const_data_ptr<int32_t>();
+  step.max_pages = block_table.size(1);
+  step.page_size = page_size;
+  step.stride = options.selection_stride;
+  step.rate = options.compression_rate;
+  step.tail_tokens = leaves.empty() ? 0 : leaves[4].size(2);
+  return step;
+}
+
+Tensor joined(const Tensor& x) {
+  return tree_attention::unit_last(x.flatten(0, 1));
+}
+
+// ---- a step
+
+// The kernels of a device.
+template <Lengths* kLengthsOf, Append* kAppendOf, AppendPacked* kAppendPackedOf, Attention* kAttentionOf>
+struct Kernels {
+  static constexpr auto* kLengths = kLengthsOf;
+  static constexpr auto* kAppend = kAppendOf;
+  static constexpr auto* kAppendPacked = kAppendPackedOf;
+  static constexpr auto* kAttention = kAttentionOf;
+};
+struct NoKernels {
+  static constexpr Lengths* kLengths = nullptr;
+};
+
+// New tokens of sequences that had plan[0] tokens, of which plan[1] count.
+template <typename Kernel>
+void append_rows(const Pools& pools, TensorList leaves, const SequenceState& state, const PageLayout& layout,
+                 const Tensor& k, const Tensor& v, const Tensor& cu_rows) {
+  const Tensor before = state.plan.select(0, 0);
+  const Pools held = {pools.keys, pools.values, pools.block_table, before, pools.leaves};
+  const AppendCall call = {joined(k), joined(v), cu_rows, OptionalTensor(state.plan.select(0, 1)),
+                           k.size(1), kStepOp};
+  try {
+    leaves.empty() ? Kernel::kAppend(held, layout, call)
+                   : Kernel::kAppendPacked(held, {leaves[4], leaves[5]}, layout, call);
+  } catch (...) {  // on the CPU, of a table that somebody has broken: nothing was written
+    state.lengths.copy_(before);
+    throw;
+  }
+}
+
+// if k: lengths, plan = advance(counts); tree_cache_append_(k, v) of the tokens that were taken
+// if q: out, lse, lists, list_pos = tree_cache_attention(q)
+template <typename Kernel>
+StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_pool, TensorList leaves,
+                 TensorList state_list, const Tensor& block_table, const OptionalTensor& q,
+                 const OptionalTensor& k, const OptionalTensor& v, const Tensor& counts, bool ragged,
+                 const Tensor& cu_rows, const OptionalTensor& rope_table, int64_t capacity,
+                 int64_t page_size) {
+  constexpr const char* kOp = kStepOp;
+  check_leaves(kOp, leaves);
+  check_cache_options(kOp, options);
+  const PageOptions of_page = page_options(page_size, options);
+  std::optional<PackedLeaves> packed;
+  if (!leaves.empty()) packed.emplace(PackedLeaves{leaves[0], leaves[1], leaves[2], leaves[3]});
+  const Tensor no_lengths;
+  const PackedLeaves* const packed_leaves = packed.has_value() ? &*packed : nullptr;
+  check_pools(kOp, {k_pool, v_pool, block_table, no_lengths, packed_leaves}, of_page);
+  const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
+  TORCH_CHECK_VALUE(block_table.is_contiguous(), kOp, ": block_table must be contiguous, got strides ",
+                    block_table.sym_strides());
+  TORCH_CHECK_VALUE(k.has_value() == v.has_value(), kOp, ": k and v must be given together, got only one");
+  const Pools pools = {k_pool, v_pool, block_table, state.lengths, packed_leaves};
+  const OptionalTensor row_counts = ragged ? OptionalTensor(counts) : OptionalTensor();
+  if (k.has_value()) {
+    check_append(kOp, pools, *k, *v, cu_rows, row_counts, std::nullopt);
+    if (packed.has_value()) {
+      check_tails(kOp, pools, {leaves[4], leaves[5]}, *k, *v, of_page);
+    }
+  }
+  const bool strided = options.selection_stride > 1;
+  const OptionalTensor ring = strided ? OptionalTensor(state.lists) : OptionalTensor();
+  const OptionalTensor leaders = strided ? OptionalTensor(state.list_pos) : OptionalTensor();
+  AttentionOutputs outputs;
+  if (q.has_value()) {
+    if (k.has_value()) {
+      check_size(kOp, "k", *k, 1, q->sym_size(1), "n of q");
+    }
+    outputs =
+        prepare_attention(kOp, pools, {*q, cu_rows, ring, leaders, row_counts, rope_table}, options, of_page);
+  }
+  auto& [out, lse, new_lists, new_list_pos] = outputs;
+  if constexpr (Kernel::kLengths != nullptr) {
+    const PageLayout layout = layout_of(pools, of_page);
+    LengthStep lengths = length_step(counts, block_table, leaves, page_size, options);
+    lengths.num_pages = k_pool.size(0);
+    lengths.capacity = capacity;
+    lengths.appends = k.has_value() && k->size(1) > 0;
+    lengths.attends = q.has_value() && strided;
+    if (counts.numel() > 0 && (lengths.appends || lengths.attends)) {
+      Kernel::kLengths(pointers(state, leaves), lengths, /*truncates=*/false, k_pool);
+    }
+    if (counts.numel() > 0 && lengths.appends) {
+      append_rows<Kernel>(pools, leaves, state, layout, *k, *v, cu_rows);
+    }
+    if (q.has_value()) {
+      Kernel::kAttention(pools, layout, {joined(*q), cu_rows, ring, leaders, row_counts, rope_table},
+                         tree_attention::resolve(options, q->size(3)),
+                         {out.flatten(0, 1), lse.flatten(0, 1), new_lists, new_list_pos});
+      if (strided) {
+        state.lists.copy_(new_lists);
+        state.list_pos.copy_(new_list_pos);
+      }
+    }
+  }
+  if (!q.has_value()) {
+    out = tree_attention::new_tensor({0}, k_pool.scalar_type(), k_pool);
+    lse = tree_attention::new_tensor({0}, tree_attention::state_dtype(k_pool), k_pool);
+  }
+  return {out, lse};
+}
+
+// ---- a truncation
+
+// lengths[b] = counts[b] where 0 <= counts[b] <= lengths[b]; leaders at or behind it leave list_pos
+template <Lengths* kLengths>
+void truncate(const TreeOptions& options, TensorList leaves, TensorList state_list, const Tensor& block_table,
+              const Tensor& counts, const Tensor& own_from, int64_t page_size) {
+  constexpr const char* kOp = kTruncateOp;
+  check_leaves(kOp, leaves);
+  check_cache_options(kOp, options);
+  check_rank(kOp, "block_table", block_table, 2, "[B, max_pages]");
+  check_at_least(kOp, "page_size", page_size, 1);
+  const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
+  tree_attention::check_indices(kOp, "own_from", own_from, {block_table.sym_size(0)}, "[B]", "block_table",
+                                block_table);
+  TORCH_CHECK_VALUE(own_from.is_contiguous(), kOp, ": own_from must be contiguous, got strides ",
+                    own_from.sym_strides());
+  if constexpr (kLengths != nullptr) {
+    if (counts.numel() > 0) {
+      LengthStep step = length_step(counts, block_table, leaves, page_size, options);
+      step.own_from = own_from.const_data_ptr<int32_t>();
+      kLengths(pointers(state, leaves), step, /*truncates=*/true, counts);
+    }
+  }
+}
+
+// ---- Autograd and ADInplaceOrView
+
+constexpr char kStepName[] = "htree::_tree_cache_step_";
+constexpr char kTruncateName[] = "htree::_tree_cache_truncate_";
+using MutatingStep = Mutating<kStepName, kPacked<step<NoKernels>>, 4>;
+using MutatingTruncate = Mutating<kTruncateName, kPacked<truncate<nullptr>>, 2>;
+
+// New tokens are copied and rows have no gradient: a backward through these raises.
+StepOutputs step_autograd(const Tensor& k_pool, const Tensor& v_pool, TensorList leaves, TensorList state,
+                          const Tensor& block_table, const OptionalTensor& q, const OptionalTensor& k,
+                          const OptionalTensor& v, const Tensor& counts, bool ragged, const Tensor& cu_rows,
+                          const OptionalTensor& rope_table, int64_t capacity, int64_t page_size,
+                          at::IntArrayRef option_ints, at::ArrayRef<double> option_floats) {
+  refuse_grad(kStepOp, {k_pool, v_pool});
+  torch::autograd::variable_list inputs;
+  for (const OptionalTensor* x : {&q, &k, &v}) {
+    if (x->has_value() && needs_grad({**x})) inputs.push_back(**x);
+  }
+  StepOutputs outputs = [&] {
+    at::AutoDispatchBelowAutograd guard;
+    return MutatingStep::again(k_pool, v_pool, leaves, state, block_table, q, k, v, counts, ragged, cu_rows,
+                               rope_table, capacity, page_size, option_ints, option_floats);
+  }();
+  if (!q.has_value() || inputs.empty()) return outputs;
+  const auto nodes = without_gradient(
+      inputs,
+      "derivative for htree::_tree_cache_step_ is not implemented: rows of a cache have no gradient. Call it "
+      "under torch.no_grad(), or detach what requires one",
+      {std::get<0>(outputs), std::get<1>(outputs)});
+  return {nodes[0], nodes[1]};
+}
+
+using Cpu = Kernels<lengths_cpu, append_cpu, append_packed_cpu, attention_cpu>;
+#if defined(HTREE_WITH_CUDA)
+using Cuda = Kernels<lengths_cuda, append_cuda, append_packed_cuda, attention_cuda>;
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  const std::string options = tree_attention::kPackedSchema;
+  const std::string step =
+      "_tree_cache_step_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor(d!)[] state, "
+      "Tensor block_table, Tensor? q, Tensor? k, Tensor? v, Tensor counts, bool ragged, Tensor cu_rows, "
+      "Tensor? rope_table, int capacity, int page_size, " +
+      options + ") -> (Tensor out, Tensor lse)";
+  const std::string truncate =
+      "_tree_cache_truncate_(Tensor(a!)[] leaves, Tensor(b!)[] state, Tensor block_table, Tensor counts, "
+      "Tensor own_from, int page_size, " +
+      options + ") -> ()";
+  define_ops(library, {step.c_str(), truncate.c_str()});
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Cpu>>));
+  library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<lengths_cpu>>));
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Cuda>>));
+  library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<lengths_cuda>>));
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<NoKernels>>));
+  library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<nullptr>>));
+}
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  library.impl("_tree_cache_step_", TORCH_FN(step_autograd));
+  library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::autograd));
+}
+
+TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+  library.impl("_tree_cache_step_", TORCH_FN(MutatingStep::in_place));
+  library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::in_place));
+}
+
+}  // namespace htree::tree_cache

@@ -1,0 +1,113 @@
+"""The lists of the last leaders, which later rows of their strides use (docs/semantics/tree_cache.md §7.3, §7.4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.tree_attention.options import TreeOptions
+
+__all__ = ["RING", "Ring", "empty_ring"]
+
+#: How many leaders' lists are kept, so that up to 3 strides of speculative tokens can be taken back.
+RING = 4
+
+
+def empty_ring(
+    batch: int, layers: int, heads: int, options: TreeOptions, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """lists [B, ring, layers, H_kv, k] and list_pos [B, ring] without a leader; of no entries for stride 1."""
+    size = RING if options.selection_stride > 1 else 0
+    lists = torch.full((batch, size, layers, heads, options.top_k), -1, dtype=torch.int32, device=device)
+    return lists, torch.full((batch, size), -1, dtype=torch.int32, device=device)
+
+
+class Ring:
+    """Entry ⌊leader / s⌋ mod RING has the lists of that leader of a sequence.
+
+    Attributes:
+        lists: int32 [B, ring, layers, H_kv, k]. list_pos: int32 [B, ring], the leaders, -1 for none.
+    """
+
+    def __init__(
+        self, batch: int, layers: int, heads: int, options: TreeOptions, device: torch.device
+    ) -> None:
+        self.options = options
+        self.lists, self.list_pos = empty_ring(batch, layers, heads, options, device)
+        self._nodes = torch.arange(options.top_k, dtype=torch.int32, device=device)
+        entries = torch.arange(self.list_pos.shape[1], dtype=torch.int32, device=device)
+        # [b, i]: tokens from the first of the last leaders, which has entry b, to the leader of entry i
+        self._offsets = (entries - entries[:, None]) % RING * options.selection_stride
+
+    def put(self, lists: Tensor, list_pos: Tensor) -> None:
+        """Takes what ``tree_cache_attention`` has returned."""
+        self.lists.copy_(lists)
+        self.list_pos.copy_(list_pos)
+
+    def reorder(self, beams: Tensor) -> None:
+        """Sequence b becomes what sequence ``beams[b]`` was."""
+        if self.list_pos.numel():
+            self.put(self.lists.index_select(0, beams), self.list_pos.index_select(0, beams))
+
+    def keep(self, sequences: list[int], length: int, lists: Tensor) -> None:
+        """Puts the last leaders of lists [layers, n, leaders, H_kv, k] in: all layers of n sequences of a length."""
+        stride = self.options.selection_stride
+        rate = self.options.compression_rate
+        batch, size, layers = self.lists.shape[:3]
+        behind = -(-length // stride)  # leaders up to this one, of which leader i has entry i % size
+        begin = behind % size  # the entry of the first of the last leaders
+        if len(sequences) == batch:
+            parts = [(slice(None), slice(None))]
+        else:
+            parts = [(slice(b, b + 1), slice(i, i + 1)) for i, b in enumerate(sequences)]
+        # The layers of the sequence at once, and then those above its top one by one.
+        last = [(slice(0, len(lists)), lists[:, :, -size:].permute(1, 2, 0, 3, 4))]
+        for layer in range(len(lists), layers):
+            above = self._above(behind, rate ** (layer + 1))
+            last.append((slice(layer, layer + 1), above[:, :, None].expand(len(sequences), -1, -1, -1, -1)))
+        for of_layer, own in last:
+            for to, of in parts:
+                self.lists[to, begin:, of_layer] = own[of, : size - begin]
+                if begin:
+                    self.lists[to, :begin, of_layer] = own[of, size - begin :]
+        for to, _ in parts:
+            kept = self.list_pos[to]
+            torch.add(self._offsets[begin].expand(kept.shape), (behind - size) * stride, out=kept)
+
+    def _above(self, behind: int, tokens: int) -> Tensor:
+        """The lists [1, ring, H_kv, k] of the last leaders above the top of the sequence, where every node is opened.
+
+        Args:
+            tokens: those of a node of the layer above.
+        """
+        stride, (_, size, _, heads, _) = self.options.selection_stride, self.lists.shape
+        own = [leader * stride // tokens for leader in range(behind - size, behind)]  # their diagonal blocks
+        # Most often all leaders have one.
+        lists = {node: self._nodes.where(self._nodes <= node, -1) for node in dict.fromkeys(own)}
+        rows = (
+            next(iter(lists.values()))[None]
+            if len(lists) == 1
+            else torch.stack([lists[node] for node in own])
+        )
+        return rows[None, :, None].expand(-1, size, heads, -1)
+
+    def opened(self, layer: int) -> Tensor:
+        """The lists [B, ring, 1, k] of the ring's leaders in a layer where everything is opened (§7.3)."""
+        own = self.list_pos.long() // self.options.compression_rate ** (layer + 1)  # -1 stays
+        return self._nodes.where(self._nodes <= own[..., None, None], -1)
+
+    def check_leaders(self, name: str, leaders: list[list[int]], lengths: list[int]) -> None:
+        """Checks which leaders a state has lists of, against its lengths: those of others would be taken for theirs.
+
+        Raises:
+            ValueError: an entry that is neither -1 nor a leader of its sequence in the place of that leader (§7.3).
+        """
+        stride = self.options.selection_stride
+        for own, length in zip(leaders, lengths, strict=True):
+            for place, leader in enumerate(own):
+                fits = 0 <= leader < length and leader % stride == 0 and leader // stride % len(own) == place
+                if leader != -1 and not fits:
+                    raise ValueError(
+                        f"{name}: list_pos must have -1 or a multiple t of selection_stride = {stride} below the "
+                        f"length {length} in entry t / {stride} mod {len(own)}, got {own}"
+                    )
