@@ -1,10 +1,12 @@
-"""What a call costs on the host: microseconds from Python until the call returns, for every op, beside plain ATen ops.
+"""What a call costs on the host: microseconds from Python until the call returns, for ops, caches and layers.
 
-Run: ``python -m benchmarks.host_cost --csv PATH`` on a GPU; ``--bursts 5`` for a look. Tensors are small, and nothing
+Run: ``python -m benchmarks.host_cost --csv PATH`` on a GPU; ``--bursts 5`` for a look, ``--device cpu`` on a CPU, where
+the time is that of dispatch and kernels together. Tensors are small, and nothing
 waits for the device while a burst is queued. An op that launches more kernels takes longer for each of them, so the
 time of as many launches of an empty kernel is taken away from both sides. An op is compared with an ATen op of as
-many tensors, arguments and results together: ``neg`` has two, ``add`` three, ``addcmul`` four, ``cat`` any number.
-Figures are reported, never asserted.
+many tensors, arguments and results together: ``neg`` has two, ``add`` three, ``addcmul`` four, ``cat`` any number. A
+step of a cache or a layer, one token for each sequence, is compared with the ops that it cannot do without, called as
+a loop would that knows all arguments. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
 from benchmarks.harness.progress import progress
+from htree_ops import HTreeAttention, TreeKVCache
 from htree_ops.info import source_commit
 from htree_ops.tuning.clock import percentile
 from tests.support import compressed_kv_cases, rmsnorm_rope_cases
@@ -40,7 +43,10 @@ EMPTY_KERNEL = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry 
 
 @dataclass(frozen=True, kw_only=True)
 class HostRow:
-    """One op; ``own_us`` and ``aten_us`` are without the launches of their kernels, ``ratio`` is one by the other."""
+    """One op; ``own_us`` and ``aten_us`` are without the launches of their kernels, ``ratio`` is one by the other.
+
+    Of a cache or a layer ``tensors`` is 0, and ``aten`` says what its ops are.
+    """
 
     gpu: str
     torch: str
@@ -89,11 +95,92 @@ def ops(device: str) -> dict[str, Call]:
         name="host", dtype=half, T=64, H=4, H_kv=1, r=16, top_k=8, M=32, K=64, V=64, selection_stride=1
     )
     for call in (*calls(case, device), *row_calls(device)):
-        if call.op == "tree_cache_pages_":  # tokens would fill the cache after some calls
-            *state, new, action = call.args
-            call = replace(call, args=(*state, torch.zeros_like(new), action))
+        if call.op == "_tree_cache_step_":  # tokens would fill the cache after some calls
+            *before, counts, _, cu_rows, table, capacity = call.args
+            call = replace(call, args=(*before, torch.zeros_like(counts), True, cu_rows, table, capacity))
         found.setdefault(call.op, call)
     return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a class and its ops alone; ``begin`` takes back what a burst has added."""
+
+    call: Call
+    raw: Call
+    names: str
+    begin: Call
+
+
+def _filled(cache: TreeKVCache, tokens: int) -> Call:
+    """Fills a cache, and gives what takes later tokens back."""
+    shape = (cache.batch, tokens, cache.num_kv_heads)
+    k, v = (
+        torch.randn(*shape, w, device=cache.device).to(cache.dtype) for w in (cache.head_dim, cache.value_dim)
+    )
+    heads = 4 * cache.num_kv_heads
+    q = torch.randn(cache.batch, tokens, heads, cache.head_dim, device=cache.device).to(cache.dtype)
+    cache.append(k, v)
+    cache.attend(q)
+    return partial(cache.truncate, [tokens] * cache.batch)
+
+
+def raw_step(cache: TreeKVCache) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The op of :meth:`TreeKVCache.decode` for one token of each sequence, all other arguments at hand."""
+    step, (before, behind) = torch.ops.htree._tree_cache_step_.default, cache.step_arguments(None, 1)
+    return lambda q, k, v: step(*before, q, k, v, *behind)
+
+
+def steps(device: str) -> dict[str, Step]:
+    """Decode steps of caches and layers, by name."""
+    half = torch.float32 if device == "cpu" else torch.bfloat16
+    options: dict[str, Any] = {"top_k": 8, "max_top_nodes": 128}
+    sizes: dict[str, Any] = {"dtype": half, "device": device}
+    found = {}
+    for stride in (1, 4):
+        caches = [TreeKVCache(2, 1, 64, 1024, selection_stride=stride, **options, **sizes) for _ in range(2)]
+        begins = [_filled(cache, 64) for cache in caches]
+        q, k, v = (torch.randn(2, 1, heads, 64, **sizes) for heads in (4, 1, 1))
+        found[f"TreeKVCache.decode, stride {stride}"] = Step(
+            partial(caches[0].decode, q, k, v),
+            partial(raw_step(caches[1]), q, k, v),
+            "the op",
+            partial(_all, begins),
+        )
+    for positions in ("compact", "own"):
+        layer = HTreeAttention(
+            128, 4, 1, 64, positions=positions, selection_span=None, **options, **sizes
+        ).requires_grad_(False)
+        caches = [layer.make_cache(2, 1024) for _ in range(2)]
+        begins = [_filled(cache, 64) for cache in caches]
+        x = torch.randn(2, 1, 128, **sizes)
+        found[f"HTreeAttention, {positions} positions"] = Step(
+            partial(layer, x, cache=caches[0]),
+            partial(_raw_layer, layer, raw_step(caches[1]), caches[1].lengths, x),
+            "its ops",
+            partial(_all, begins),
+        )
+    return found
+
+
+def _all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _raw_layer(
+    layer: HTreeAttention, step: Callable[..., tuple[Tensor, Tensor]], lengths: Tensor, x: Tensor
+) -> Tensor:
+    """Projections, rotations where the layer has them, and the step."""
+    q, k, v = (proj(x) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k, v = (y.view(2, 1, -1, 64) for y in (q, k, v))
+    if layer.positions == "own":
+        frequencies = layer.frequencies(x.device)
+        angles = lengths[:, None] * frequencies
+        cos, sin = angles.cos().float(), angles.sin().float()
+        rows = torch.arange(2, device=x.device).view(2, 1)
+        q, k = torch.ops.htree.rope(q, cos, sin, rows), torch.ops.htree.rope(k, cos, sin, rows)
+    return layer.o_proj(step(q, k, v)[0].flatten(2))
 
 
 def plain(tensors: int, device: str) -> tuple[str, Call]:
@@ -136,10 +223,12 @@ def count_kernels(call: Call, device: str) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
 
 
-def host_us(call: Call, device: str, bursts: int) -> float:
-    """Median over bursts of the time until the call returns; the device is idle when a burst begins."""
+def host_us(call: Call, device: str, bursts: int, begin: Call | None = None) -> float:
+    """Median over bursts of the time until the call returns. A burst begins with ``begin``, on an idle device."""
     samples = []
     for _ in range(bursts):
+        if begin is not None:
+            begin()
         if device != "cpu":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -198,6 +287,33 @@ def measure(device: str, bursts: int) -> Iterator[HostRow]:
         )
 
 
+def measure_steps(device: str, bursts: int) -> Iterator[HostRow]:
+    """A row for every step of a class."""
+    launch = launch_us(device, bursts)
+    for name, step in progress(list(steps(device).items()), lambda item: item[0]):
+        times: list[list[float]] = [[], []]
+        for _ in range(3):  # one beside the other, so that both meet the same machine
+            for call, samples in zip((step.call, step.raw), times, strict=True):
+                host_us(call, device, 2, step.begin)
+                samples.append(host_us(call, device, bursts, step.begin))
+        total, raw = (percentile(samples, 50) for samples in times)
+        kernels, of_raw = (count_kernels(call, device) for call in (step.call, step.raw))
+        own, plain_us = total - kernels * launch, raw - of_raw * launch
+        yield HostRow(
+            gpu=torch.cuda.get_device_name() if device != "cpu" else "none",
+            torch=torch.__version__,
+            commit=source_commit(),
+            op=name,
+            tensors=0,
+            kernels=kernels,
+            host_us=total,
+            own_us=own,
+            aten=step.names,
+            aten_us=plain_us,
+            ratio=own / plain_us,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="host time of every op beside ATen ops of as many tensors")
@@ -206,8 +322,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--bursts", type=int, default=40, help=f"bursts of {BURST} calls per op")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--only", choices=("ops", "steps"), help="ops alone, or steps of caches and layers alone"
+    )
     arguments = parse_for_gpu(parser, argv)
-    print_rows(measure(arguments.device, arguments.bursts), arguments.csv)
+    parts = {"ops": measure, "steps": measure_steps}
+    chosen = [parts[arguments.only]] if arguments.only else list(parts.values())
+    rows = chain.from_iterable(part(arguments.device, arguments.bursts) for part in chosen)
+    print_rows(rows, arguments.csv)
     return 0
 
 
