@@ -1,4 +1,7 @@
-"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4)."""
+"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4).
+
+Longer than 700 lines because it is one class: what fills a cache, attends from it, cuts it back, saves and loads it.
+"""
 
 from __future__ import annotations
 
