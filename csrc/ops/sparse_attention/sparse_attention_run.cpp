@@ -29,6 +29,7 @@ SparseCall call_of(const SparseInputs& x, const SparseOptions& options) {
   if (x.sinks.defined()) call.x.sinks = x.sinks.to(state_dtype(x.query)).contiguous();
   // A block longer than the sequence is all of it.
   call.block_size = std::min(options.block_size, x.key.size(1));
+  call.given_block_size = options.block_size;
   call.stride = options.selection_stride;
   call.scale = resolve_scale(options.scale, x.query.size(3));
   return call;
@@ -148,8 +149,9 @@ class DocumentRows {
     const int64_t longest = std::max<int64_t>(num_keys, 1);
     while (options_.selection_stride / 2 >= longest)
       options_.selection_stride /= 2;
-    options_.block_size = std::min(options.block_size,
-                                   ceil_div(longest, options_.selection_stride) * options_.selection_stride);
+    // In whole sixteens where they were asked for: the kernel must not follow from the number of keys.
+    const int64_t unit = std::max<int64_t>(options_.selection_stride, options.block_size % 16 == 0 ? 16 : 1);
+    options_.block_size = std::min(options.block_size, ceil_div(longest, unit) * unit);
     const DeviceOffsets offsets = device_offsets(documents, num_queries, num_keys, options.selection_stride);
     const auto counts = [&](const Tensor& starts) {
       return starts.diff().to(at::kLong).masked_fill_(offsets.broken, 0);

@@ -123,6 +123,16 @@ struct RunningSoftmax {
   }
 };
 
+// What the sum of weighted values of a row is multiplied by. `max` is in log2 units. A caller's list may leave a row
+// nothing to see; its output is 0.
+__device__ __forceinline__ float output_factor(const AttendParams& params, int64_t head, float max,
+                                               float sum) {
+  if (params.gather.list_sizes && sum == 0.f) {
+    return 0.f;
+  }
+  return 1.f / (params.sinks ? sum + device::exp2_flushed(params.sinks[head] / kLn2 - max) : sum);
+}
+
 // Merges the warp's state into the running one and writes that state or, at the last layer, the output.
 template <typename T, int kValueDim, int kTiles>
 __device__ __forceinline__ void write_state(const AttendParams& params, const GatherTask& task, int64_t query,
@@ -149,7 +159,7 @@ __device__ __forceinline__ void write_state(const AttendParams& params, const Ga
         params.max[state_row + column] = params.last ? max * kLn2 : max;
         params.sum[state_row + column] = sum;
       }
-      const float inverse = 1.f / sum;
+      const float inverse = exists ? output_factor(params, first_head + column, max, sum) : 0.f;
       float* partial = params.partial + (partial_row + column) * kValueDim;
       T* out = static_cast<T*>(params.out) + (state_row + column) * kValueDim;
 #pragma unroll

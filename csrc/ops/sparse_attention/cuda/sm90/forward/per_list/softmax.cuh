@@ -374,7 +374,7 @@ class PerListStore {
         params_.max[state_row[h]] = params_.last ? max * kLn2 : max;
         params_.sum[state_row[h]] = sum;
       }
-      const float inverse = 1.f / sum;
+      const float inverse = output_factor(params_, int64_t{kv_head} * p.group + rows[h].head, max, sum);
       uint32_t* out =
           reinterpret_cast<uint32_t*>(static_cast<T*>(params_.out) + state_row[h] * Tile::kValueDim + dim);
 #pragma unroll
