@@ -23,6 +23,7 @@
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/selection/plan/block_chunks.h"
 #include "ops/selection/plan/block_launch.h"
+#include "ops/sparse_attention/plan/sparse.h"
 #include "ops/tree/plan/growing_tree.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
@@ -379,6 +380,37 @@ class TreeAttentionCall {
   bool hopper_ = false;
 };
 
+// What sparse_attention chooses for a call on a GPU, as for tree attention: (kernel of the forward, of dQ, of dK and dV,
+// bytes of scratch forward, backward). `sizes`: B, T, T_q, H, H_kv, K, V, n, block_size, s.
+std::tuple<std::string, std::string, std::string, int64_t, int64_t> sparse_attention_plan(
+    const std::array<int64_t, 10>& sizes, bool half_dtype, int major, bool hopper_kernels) {
+  tree::SparseProblem problem;
+  int64_t heads = 0, key_dim = 0;
+  std::tie(problem.batch, problem.num_keys, problem.num_queries, heads, problem.num_kv_heads, key_dim,
+           problem.value_dim, problem.list_width, problem.block_size, problem.stride) = std::tuple_cat(sizes);
+  problem.group = heads / problem.num_kv_heads;
+  const tree::DeviceFacts device{major, 227 << 10, major == 9 && hopper_kernels, kMultiprocessors};
+  const tree::AttentionProblem listed = tree::list_problem(problem, key_dim, half_dtype, 1.0);
+  if (!tree::takes_tensor_cores(problem, listed, device)) {
+    return {"general", "general", "general", 0, 0};
+  }
+  const auto choice = tree::GatherChoice::kAuto;
+  const tree::SparseConfig forward = tree::choose_sparse_forward(listed, device, choice);
+  const tree::SparseConfig backward = tree::choose_sparse_backward(listed, device, choice);
+  tree::Workspace lists, gradients;
+  tree::lay_out_lists(lists, listed, forward);
+  tree::lay_out_sparse_gradients(gradients, listed, backward);
+  const char* kernels[] = {"per_query", "shared_gather", "per_list"};
+  return {kernels[static_cast<int>(forward.gather)],
+          backward.per_list                ? "per_list"
+          : backward.shared_gather_queries ? "shared_gather"
+                                           : "per_query",
+          backward.per_list       ? "per_list"
+          : backward.parent_warps ? "parent_gradient"
+                                  : "key_gradient",
+          lists.bytes(), gradients.bytes()};
+}
+
 // (documents, queries and keys of each after padding, whether nothing is copied) for every group of a packed
 // call, whose documents have the given numbers of queries and keys.
 std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
@@ -484,6 +516,11 @@ PYBIND11_MODULE(_host, module) {
   module.def(
       "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
       "The scores of a dense top: (rows of a thread block, blocks that share the tiles of the same rows).");
+  module.def(
+      "sparse_attention_plan", &sparse_attention_plan, py::arg("sizes"), py::arg("half_dtype"),
+      py::arg("major") = 9, py::arg("hopper_kernels") = true,
+      "What sparse_attention takes for (B, T, T_q, H, H_kv, K, V, n, block_size, s): kernels of the forward, "
+      "of dQ, and of dK and dV, and the scratch of both directions in bytes.");
   py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")
