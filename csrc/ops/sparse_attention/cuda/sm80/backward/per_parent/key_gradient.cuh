@@ -206,6 +206,7 @@ class RowStream {
   int lane_;
   uint32_t entry_;
   bool exists_ = false;
+  bool sees_whole_ = false;  // the last parent of the list, which is not the diagonal one
   int slot_ = 0, count_ = 0;
   unsigned mask_ = 0;
   int64_t token_ = 0;
