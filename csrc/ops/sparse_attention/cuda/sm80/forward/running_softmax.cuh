@@ -6,6 +6,7 @@
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
 #include "ops/sparse_attention/cuda/attend.h"
+#include "ops/sparse_attention/cuda/sm80/forward/output_factor.cuh"
 #include "ops/tree/cuda/sm80/gather.cuh"
 #include "ops/tree/cuda/sm80/running_state.cuh"
 
@@ -122,16 +123,6 @@ struct RunningSoftmax {
     }
   }
 };
-
-// What the sum of weighted values of a row is multiplied by. `max` is in log2 units. A caller's list may leave a row
-// nothing to see; its output is 0.
-__device__ __forceinline__ float output_factor(const AttendParams& params, int64_t head, float max,
-                                               float sum) {
-  if (params.gather.list_sizes && sum == 0.f) {
-    return 0.f;
-  }
-  return 1.f / (params.sinks ? sum + device::exp2_flushed(params.sinks[head] / kLn2 - max) : sum);
-}
 
 // Merges the warp's state into the running one and writes that state or, at the last layer, the output.
 template <typename T, int kValueDim, int kTiles>

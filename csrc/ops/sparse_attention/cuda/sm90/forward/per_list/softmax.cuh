@@ -6,8 +6,8 @@
 #include "device/mma.cuh"
 #include "device/reduce.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "ops/sparse_attention/cuda/sm80/forward/output_factor.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/task.cuh"
-#include "ops/tree/cuda/sm80/running_state.cuh"
 
 namespace htree::tree_attention {
 
