@@ -8,7 +8,8 @@ namespace htree::tree_attention {
 
 // What the sum of weighted values of a row is multiplied by. `max` is in log2 units. A caller's list may leave a row
 // nothing to see; its output is 0.
-__device__ __forceinline__ float output_factor(const AttendParams& params, int64_t head, float max, float sum) {
+__device__ __forceinline__ float output_factor(const AttendParams& params, int64_t head, float max,
+                                               float sum) {
   if (params.gather.list_sizes && sum == 0.f) {
     return 0.f;
   }
