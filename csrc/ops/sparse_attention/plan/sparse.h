@@ -98,8 +98,9 @@ struct SparseConfig : TreeConfig, GradientKernels {
 
 inline bool takes_tensor_cores(const SparseProblem& p, const AttentionProblem& problem,
                                const DeviceFacts& device) {
-  return p.block_size % kTensorCoreRate == 0 && p.list_width * p.block_size <= kMaxSelectWidth &&
-         p.stride <= kTensorCoreRate && tensor_core_shape(problem) && device.major >= 8 &&
+  return p.list_width > 0 && p.block_size % kTensorCoreRate == 0 &&
+         p.list_width * p.block_size <= kMaxSelectWidth && p.stride <= kTensorCoreRate &&
+         tensor_core_shape(problem) && device.major >= 8 &&
          device.shared_bytes >= tensor_core_shared_bytes(problem);
 }
 
