@@ -14,6 +14,7 @@ namespace htree::tree_attention {
 
 struct ForwardConfig : TreeConfig {
   GatherKernel gather = GatherKernel::kPerQuery;
+  bool lists_given = false;  // the lists of all layers are read, and nothing is selected
 };
 
 // The temporary memory of the forward, beyond the output, stored parents and one packed copy of K and V,
@@ -192,6 +193,7 @@ struct ForwardMemory {
   uint32_t* mask;
   float* scores;  // selection_bytes()
   TileMarkMemory marks;
+  int32_t* counts;  // of the parents of a layer's lists, where lists are given
 };
 inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p, const ForwardConfig& c) {
   const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
@@ -203,6 +205,7 @@ inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p
   memory.mask = space.take<uint32_t>(many * lists * mask_words(p));
   memory.scores = space.take<float>(selection_bytes(p, c), 1);
   memory.marks = lay_out_tile_marks(space, p, c);
+  memory.counts = space.take<int32_t>(c.lists_given ? many * lists : 0);
   return memory;
 }
 
