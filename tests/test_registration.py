@@ -186,6 +186,16 @@ SCHEMAS = {
         f"(Tensor q, Tensor k, Tensor v, SymInt[] starts, bool store_parents, {PACKED}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
+    "_index_lists": (
+        f"(Tensor q, Tensor k, Tensor index_query, Tensor index_key, SymInt[] starts, {PACKED}) -> Tensor"
+    ),
+    "_listed_attention_rows": (
+        f"(Tensor q, Tensor k, Tensor v, Tensor lists, SymInt[] starts, {PACKED}) "
+        "-> (Tensor out, Tensor gmax, Tensor gsum)"
+    ),
+    "_listed_attention": (
+        f"(Tensor q, Tensor k, Tensor v, Tensor lists, {PACKED}) -> (Tensor out, Tensor lse)"
+    ),
     "_attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
@@ -289,6 +299,7 @@ AUTOCAST = {
     "_attention_rows",
     "_attention_varlen",
     "_attention_varlen_forward",
+    "_listed_attention",
     "gated_mlp",
     "_gated_mlp_forward",
     "sparse_attention",

@@ -113,6 +113,9 @@ def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
         others = {
             "fp8_gemm_exact",
             "gated_mlp_backward",
+            "_index_lists",
+            "_listed_attention",
+            "_listed_attention_rows",
             "select_blocks",
             "select_blocks_varlen",
             "sparse_attention",

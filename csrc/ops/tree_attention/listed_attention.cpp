@@ -19,32 +19,26 @@ constexpr const char* kOp = "tree_attention";
 
 // ---- the lists of an index
 
-// index_query [B, T_q, H_i, d], index_key [B, T, H_i, d]; H_i is `kv_heads` or 1.
-void check_index(const TreeOptions& options, const Tensor& index_query, const Tensor& index_key,
-                 SymInt kv_heads, c10::SymIntArrayRef starts) {
-  check_options(kOp, options);
+// index_query [B, T_q, H_i, d] of q [B, T_q, H, K], index_key [B, T, H_i, d] of k [B, T, H_kv, K]; H_i is H_kv or 1.
+void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
+                 const Tensor& index_key, c10::SymIntArrayRef starts) {
+  check_attention_rows(kOp, q, k, k, starts, options);
   TORCH_CHECK_VALUE(!options.selection_span.has_value(), kOp,
-                    ": an index chooses by its own scores; selection_span must be None beside it, got ",
+                    ": selection_span must be None beside an index, which has scores of its own, got ",
                     options.selection_span.value_or(0));
   TORCH_CHECK_VALUE(options.importance == Importance::kLseCausal, kOp,
-                    ": an index chooses by its own scores; importance must be lse_causal beside it, got ",
+                    ": importance must be lse_causal beside an index, which has scores of its own, got ",
                     kImportanceNames[static_cast<size_t>(options.importance)]);
   check_rank(kOp, "index_query", index_query, 4, "[B, T_q, H_i, d]");
   check_rank(kOp, "index_key", index_key, 4, "[B, T, H_i, d]");
-  const SymInt heads = index_query.sym_size(2);
+  check_same_device(kOp, "index_query", index_query, "q", q);
+  check_size(kOp, "index_query", index_query, 0, q.sym_size(0), "B of q");
+  check_size(kOp, "index_query", index_query, 1, q.sym_size(1), "T_q of q");
+  check_size(kOp, "index_key", index_key, 1, k.sym_size(1), "T of k");
+  const SymInt heads = index_query.sym_size(2), kv_heads = k.sym_size(2);
   TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), kOp,
-                    ": index_query must have H_kv = ", kv_heads, " heads or 1, got ", heads, " in ",
+                    ": index_query must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ",
                     index_query.sym_sizes());
-  const int64_t pieces = static_cast<int64_t>(starts.size());
-  TORCH_CHECK_VALUE(pieces > 0 && same_size(index_query.sym_size(1) % pieces, 0), kOp, ": the ", pieces,
-                    " pieces of index_query must have as many rows each, got ", index_query.sym_sizes());
-}
-
-std::vector<SymInt> lists_shape(const TreeOptions& options, const Tensor& index_query,
-                                const Tensor& index_key, SymInt kv_heads) {
-  const SymInt rows = list_rows(index_query.sym_size(1), options.selection_stride);
-  return {index_query.sym_size(0), (symbolic_depth(index_key.sym_size(1), options) * rows).max(2), kv_heads,
-          options.top_k};
 }
 
 // The list of every parent up to each leader's own, as layers have it whose nodes all are candidates.
@@ -58,52 +52,41 @@ Tensor full_lists(const Tensor& like, int64_t start, int64_t rows, int64_t strid
 
 // for each layer l below the top: lists[l] = select_blocks(index_query, index_key, k, block_size=r^(l + 1), ...)[0]
 template <SelectBlocks* kKernel>
-Tensor index_lists(const TreeOptions& options, const Tensor& index_query, const Tensor& index_key,
-                   SymInt kv_heads, c10::SymIntArrayRef starts) {
-  check_index(options, index_query, index_key, kv_heads, starts);
-  const int64_t pieces = static_cast<int64_t>(starts.size());
-  const SymInt piece = index_query.sym_size(1) / pieces;
-  const BlockOptions blocks = {options.top_k,
-                               options.compression_rate,
-                               options.selection_stride,
-                               /*local=*/1,
-                               /*first=*/0,
-                               options.open_next};
-  for (int64_t i = 0; i < pieces; ++i) {  // the checks of select_blocks, in its words
-    const SymInt end = starts[i] + piece;
-    TORCH_CHECK_VALUE(holds(starts[i].sym_ge(0)) && holds(end.sym_le(index_key.sym_size(1))), kOp,
-                      ": index_query must end where index_key does at the latest, got rows ", starts[i],
-                      " to ", end, " and ", index_key.sym_sizes());
-    prepare_blocks(kOp, index_query.narrow_symint(1, piece * i, piece), index_key.narrow_symint(1, 0, end),
-                   blocks);
+Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
+                   const Tensor& index_key, c10::SymIntArrayRef starts) {
+  check_index(options, q, k, index_query, index_key, starts);
+  const int64_t pieces = static_cast<int64_t>(starts.size()), stride = options.selection_stride;
+  const SymInt piece = q.sym_size(1) / pieces;
+  BlockOptions blocks;
+  blocks.count = options.top_k;
+  blocks.block_size = options.compression_rate;
+  blocks.stride = stride;
+  blocks.open_next = options.open_next;
+  for (int64_t i = 0; i < pieces; ++i) {  // the checks of select_blocks
+    prepare_blocks(kOp, index_query.narrow_symint(1, piece * i, piece),
+                   index_key.narrow_symint(1, 0, starts[i] + piece), blocks);
   }
-  const Tensor lists =
-      new_tensor(lists_shape(options, index_query, index_key, kv_heads), at::kInt, index_query);
+  const Tensor lists = new_tensor(all_lists_shape(q, k, options, /*stored=*/true), at::kInt, q);
   if constexpr (kKernel != nullptr) {
-    const int64_t stride = options.selection_stride, queries = piece.expect_int();
-    const int64_t rows = ceil_div(index_query.size(1), stride), piece_rows = ceil_div(queries, stride);
-    const int64_t depth = depth_of(index_key.sym_size(1), options);
+    const int64_t queries = piece.expect_int(), depth = depth_of(k.sym_size(1), options);
+    const int64_t rows = ceil_div(q.size(1), stride), piece_rows = ceil_div(queries, stride);
     for (int64_t layer = 0; layer < depth && lists.numel() > 0; ++layer) {
-      const int64_t span = node_span(options.compression_rate, layer + 1);
+      blocks.block_size = node_span(options.compression_rate, layer + 1);
       for (int64_t i = 0; i < pieces; ++i) {
         const int64_t start = starts[i].expect_int();
         const Tensor of_piece = lists.narrow(1, layer * rows + i * piece_rows, piece_rows);
         if (layer + 1 == depth) {
-          of_piece.copy_(full_lists(lists, start, piece_rows, stride, span, options.top_k));
+          of_piece.copy_(full_lists(lists, start, piece_rows, stride, blocks.block_size, options.top_k));
           continue;
         }
-        BlockOptions of_layer = blocks;
-        of_layer.block_size = span;
-        const Tensor query = index_query.narrow(1, i * queries, queries),
-                     key = index_key.narrow(1, 0, start + queries);
-        const BlockLists found = prepare_blocks(kOp, query, key, of_layer);
-        kKernel(unit_last(query), unit_last(key), of_layer, found);
+        const Tensor query = index_query.narrow(1, i * queries, queries);
+        const Tensor key = index_key.narrow(1, 0, start + queries);
+        const BlockLists found = prepare_blocks(kOp, query, key, blocks);
+        kKernel(unit_last(query), unit_last(key), blocks, found);
         of_piece.copy_(std::get<0>(found));
       }
     }
-    if (lists.size(1) > depth * rows) {
-      lists.slice(1, depth * rows).fill_(-1);
-    }
+    lists.slice(1, std::min(depth * rows, lists.size(1))).fill_(-1);
   }
   return lists;
 }
@@ -237,7 +220,7 @@ void register_kernels(torch::Library& library) {
 TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string packed = kPackedSchema;
   const std::string index =
-      "_index_lists(Tensor index_query, Tensor index_key, SymInt kv_heads, SymInt[] starts, " + packed +
+      "_index_lists(Tensor q, Tensor k, Tensor index_query, Tensor index_key, SymInt[] starts, " + packed +
       ") -> Tensor";
   const std::string rows =
       "_listed_attention_rows(Tensor q, Tensor k, Tensor v, Tensor lists, SymInt[] starts, " + packed +
