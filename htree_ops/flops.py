@@ -311,8 +311,7 @@ def _index_lists(
 def _listed_attention(q: Shape, k: Shape, v: Shape, lists: Shape, *packed: Any, **_: Any) -> int:
     """As many products of queries and keys as of weights and values: nothing is scored to be selected."""
     options = TreeOptions.from_packed(*packed)
-    _, kept, _ = _tree_work(q, k, options)
-    return 2 * (k[3] + v[3]) * kept
+    return 2 * (k[3] + v[3]) * _tree_work(q, k, options)[1]
 
 
 def _listed_attention_rows(

@@ -16,7 +16,7 @@ import htree_ops
 from htree_ops import TreeOptions, tree_attention
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import normal
-from tests.support.compilers import compiled
+from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
 
 OPS = torch.ops.htree
@@ -350,8 +350,8 @@ def test_opcheck(name: str, device: str) -> None:
     opcheck(OPS._listed_attention.default, (*leaves, lists, *packed))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_with_views(dynamic: bool, device: str) -> None:
+@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
+def test_compiled_with_views(dynamic: bool, backend: str, device: str) -> None:
     case = replace(CASES["plain"], T=60)
 
     def call(qkv: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,7 +363,7 @@ def test_compiled_with_views(dynamic: bool, device: str) -> None:
     qkv = normal((2, case.T, 8, case.K), torch.float32, device, 1).requires_grad_()
     index = normal((2, case.T, 2, 32), torch.float32, device, 2)
     wanted = call(qkv, index)
-    found = compiled(call, dynamic=dynamic)(qkv, index)
+    found = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)(qkv, index)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
     gradients = [torch.autograd.grad(x[0].square().sum() + x[1].sum(), qkv)[0] for x in (found, wanted)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.ops.arguments import validate_arguments, validate_arguments_as
+from htree_ops.ops.arguments import check_tensor, validate_arguments, validate_arguments_as
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["attention_backward", "attention_forward", "expand_heads", "tree_attention"]
@@ -200,6 +200,10 @@ def _attend(
             f"tree_attention: scope must be kv_head beside an index, which has a list for each K/V head, got "
             f"{options.scope}"
         )
+    if not (isinstance(index, (tuple, list)) and len(index) == 2):
+        raise TypeError(f"tree_attention: index must be (index_query, index_key), got {type(index).__name__}")
+    for name, x in zip(("index_query", "index_key"), index, strict=True):
+        check_tensor("tree_attention", name, x)
     before = k.shape[1] - q.shape[1] if q.dim() == k.dim() == 4 else 0
     lists = torch.ops.htree._index_lists(q, k, *(x.detach() for x in index), [before], *options.packed())
     out, lse = torch.ops.htree._listed_attention(q, k, v, lists, *options.packed())
