@@ -392,9 +392,9 @@ def test_options_that_an_index_excludes(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k: (q[0], k), "index_query must have 4 dimensions"),
-        (lambda q, k: (q[:, 1:], k), "index_query must have T_q of q"),
-        (lambda q, k: (q, k[:, 1:]), "index_key must have T of k"),
+        (lambda q, k: (q[0], k), "index_query must be 4-D"),
+        (lambda q, k: (q[:, 1:], k), r"size 1 of index_query must be 60 \(T_q of q\), got 59"),
+        (lambda q, k: (q, k[:, 1:]), r"size 1 of index_key must be 60 \(T of k\), got 59"),
         (lambda q, k: (q[..., :8], k[..., :8]), "d, the last size of index_query, must be a multiple of 16"),
         (lambda q, k: (q, k.half()), "index_key must have the dtype of index_query"),
         (
