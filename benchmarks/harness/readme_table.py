@@ -468,6 +468,26 @@ def render_lists(results: Results) -> str:
     )
 
 
+def render_sparse(results: Results) -> str:
+    """Attention over given lists, forward / backward, beside the tree's own tokens and dense attention."""
+    found: dict[tuple[int, str, int, int], dict[tuple[str, str], str]] = {}
+    for line in results.tables.get("sparse_attention_h200", ()):
+        case = re.fullmatch(r"B=1 T=(\d+) .* n=(\d+) block=(\d+) s=(\d+) (\w+)", line["case"])
+        if case is not None:
+            length, n, block, stride = (int(case[i]) for i in range(1, 5))
+            times = found.setdefault((length, case[5], n * block, stride), {})
+            times[line["method"], line["direction"]] = line["median_ms"]
+    methods = ("sparse_attention", "tree_attention, tokens", "dense")
+    lines = []
+    for (length, kind, listed, stride), times in sorted(found.items()):
+        cells = []
+        for method in methods:
+            both = [times.get((method, direction)) for direction in ("forward", "backward")]
+            cells.append(" / ".join(_time(float(x) * 1e3) for x in both if x) if all(both) else MISSING)
+        lines.append((_count(length), kind, _count(listed), str(stride), *cells))
+    return _grid(("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE), lines)
+
+
 def render_prompts(results: Results) -> str:
     """Prompts that enter a cache in chunks, as a multiple of the time of one call."""
     lines = [
@@ -718,6 +738,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/performance.md", "spans", render_spans),
     ("docs/performance.md", "strides", render_strides),
     ("docs/performance.md", "short", render_short),
+    ("docs/performance.md", "sparse", render_sparse),
     ("docs/performance.md", "models", render_models),
     ("docs/performance.md", "decode", render_decode),
     ("docs/performance.md", "prompts", render_prompts),
