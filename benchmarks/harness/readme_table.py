@@ -485,7 +485,9 @@ def render_sparse(results: Results) -> str:
             both = [times.get((method, direction)) for direction in ("forward", "backward")]
             cells.append(" / ".join(_time(float(x) * 1e3) for x in both if x) if all(both) else MISSING)
         lines.append((_count(length), kind, _count(listed), str(stride), *cells))
-    return _grid(("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE), lines)
+    return _grid(
+        ("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE), lines
+    )
 
 
 def render_prompts(results: Results) -> str:
