@@ -20,13 +20,20 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // The kernels rotate pairs, here by nothing: a last element without a partner gets a 0, which adds nothing to a product.
 Tensor even_width(const Tensor& x) {
-  return x.size(-1) % 2 == 0 ? unit_last(x) : at::constant_pad_nd(x, {0, 1});
+  // What padding gives keeps the order of the dimensions in memory.
+  return unit_last(x.size(-1) % 2 == 0 ? x : at::constant_pad_nd(x, {0, 1}));
 }
 
 SparseCall call_of(const SparseInputs& x, const SparseOptions& options) {
   SparseCall call;
   call.x = {even_width(x.query), even_width(x.key), unit_last(x.value), x.blocks.contiguous(), {}};
-  if (x.sinks.defined()) call.x.sinks = x.sinks.to(state_dtype(x.query)).contiguous();
+  if (x.sinks.defined()) {
+    // Beside the largest finite sink all weights are 0, as beside an infinite one.
+    const at::ScalarType dtype = state_dtype(x.query);
+    const double most =
+        dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+    call.x.sinks = x.sinks.to(dtype).clamp_max(most).contiguous();
+  }
   // A block longer than the sequence is all of it.
   call.block_size = std::min(options.block_size, x.key.size(1));
   call.given_block_size = options.block_size;
@@ -46,9 +53,10 @@ void sink_gradient(const SparseCall& call, const SparseResults& results, const T
   const auto& [out, lse] = results;
   const at::ScalarType state = state_dtype(out);
   const Tensor sinks = call.x.sinks;
-  // A dead row has lse -inf and D = 0.
-  const Tensor share = sinks.sub(lse).sigmoid_().masked_fill_(lse.eq(-kInfinity), 0);
-  const Tensor rows = dout.to(state).mul(out.to(state)).sum(-1).mul_(share);
+  // A row that sees nothing, with lse -inf, gives nothing, whatever its upstream gradient.
+  const Tensor share = sinks.sub(lse).sigmoid_();
+  const Tensor rows =
+      dout.to(state).mul(out.to(state)).sum(-1).mul_(share).masked_fill_(lse.eq(-kInfinity), 0);
   if (rows.is_cuda()) {
     gradient.copy_(rows.sum(c10::IntArrayRef{0, 1}).neg_());
     return;
