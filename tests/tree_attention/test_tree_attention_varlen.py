@@ -31,6 +31,7 @@ from htree_ops import tree_attention, tree_attention_varlen
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
+from tests.support.opcheck import opcheck
 from tests.support.tree_attention_problem import packed as packed_options
 from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets
 
@@ -445,13 +446,13 @@ CHECKED = ("ragged", "span", "stride", "empty_documents", "half", "inv_freq")
 def test_opcheck(case: VarlenCase, device: str) -> None:
     q, k, v, *rest = case.make_inputs(device)
     options = ("auto", *case.packed())
-    torch.library.opcheck(OPS._attention_varlen_forward.default, (q, k, v, *rest, *options))
+    opcheck(OPS._attention_varlen_forward.default, (q, k, v, *rest, *options))
     leaves = (x.clone().requires_grad_() for x in (q, k))
-    torch.library.opcheck(OPS._attention_varlen.default, (*leaves, v, *rest, *options))
+    opcheck(OPS._attention_varlen.default, (*leaves, v, *rest, *options))
     state = OPS._attention_varlen_forward(q, k, v, *rest, *options)
     gradients = (torch.ones_like(state[0]), torch.ones_like(state[2]))
     backward = (q, k, v, *rest, *state, *gradients, "auto", [True] * 3, *case.packed())
-    torch.library.opcheck(OPS._attention_varlen_backward.default, backward)
+    opcheck(OPS._attention_varlen_backward.default, backward)
 
 
 @pytest.mark.parametrize("grad", [False, True])
