@@ -621,9 +621,8 @@ def texts(merged: bool = False) -> dict[str, str]:
     return found
 
 
-def write(folder: Path, merged: bool = False) -> list[Path]:
-    """Makes ``folder`` hold exactly the files of ``texts()``; files that are right already keep their dates."""
-    wanted = texts(merged)
+def write(folder: Path, wanted: Mapping[str, str]) -> list[Path]:
+    """Makes ``folder`` hold exactly the files of ``wanted``; files that are right already keep their dates."""
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in wanted:
             path.unlink()
@@ -638,5 +637,5 @@ def write(folder: Path, merged: bool = False) -> list[Path]:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    for written in write(Path(sys.argv[1])):
+    for written in write(Path(sys.argv[1]), texts()):
         print(written)

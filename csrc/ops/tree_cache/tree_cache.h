@@ -91,6 +91,7 @@ AppendPacked append_packed_cpu, append_packed_cuda;
 
 // How many leaders' lists the ring keeps for a sequence where the caller gives no ring.
 constexpr int64_t kRing = 4;
+constexpr const char* kPagesOp = "tree_cache_pages_";  // what messages call it
 
 struct AttentionInputs {
   const Tensor& q;                          // [N_q, H, K]

@@ -14,7 +14,6 @@ namespace {
 
 constexpr const char* kPackedOp = "tree_cache_append_packed_";
 constexpr const char* kAttentionOp = "tree_cache_attention";
-constexpr const char* kPagesOp = "tree_cache_pages_";
 constexpr const char* kCopyOp = "tree_cache_copy_";
 
 TreeOptions tree_options(const PageOptions& options) {

@@ -19,8 +19,6 @@ using tree_attention::Stage;
 using tree_attention::stored;
 using tree_attention::stored_mutable;
 
-constexpr const char* kPagesOp = "tree_cache_pages_";
-
 // ---- append
 
 // The new tokens of a sequence: rows [first, first + count) of the call, which follow `before` tokens.

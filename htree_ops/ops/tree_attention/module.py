@@ -93,9 +93,8 @@ class HTreeAttention(nn.Module):
         positions: where q and k are rotated. "own": each at its token's place in its sequence or document, before the
             tree is built, as dense models do, so that weights of these serve at any length that they were trained for.
             "compact": inside of the attention, at a node's place among the candidates of a query (§1.4), none of which
-            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same. Beyond, a small model
-            that was trained from scratch found 97 % of its copies with "compact" and 64 to 66 % with "own"; dense
-            weights fit "own" alone (docs/quality.md (a), (b)).
+            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same. Beyond, models that
+            are trained from scratch find more with "compact"; dense weights fit "own" alone (docs/quality.md (a), (b)).
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -197,12 +196,7 @@ class HTreeAttention(nn.Module):
         """A layer with the selection that the measurements recommend for a goal.
 
         ``goal="quality"`` is ``selection_span=2, selection_stride=1``, which a layer without options has too;
-        ``goal="speed"`` is ``selection_span=2, selection_stride=4``. A small model that was trained with the former and
-        compact positions finds, with 256 of 4096 tokens per query, 97.4 % of the copies from far back (two seeds; dense
-        attention 94 to 98 %, that of the documents 33 %; docs/quality.md (b)). Of the copies that a dense model finds,
-        the same weights keep with the tree and own positions, in two models, 99.8 and 72 % with the former, 90 and 67 %
-        with the latter, 71 and 42 % with the documents' options, and 99.9 % with ``selection_span=1``
-        (docs/quality.md (a)).
+        ``goal="speed"`` is ``selection_span=2, selection_stride=4``. docs/quality.md has what models keep with either.
 
         Args:
             goal: what to favour.
