@@ -14,7 +14,6 @@ from htree_ops.errors import (  # noqa: E402
     ArchitectureNotSupportedError,
     DeviceError,
     HTreeKernelError,
-    NumericalOverflowError,
     ShapeMismatchError,
     TuningFailedError,
     UnsupportedDtypeError,
@@ -44,6 +43,7 @@ from htree_ops.ops.hadamard import (  # noqa: E402
     grouped_hadamard,
     hadamard_transform,
 )
+from htree_ops.ops.index_loss import index_loss  # noqa: E402
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
 from htree_ops.ops.selection import select_blocks, select_blocks_varlen  # noqa: E402
 from htree_ops.ops.sparse_attention import sparse_attention, sparse_attention_varlen  # noqa: E402
@@ -70,7 +70,6 @@ __all__ = [
     "HTreeKernelError",
     "HadamardTransform",
     "MustafarAttention",
-    "NumericalOverflowError",
     "ShapeMismatchError",
     "TreeKVCache",
     "TreeOptions",
@@ -88,6 +87,7 @@ __all__ = [
     "grouped_hadamard",
     "hadamard_transform",
     "head_rmsnorm_rope",
+    "index_loss",
     "kv_compress",
     "kv_decode_attention",
     "kv_decompress",

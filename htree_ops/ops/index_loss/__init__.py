@@ -1,0 +1,5 @@
+"""How an index learns which blocks its queries read (docs/semantics/index_loss.md §10)."""
+
+from htree_ops.ops.index_loss.function import index_loss
+
+__all__ = ["index_loss"]
