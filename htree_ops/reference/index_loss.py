@@ -31,7 +31,9 @@ def divergences(
     masses = attention.unflatten(-1, (-1, block_size)).sum(-1).unflatten(0, (H_i, -1)).mean(1)
     products = torch.einsum("hd,thd->ht", index_query[token].to(wide), index_key[:counted].to(wide))
     blocks = products.unflatten(-1, (-1, block_size))
-    first = blocks.detach().argmax(-1, keepdim=True)  # torch has the first of equal ones, and a NaN before all
+    first = blocks.detach().argmax(
+        -1, keepdim=True
+    )  # torch has the first of equal ones, and a NaN before all
     guess = blocks.gather(-1, first)[..., 0].log_softmax(-1)
     return (torch.xlogy(masses, masses) - torch.where(masses == 0, 0, masses * guess)).sum(-1)
 

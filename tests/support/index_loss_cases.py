@@ -89,7 +89,7 @@ class IndexLossCase(Case):
         return keys * (2 * self.H_kv * self.K + 3 * self.H_i * self.d)
 
     def flops(self) -> int:
-        """Of the attention and the index, forward and backward once each: an average position counts half of the tokens."""
+        """Of the attention once and the index twice; an average position counts half of the tokens."""
         return self.counted() * (2 * (self.H * self.K + 2 * self.H_i * self.d) + self.H)
 
     @property

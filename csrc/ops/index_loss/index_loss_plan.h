@@ -64,15 +64,15 @@ inline MassKernel choose_mass_kernel(const LossProblem& p) {
 // a unit of tokens: columns of a document begin at that of its first block, counted as if blocks began at token 0.
 struct LossPlan {
   MassKernel kernel;
-  int64_t unit;                         // tokens of a column, a divisor of block_size
-  int64_t part_heads;                   // a power of two; the last heads of a part may be missing
-  int64_t parts;                        // of a K/V head
-  int64_t columns;                      // of the longest sequence
-  int64_t splits;                       // thread blocks that share the columns of the same query rows
-  int64_t split_columns;                // of one of them
-  int64_t batches;                      // whose masses are held at once
-  int64_t range_blocks;                 // blocks of a range
-  int64_t score_splits, score_columns;  // the same for block scores
+  int64_t unit;           // tokens of a column, a divisor of block_size
+  int64_t part_heads;     // a power of two; the last heads of a part may be missing
+  int64_t parts;          // of a K/V head
+  int64_t columns;        // of the longest sequence
+  int64_t splits;         // thread blocks that share the columns of the same query rows
+  int64_t split_columns;  // of one of them
+  int64_t batches;        // whose masses are held at once
+  int64_t range_blocks;   // blocks of a range
+  int64_t score_columns;  // the same for block scores
 
   int64_t units_of_block(int64_t block_size) const { return block_size / unit; }
   // Columns that are held: a range, and the block before it, whose last tokens it may have where documents do not begin at
@@ -110,7 +110,6 @@ inline LossPlan plan_loss(const LossProblem& p) {
   plan.splits = ceil_div(plan.columns, plan.split_columns);
   plan.score_columns =
       columns_of_split(plan.columns, ceil_div(p.rows, kScorePositions) * p.index_heads * plan.batches);
-  plan.score_splits = ceil_div(plan.columns, plan.score_columns);
   return plan;
 }
 

@@ -29,9 +29,9 @@ def index_loss(
 
     At a position t the blocks wholly before t's own have two distributions. p is that of the attention: for each query
     head of an index head the exact softmax of ``scale * <query[t], key>`` over all tokens of these blocks, summed per
-    block; then the mean over the heads. The other is the softmax of the block scores of :func:`htree_ops.select_blocks`,
-    ``max over the block's tokens j of <index_query[t], index_key[j]>``. The loss is the mean over positions and index
-    heads of KL(p ‖ softmax(scores)). It is what a learned index minimises.
+    block; then the mean over the heads. The other is the softmax of the block scores of
+    :func:`htree_ops.select_blocks`, ``max over the block's tokens j of <index_query[t], index_key[j]>``. The loss is the
+    mean over positions and index heads of KL(p ‖ softmax(scores)). It is what a learned index minimises.
     Source: docs/semantics/index_loss.md §10.
 
     Args:
@@ -63,8 +63,8 @@ def index_loss(
             behind its first block, where positions are drawn.
         UnsupportedDtypeError: a dtype that is not supported, or different ones; float64 on CUDA.
         DeviceError: tensors on different devices.
-        ValueError: an option outside its range; on the CPU a position without an earlier block, offsets that descend, or
-            documents none of which is longer than a block. On CUDA such positions are left out.
+        ValueError: an option outside its range; on the CPU a position without an earlier block, offsets that descend,
+            or documents none of which is longer than a block. On CUDA such positions are left out.
         NotImplementedError: the gradient of a gradient.
 
     Example:
@@ -104,7 +104,7 @@ def draw_positions(
     device = query.device if generator is None else generator.device
     if cu_seqlens is None:
         T = key.shape[1] if key.dim() == 4 else block_size + 1  # the op refuses other ranks
-        if T <= block_size:
+        if not block_size < T:
             raise ShapeMismatchError(
                 f"index_loss: key must have more than block_size = {block_size} tokens, got {T} in "
                 f"{list(key.shape)}",
@@ -117,12 +117,12 @@ def draw_positions(
     lengths = cu_seqlens.long().diff()
     counted = (lengths - block_size).clamp_min(0)  # tokens of each document that have an earlier block
     until = counted.cumsum(0)
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        if rows > 0 and int(counted.sum()) == 0:
-            raise ValueError(
-                f"index_loss: cu_seqlens must have a document of more than block_size = {block_size} tokens, got "
-                f"{int(lengths.max()) if len(lengths) else 0} in the longest"
-            )
+    on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and rows > 0 and int(counted.sum()) == 0:
+        raise ValueError(
+            f"index_loss: cu_seqlens must have a document of more than block_size = {block_size} tokens, got "
+            f"{int(lengths.max()) if len(lengths) else 0} in the longest"
+        )
     if len(lengths) == 0:
         return cu_seqlens.new_full((rows,), -1, dtype=torch.int64)
     chances = torch.rand(rows, generator=generator, device=device, dtype=torch.float64)

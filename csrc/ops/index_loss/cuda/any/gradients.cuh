@@ -72,18 +72,24 @@ __global__ void __launch_bounds__(GradientTraits::kThreads)
         mine = score_gradient(params, columns, blocks, first + lane, before, factor, index_lse);
       }
       const unsigned counting = __ballot_sync(device::kFullMask, mine.counts);
+      if (counting == 0) {
+        continue;
+      }
+      // Without a branch eight keys are loaded at once: what does not count adds 0 times a key that counts.
+      const int32_t known = __shfl_sync(device::kFullMask, mine.token, __ffs(static_cast<int>(counting)) - 1);
+      if (!mine.counts) {
+        mine.value = 0.0f;
+        mine.token = known;
+      }
 #pragma unroll 8
       for (int i = 0; i < device::kWarpSize; ++i) {
         const float value = __shfl_sync(device::kFullMask, mine.value, i);
-        const int32_t token = __shfl_sync(device::kFullMask, mine.token, i);
-        if (counting >> i & 1) {
-          const T* key = keys + token * params.key.row;
+        const T* key = keys + __shfl_sync(device::kFullMask, mine.token, i) * params.key.row;
 #pragma unroll
-          for (int c = 0; c < Tr::kChannels; ++c) {
-            const int channel = lane + c * device::kWarpSize;
-            if (channel < params.d) {
-              sums[c] = fmaf(value, device::to_acc(key[channel]), sums[c]);
-            }
+        for (int c = 0; c < Tr::kChannels; ++c) {
+          const int channel = lane + c * device::kWarpSize;
+          if (channel < params.d) {
+            sums[c] = fmaf(value, device::to_acc(key[channel]), sums[c]);
           }
         }
       }

@@ -54,7 +54,7 @@ __device__ __forceinline__ TensorPlace tensor_place(const MassParams<typename Tr
   const int32_t part = static_cast<int32_t>(blockIdx.z) % all;
   const int32_t group = params.heads / params.kv_heads, first = part % params.parts * params.part_heads;
   const int32_t positions = Tr::kRows / params.part_heads;
-  const int32_t first_row = static_cast<int32_t>(blockIdx.y) * positions;
+  const int32_t first_row = static_cast<int32_t>(blockIdx.x) * positions;
   return {static_cast<int32_t>(blockIdx.z) / all,
           part / params.parts,
           part,
@@ -242,7 +242,7 @@ struct StatisticsOfRows {
       // Rows that count nothing are stored too: they are read.
       const int32_t position = rows.position(params, place, i), head = rows.head(params, i);
       if (threadIdx.x % 4 == 0 && position < place.last_row && head < place.num_heads) {
-        const int64_t row = blockIdx.x * all + static_cast<int64_t>(place.batch) * span.rows + position;
+        const int64_t row = blockIdx.y * all + static_cast<int64_t>(place.batch) * span.rows + position;
         params.partials[row * params.heads + place.first_head + head] = make_float2(max[i], sum[i]);
       }
     }
@@ -417,7 +417,7 @@ __device__ __forceinline__ void multiply_run(const MassParams<typename Tr::T>& p
   device::wait_copies<0>();
 }
 
-// Grid: x = splits of the columns, y = tiles of positions, z = batches and parts of K/V heads.
+// Grid: x = tiles of positions, y = splits of the columns, z = batches and parts of K/V heads.
 template <typename Tr>
 __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocksAtOnce)
     tensor_masses_kernel(const MassParams<typename Tr::T> params) {
@@ -435,7 +435,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocksAtOnce)
   const auto go = [&](auto& epilogue) {
     for_runs(table, place.first_row, place.last_row,
              [&](int32_t first, int32_t last, int32_t start, int32_t most) {
-               const UnitRange units = units_of_split(span, start, most, static_cast<int32_t>(blockIdx.x));
+               const UnitRange units = units_of_split(span, start, most, static_cast<int32_t>(blockIdx.y));
                if (units.begin >= units.end) {
                  return;
                }
@@ -465,8 +465,8 @@ cudaError_t launch_tensor_masses(const MassParams<T>& params, cudaStream_t strea
   using Tr = TensorTraits<T, kMostSteps, kMasses>;
   const LossSpan& span = params.span;
   const LaunchShape shape{
-      .grid = dim3(static_cast<unsigned>(ceil_div(span.num_columns, span.split_columns)),
-                   static_cast<unsigned>(ceil_div(span.rows, Tr::kRows / params.part_heads)),
+      .grid = dim3(static_cast<unsigned>(ceil_div(span.rows, Tr::kRows / params.part_heads)),
+                   static_cast<unsigned>(ceil_div(span.num_columns, span.split_columns)),
                    static_cast<unsigned>(span.num_batches * params.kv_heads * params.parts)),
       .threads = Tr::kThreads,
       .shared_bytes = Tr::kStages * Tr::kStageBytes};
