@@ -30,8 +30,8 @@ def index_loss(
     At a position t the blocks wholly before t's own have two distributions. p is that of the attention: for each query
     head of an index head the exact softmax of ``scale * <query[t], key>`` over all tokens of these blocks, summed per
     block; then the mean over the heads. The other is the softmax of the block scores of
-    :func:`htree_ops.select_blocks`, ``max over the block's tokens j of <index_query[t], index_key[j]>``. The loss is the
-    mean over positions and index heads of KL(p ‖ softmax(scores)). It is what a learned index minimises.
+    :func:`htree_ops.select_blocks`, ``max over the block's tokens j of <index_query[t], index_key[j]>``.
+    The loss is the mean over positions and index heads of KL(p ‖ softmax(scores)): what a learned index minimises.
     Source: docs/semantics/index_loss.md §10.
 
     Args:

@@ -153,7 +153,7 @@ __device__ __forceinline__ void copy_keys(const typename Tr::T* keys, int64_t ke
   const int pack = static_cast<int>(threadIdx.x) % kPacks;
   int token = static_cast<int>(threadIdx.x) / kPacks;
   const int32_t last = 8 * pack < key_dim ? num_tokens - first_token : 0;
-  const auto* from = keys + static_cast<int64_t>(first_token + token) * key_row + 8 * pack;
+  const auto* from = keys + (int64_t{first_token} + token) * key_row + 8 * pack;
   stage += token * Tr::kPitch + 16 * pack;
 #pragma unroll 1
   for (; token < Tr::kTokens; token += kStep) {
@@ -321,7 +321,7 @@ __device__ __forceinline__ bool is_first_row(int32_t part_heads, int i) {
 
 // ---- the mainloop
 
-// A run of positions of one document: tiles of the units of this thread block's share.
+// A run of positions of one document: tiles of the units of this thread block's share, as far as the rows count them.
 template <typename Tr, typename Epilogue>
 __device__ __forceinline__ void multiply_run(const MassParams<typename Tr::T>& params,
                                              const TensorPlace& place,
@@ -405,7 +405,7 @@ __device__ __forceinline__ void multiply_run(const MassParams<typename Tr::T>& p
           const int32_t unit = tile + first + static_cast<int32_t>(threadIdx.x % 4);
 #pragma unroll
           for (int i = 0; i < Tr::kLaneRows; ++i) {
-            if (unit < min(counts[i], units.end) && is_first_row(params.part_heads, i)) {
+            if (unit < counts[i] && is_first_row(params.part_heads, i)) {
               to[((8 * i) >> params.part_shift) * row_stride + unit] = masses[i];
             }
           }
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocksAtOnce)
                for (int i = 0; i < Tr::kLaneRows; ++i) {
                  const int32_t position = rows.position(params, place, i);
                  const bool mine = rows.is_present(i) && position >= first && position < last;
-                 counts[i] = mine ? positions.units[position - place.first_row] : 0;
+                 counts[i] = mine ? min(positions.units[position - place.first_row], units.end) : 0;
                }
                multiply_run<Tr>(params, place, a, rows, counts, units, keys + start * params.key.row,
                                 mass_stages, epilogue);
