@@ -50,7 +50,7 @@ def index_loss(
     block_size: int = 16,
 ) -> Tensor:
     """The loss of ``torch.ops.htree.index_loss``, one position after another; 0 where there is none."""
-    tensors = (query, key, index_query, index_key)
+    tensors: tuple[Tensor, ...] = (query, key, index_query, index_key)
     if cu_seqlens is not None:
         tensors = tuple(x[None] for x in tensors)
     found = []
@@ -61,8 +61,8 @@ def index_loss(
                 ends = cu_seqlens.tolist()
                 start = max(x for x in ends if x <= token)
                 end = min(x for x in ends if x > token)
-            document = (x[b, start:end] for x in tensors)
-            found.append(divergences(*document, token - start, scale=scale, block_size=block_size))
+            document = [x[b, start:end] for x in tensors]
+            found.append(divergences(*document, token=token - start, scale=scale, block_size=block_size))
     if not found:
         return 0 * (index_query.sum() + index_key.sum()).to(torch.promote_types(query.dtype, torch.float32))
     return torch.stack(found).mean()

@@ -8,7 +8,7 @@ from torch import Tensor
 from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.arguments import check_int, validate_arguments
 
-__all__ = ["draw_positions", "index_loss"]
+__all__ = ["draw_among", "draw_positions", "index_loss"]
 
 
 @validate_arguments
@@ -101,7 +101,6 @@ def draw_positions(
         raise TypeError(
             f"index_loss: generator must be a torch.Generator or None, got {type(generator).__name__}"
         )
-    device = query.device if generator is None else generator.device
     if cu_seqlens is None:
         T = key.shape[1] if key.dim() == 4 else block_size + 1  # the op refuses other ranks
         if not block_size < T:
@@ -112,20 +111,33 @@ def draw_positions(
                 tensor_name="key",
             )
         size = (query.shape[0] if query.dim() == 4 else 1, rows)
+        device = query.device if generator is None else generator.device
         drawn = torch.randint(block_size, T, size, generator=generator, device=device)
         return drawn.to(query.device, non_blocking=True)
     lengths = cu_seqlens.long().diff()
-    counted = (lengths - block_size).clamp_min(0)  # tokens of each document that have an earlier block
-    until = counted.cumsum(0)
     on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and rows > 0 and int(counted.sum()) == 0:
+    if on_host and rows > 0 and not bool((lengths > block_size).any()):
         raise ValueError(
             f"index_loss: cu_seqlens must have a document of more than block_size = {block_size} tokens, got "
             f"{int(lengths.max()) if len(lengths) else 0} in the longest"
         )
+    return draw_among(cu_seqlens[:-1], lengths, rows, block_size, generator)
+
+
+def draw_among(
+    starts: Tensor, lengths: Tensor, rows: int, block_size: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Positions int64 [rows] in documents that begin at ``starts`` and have ``lengths`` tokens, each equally likely.
+
+    They are -1 where no document is longer than a block.
+    """
+    device = lengths.device if generator is None else generator.device
     if len(lengths) == 0:
-        return cu_seqlens.new_full((rows,), -1, dtype=torch.int64)
+        return torch.full((rows,), -1, dtype=torch.int64, device=lengths.device)
+    counted = (lengths.long() - block_size).clamp_min(0)  # tokens that have an earlier block
+    until = counted.cumsum(0)
     chances = torch.rand(rows, generator=generator, device=device, dtype=torch.float64)
-    place = (chances.to(cu_seqlens.device, non_blocking=True) * until[-1]).long()
+    place = (chances.to(lengths.device, non_blocking=True) * until[-1]).long().minimum(until[-1] - 1)
     document = torch.searchsorted(until, place, right=True).clamp_max(len(lengths) - 1)
-    return cu_seqlens.long()[document] + block_size + place - (until - counted)[document]
+    found = starts.long()[document] + block_size + place - (until - counted)[document]
+    return found.masked_fill(until[-1] == 0, -1)
