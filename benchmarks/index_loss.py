@@ -81,8 +81,8 @@ def checks(block_size: int) -> Callable[[tuple[Any, ...], tuple[Tensor, ...]], N
         query, key, index_query, index_key, positions, _ = inputs
         found = []
         for t in positions[0, :8].tolist():
-            first = [x[0, : t + 1].double() for x in (query, key, index_query, index_key)]
-            found.append(reference.divergences(*first, token=t, block_size=block_size))
+            q, k, iq, ik = (x[0, : t + 1].double() for x in (query, key, index_query, index_key))
+            found.append(reference.divergences(q, k, iq, ik, t, block_size=block_size))
         mean = torch.stack(found).mean().item()
         assert 0.7 * mean < result[0].item() < 1.4 * mean
         assert all(bool(x.isfinite().all()) for x in result)

@@ -295,7 +295,13 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
 ]
 #: Functions that wait for the device, change a model or only compute sizes: nobody compiles them.
 EAGER = {
-    *("calibrate_activation_scales", "fp8_scale_inv", "handle_fp8_overflow", "quantize_model_"),
+    *(
+        "calibrate_activation_scales",
+        "fp8_scale_inv",
+        "handle_fp8_overflow",
+        "index_losses",
+        "quantize_model_",
+    ),
     *("cache_layers", "key_weight_from_queries", "num_kept", "page_rows", "row_bytes"),
 }
 ROWS_OF_TABLE = [

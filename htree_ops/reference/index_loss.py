@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of the loss of an index (docs/semantics/index_loss.md §10)."""
+"""Plain PyTorch reference of the loss of an index (docs/semantics/index_loss.md §9.3)."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def index_loss(
                 ends = cu_seqlens.tolist()
                 start = max(x for x in ends if x <= token)
                 end = min(x for x in ends if x > token)
-            document = [x[b, start:end] for x in tensors]
-            found.append(divergences(*document, token=token - start, scale=scale, block_size=block_size))
+            q, k, iq, ik = (x[b, start:end] for x in tensors)
+            found.append(divergences(q, k, iq, ik, token - start, scale=scale, block_size=block_size))
     if not found:
         return 0 * (index_query.sum() + index_key.sum()).to(torch.promote_types(query.dtype, torch.float32))
     return torch.stack(found).mean()

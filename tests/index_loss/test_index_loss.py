@@ -1,4 +1,4 @@
-"""The loss of an index: values, gradients and the properties of docs/semantics/index_loss.md §10."""
+"""The loss of an index: values, gradients and the properties of docs/semantics/index_loss.md §9.3."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_double(inputs: Sequence[Any]) -> list[Any]:
     ]
 
 
-#: Of the loss: §10. Of a gradient: that times its largest element, and the rounding to its dtype.
+#: Of the loss: §9.3. Of a gradient: that times its largest element, and the rounding to its dtype.
 LOSS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
 ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -412,7 +412,7 @@ def test_fitting_an_index_lowers_the_loss(device: str) -> None:
 
 @pytest.mark.gpu
 def test_memory_at_a_million_tokens() -> None:
-    """§10: at most 256 MB beside arguments and gradients."""
+    """§9.3: at most 256 MB beside arguments and gradients."""
     T = 2**20
     query, key = (torch.zeros(1, T, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2))
     index = [

@@ -1,4 +1,4 @@
-"""index_loss under torch's machinery, and what it refuses (docs/semantics/index_loss.md §10)."""
+"""index_loss under torch's machinery, and what it refuses (docs/semantics/index_loss.md §9.3)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
-#: docs/semantics/index_loss.md §10.1, and what the bound holds for.
+#: docs/semantics/index_loss.md §9.3, and what the bound holds for.
 MOST_BYTES = 256 << 20
 MOST_CELLS = 10**8
 

@@ -1,4 +1,4 @@
-"""The index of HTreeAttention, and the losses that index_losses gathers (docs/semantics/index_loss.md §10.3)."""
+"""The index of HTreeAttention, and the losses that index_losses gathers (docs/semantics/index_loss.md §9.5)."""
 
 from __future__ import annotations
 

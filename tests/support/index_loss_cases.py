@@ -1,4 +1,4 @@
-"""Problems of ``index_loss`` (docs/semantics/index_loss.md §10)."""
+"""Problems of ``index_loss`` (docs/semantics/index_loss.md §9.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Schemas, CPU, CUDA and Meta kernels, Autograd and Autocast of index_loss. docs/semantics/index_loss.md §10;
+// Schemas, CPU, CUDA and Meta kernels, Autograd and Autocast of index_loss. docs/semantics/index_loss.md §9.3;
 // docs/semantics/conventions.md §0.5
 #include "ops/index_loss/index_loss.h"
 

@@ -1,5 +1,5 @@
 // Contract of the loss of an index: sizes, checks, outputs, and what CPU and CUDA have to provide.
-// docs/semantics/index_loss.md §10
+// docs/semantics/index_loss.md §9.3
 #pragma once
 
 #include <array>

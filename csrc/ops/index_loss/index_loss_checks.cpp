@@ -1,4 +1,4 @@
-// Checks and outputs of index_loss. docs/semantics/index_loss.md §10
+// Checks and outputs of index_loss. docs/semantics/index_loss.md §9.3
 #include "ops/index_loss/index_loss.h"
 
 namespace htree::index_loss {

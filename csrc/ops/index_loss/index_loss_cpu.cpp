@@ -1,4 +1,4 @@
-// CPU kernels of index_loss (docs/semantics/index_loss.md §10), parallel over positions and, for the gradient of keys, over
+// CPU kernels of index_loss (docs/semantics/index_loss.md §9.3), parallel over positions and, for the gradient of keys, over
 // blocks. What a call holds beside arguments and results does not grow with the sequence: the forward goes twice through
 // pieces of a position's tokens, the backward through ranges of blocks.
 #include <ATen/Parallel.h>

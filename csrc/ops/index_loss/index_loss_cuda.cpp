@@ -1,5 +1,5 @@
 // CUDA entry points of index_loss: the statistics of the attention, then ranges of blocks, whose masses and scores are held
-// and reduced by the launches behind. docs/semantics/index_loss.md §10
+// and reduced by the launches behind. docs/semantics/index_loss.md §9.3
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/zeros.h>
 

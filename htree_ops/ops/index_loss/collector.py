@@ -1,4 +1,4 @@
-"""The losses of the indexes of a model's layers, gathered while the model runs (docs/semantics/index_loss.md §10.3)."""
+"""The losses of the indexes of a model's layers, gathered while the model runs (docs/semantics/index_loss.md §9.5)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
         RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss.
 
     Example:
-        >>> layer = htree_ops.HTreeAttention(32, num_heads=2, options=htree_ops.TreeOptions(top_k=4), index_dim=16)
+        >>> import htree_ops
+        >>> options = htree_ops.TreeOptions(top_k=4, max_top_nodes=64)
+        >>> layer = htree_ops.HTreeAttention(32, num_heads=2, options=options, index_dim=16)
         >>> with htree_ops.index_losses(rows=8) as losses:
         ...     out = layer(torch.randn(2, 100, 32))
         >>> (out.square().mean() + losses.mean()).backward()

@@ -1,11 +1,11 @@
-"""The loss by which an index learns the masses of an attention (docs/semantics/index_loss.md §10)."""
+"""The loss by which an index learns the masses of an attention (docs/semantics/index_loss.md §9.3)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ShapeMismatchError
+from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import check_int, validate_arguments
 
 __all__ = ["draw_among", "draw_positions", "index_loss"]
@@ -32,7 +32,7 @@ def index_loss(
     block; then the mean over the heads. The other is the softmax of the block scores of
     :func:`htree_ops.select_blocks`, ``max over the block's tokens j of <index_query[t], index_key[j]>``.
     The loss is the mean over positions and index heads of KL(p ‖ softmax(scores)): what a learned index minimises.
-    Source: docs/semantics/index_loss.md §10.
+    Source: docs/semantics/index_loss.md §9.3.
 
     Args:
         query: [B, T, H, K], as the attention takes it (rotated where that rotates); float32, float16, bfloat16, on the
@@ -104,7 +104,8 @@ def draw_positions(
     if cu_seqlens is None:
         T = key.shape[1] if key.dim() == 4 else block_size + 1  # the op refuses other ranks
         if not block_size < T:
-            raise ShapeMismatchError(
+            refuse(
+                ShapeMismatchError,
                 f"index_loss: key must have more than block_size = {block_size} tokens, got {T} in "
                 f"{list(key.shape)}",
                 actual=tuple(key.shape),

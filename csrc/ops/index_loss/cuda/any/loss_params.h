@@ -1,4 +1,4 @@
-// What the kernels of index_loss are given. docs/semantics/index_loss.md §10. No torch.
+// What the kernels of index_loss are given. docs/semantics/index_loss.md §9.3. No torch.
 #pragma once
 
 #include <cuda_bf16.h>

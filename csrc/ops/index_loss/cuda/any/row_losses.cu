@@ -1,5 +1,5 @@
 // The table of positions, log-sum-exps from the statistics of shares, and the divergences of rows.
-// docs/semantics/index_loss.md §10
+// docs/semantics/index_loss.md §9.3
 #include <climits>
 
 #include "device/reduce.cuh"
