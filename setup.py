@@ -28,6 +28,7 @@ FAMILIES = (
     "fp8",
     "gated_mlp",
     "hadamard",
+    "index_loss",
     "rmsnorm_rope",
     "selection",
     "sparse_attention",

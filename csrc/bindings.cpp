@@ -20,6 +20,7 @@
 #include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
+#include "ops/index_loss/index_loss_plan.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/selection/plan/block_chunks.h"
 #include "ops/selection/plan/block_launch.h"
@@ -466,6 +467,28 @@ std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, in
           launch.bytes()};
 }
 
+// What index_loss holds and launches on a GPU.
+py::dict index_loss_plan(int64_t batch, int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads,
+                         int64_t index_heads, int64_t key_dim, int64_t block_size, bool half_dtype,
+                         int major) {
+  namespace loss = htree::index_loss;
+  const auto plan = loss::plan_loss(
+      {batch, rows, tokens, heads, kv_heads, index_heads, key_dim, block_size, half_dtype, major});
+  py::dict found;
+  found["kernel"] = loss::describe(plan.kernel);
+  found["unit"] = plan.unit;
+  found["part_heads"] = plan.part_heads;
+  found["parts"] = plan.parts;
+  found["columns"] = plan.columns;
+  found["splits"] = plan.splits;
+  found["split_columns"] = plan.split_columns;
+  found["batches"] = plan.batches;
+  found["range_blocks"] = plan.range_blocks;
+  found["score_columns"] = plan.score_columns;
+  found["held_columns"] = plan.held_columns(block_size);
+  return found;
+}
+
 PYBIND11_MODULE(_host, module) {
   module.doc() = "The compiled kernel configurations of htree_ops, and which of them a problem takes.";
   module.def("kernel_configurations", &kernel_configurations,
@@ -554,6 +577,10 @@ PYBIND11_MODULE(_host, module) {
       py::arg("size"),
       "How select_blocks divides a call on the CPU: (groups of blocks, heads, groups and tokens packed "
       "at once, queries).");
+  module.def("index_loss_plan", &index_loss_plan, py::arg("batch"), py::arg("rows"), py::arg("tokens"),
+             py::arg("heads"), py::arg("kv_heads"), py::arg("index_heads"), py::arg("key_dim"),
+             py::arg("block_size"), py::arg("half_dtype") = true, py::arg("major") = 9,
+             "How index_loss runs on a GPU: kernel, columns and how they are shared and held.");
   module.def("select_blocks_launch", &select_blocks_launch, py::arg("half_dtype"), py::arg("major"),
              py::arg("most_tokens"), py::arg("slots"), py::arg("num_heads"), py::arg("block_size"),
              "How select_blocks runs on a GPU: (kernel, tokens of a unit, units, floats of a row, heads and "

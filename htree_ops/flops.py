@@ -322,6 +322,32 @@ def _listed_attention_rows(
     return sum(_listed_attention(piece, _until(k, end), _until(v, end), lists, *packed) for end in ends)
 
 
+def _index_loss(
+    query: Shape, key: Shape, index_query: Shape, index_key: Shape, positions: Shape, *_: Any, **__: Any
+) -> int:
+    """Products of the queries at the positions with all tokens: which of them come before depends on the data."""
+    rows = positions[-1] * (query[0] if len(query) == 4 else 1)
+    return 2 * rows * query[-3] * (query[-2] * query[-1] + index_query[-2] * index_query[-1])
+
+
+def _index_loss_backward(
+    query: Shape,
+    key: Shape,
+    index_query: Shape,
+    index_key: Shape,
+    positions: Shape,
+    lse: Shape,
+    index_lse: Shape,
+    dloss: Shape,
+    cu_seqlens: Shape | None = None,
+    *,
+    output_mask: Sequence[bool] = (True, True),
+    **_: Any,
+) -> int:
+    """The products again. What a block gives to its one token counts as nothing beside them."""
+    return _index_loss(query, key, index_query, index_key, positions) if any(output_mask) else 0
+
+
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
     """Queries of every head times the candidates of a full list."""
     return prod(q[:3]) * parents[3] * r
@@ -484,6 +510,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_sparse_attention_varlen_backward": _sparse_attention_varlen_backward,
     "select_blocks": _select_blocks,
     "select_blocks_varlen": _select_blocks_varlen,
+    "index_loss": _index_loss,
+    "_index_loss_forward": _index_loss,
+    "_index_loss_backward": _index_loss_backward,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,

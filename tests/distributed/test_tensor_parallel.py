@@ -38,6 +38,11 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "_tree_cache_pack_prompt_",
         "tree_cache_pages_",
     ),
+    "is a mean over sequences and heads, whose gradient needs to know how many all ranks have": (
+        "index_loss",
+        "_index_loss_backward",
+        "_index_loss_forward",
+    ),
     "has no tensor that could be sharded": ("rope_cache", "top_parents", "_check_tree_options"),
     "raises": ("_refuse_backward",),
     "a stage of tree attention; a model calls the whole": (
