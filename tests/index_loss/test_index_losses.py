@@ -125,16 +125,29 @@ def test_layers_without_an_index_are_as_before() -> None:
     assert HTreeAttention.from_documents(64, num_heads=4).index_dim == 0
 
 
-def test_an_index_changes_no_output(device: str) -> None:
-    layer = layer_of(device)
-    plain = layer_of(device, index_dim=0)
-    x = tokens(device)
-    assert torch.equal(layer(x), plain(x))
-    with index_losses(rows=4):
-        assert torch.equal(layer(x), plain(x))
+@pytest.mark.parametrize("positions", ["own", "compact"])
+def test_the_layer_selects_by_its_index(positions: str, device: str) -> None:
+    """The output is that of tree_attention with the index of what it attends with."""
+    layer, x = layer_of(device, positions=positions), tokens(device)
+    q, k, v = layer._project(x)
+    if positions == "own":
+        q, k = layer._rotated(q, k, layer._places(x))
+    index = layer.index_of(q, k)
+    wanted = layer.o_proj(
+        htree_ops.tree_attention(q, k, v, index=index, options=layer._of_attention()).flatten(2)
+    )
+    assert torch.equal(layer(x), wanted)
+    without = layer_of(device, positions=positions, index_dim=0)
+    without.load_state_dict(layer.state_dict(), strict=False)
+    assert not torch.equal(without(x), wanted)
+    torch.testing.assert_close(without(x)[:, :16], wanted[:, :16])  # dense: nothing is selected
 
 
-# ---- losses
+def test_padding_in_front_moves_nothing(device: str) -> None:
+    layer, x = layer_of(device), tokens(device)
+    mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
+    mask[:, :20] = True
+    torch.testing.assert_close(layer(x, key_padding_mask=mask)[:, 20:], layer(x[:, 20:]))
 
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
@@ -213,19 +226,13 @@ def test_reentrant_checkpoints_are_refused(device: str) -> None:
         out.sum().backward()
 
 
-def test_padding_and_documents_have_no_position(device: str) -> None:
+def test_padding_has_no_position(device: str) -> None:
     """Padding holds NaN, and a loss that counted any of it would too."""
     layer, x = layer_of(device), tokens(device)
     mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
     mask[0, 30:], mask[1, :20] = True, True
-    ends = torch.tensor([0, 17, 17, 60], dtype=torch.int32, device=device)
-    packed = x.flatten(0, 1).clone()
-    packed[60:] = torch.nan
     with index_losses(rows=200) as losses:
         layer(x.masked_fill(mask[..., None], torch.nan), key_padding_mask=mask)
-    assert losses.mean().isfinite()
-    with index_losses(rows=200) as losses:
-        layer(packed, cu_seqlens=ends)
     assert losses.mean().isfinite()
     assert losses.mean() > 0
 
@@ -244,13 +251,11 @@ def test_padded_sequences_have_the_loss_of_their_tokens(device: str) -> None:
 
 def test_sequences_of_one_block_add_nothing(device: str) -> None:
     layer = layer_of(device)
-    ends = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
     mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
     mask[:, 4:] = True
     x = tokens(device, T=6)
     for call in (
         (x[:, :4], {}),
-        (x.flatten(0, 1)[:7], {"cu_seqlens": ends}),
         (x, {"key_padding_mask": mask}),
     ):
         with index_losses(rows=3) as losses:
@@ -298,11 +303,19 @@ def test_what_is_not_supported_says_so(device: str) -> None:
     torch.testing.assert_close(compiled(x), layer(x))
     with (
         index_losses(),
-        pytest.raises(Exception, match=r"index_losses is not supported under torch\.compile yet"),
+        pytest.raises(Exception, match=r"index_losses is not supported under torch\.compile"),
     ):
         compiled(x)
     with pytest.raises(ValueError, match="index_dim must be above 0"):
         layer_of(device, index_dim=0).index_of(x, x)
+    ends = torch.tensor([0, 50], dtype=torch.int32, device=device)
+    plain = layer_of(device, index_dim=0)
+    for name, keywords in (
+        ("cu_seqlens", {"cu_seqlens": ends}),
+        ("cache", {"cache": plain.make_cache(1, 64)}),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported beside an index"):
+            layer(x[:1], **keywords)
 
 
 def test_copies_have_an_index_of_their_own(device: str) -> None:

@@ -29,21 +29,20 @@ class Learner(Protocol):
 
 @dataclass(frozen=True)
 class Attended:
-    """What a layer attends with: q and k [B, T, heads, K] as its attention takes them, or [N, heads, K] of documents.
+    """What a layer attends with: q and k [B, T, heads, K] as its attention takes them.
 
     Attributes:
         q, k: after the rotations.
         scale: of the scores, None for 1/sqrt(K).
         block_size: tokens of a block.
-        cu_seqlens: offsets of documents; lengths: of the sequences, whose padding stands behind; else None.
+        lengths: of the sequences, whose padding stands behind; None where there is none.
     """
 
     q: Tensor
     k: Tensor
     scale: float | None
     block_size: int
-    cu_seqlens: Tensor | None = None
-    lengths: Tensor | None = None
+    lengths: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,9 @@ _ACTIVE: list[IndexLosses] = []
 def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
     """Gathers :func:`htree_ops.index_loss` of every :class:`htree_ops.HTreeAttention` with an index that is called.
 
-    Each call of a layer draws ``rows`` positions of each sequence, in packed documents ``rows`` in all, from torch's
-    default generator, never at padding. From then on the layer's index weights require grad. The losses stay usable
-    behind the ``with``. Gradients go to these weights alone, for queries and keys are detached. A call whose sequences
+    Each call of a layer draws ``rows`` positions of each sequence from torch's default generator, never at padding.
+    From then on the layer's index weights require grad. The losses stay usable behind the ``with``. Gradients go to
+    these weights alone, for queries and keys are detached. A call whose sequences
     have no token behind their first block adds 0.
 
     Under non-reentrant checkpointing (``use_reentrant=False``) a layer that is run again draws the same positions and
@@ -111,7 +110,7 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
 
     Raises:
         TypeError, ValueError: rows is not an int of at least 1.
-        NotImplementedError: in a layer with ``cp_group``, or that has the heads of one rank alone.
+        NotImplementedError: in a layer that has the heads of one rank alone, and under torch.compile.
         RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss.
 
     Example:
@@ -165,7 +164,7 @@ def _loss(layer: Learner, attended: Attended, rows: int) -> Tensor:
     q, k, r = attended.q.detach(), attended.k.detach(), attended.block_size
     index_query, index_key = layer.index_of(q, k)
     tensors: tuple[Tensor, ...] = (q, k, index_query, index_key)
-    cu_seqlens = attended.cu_seqlens
+    cu_seqlens: Tensor | None = None
     if attended.lengths is not None:
         B, T = q.shape[:2]
         # Real rows and padding are documents in turn; only the former have positions.
@@ -176,10 +175,6 @@ def _loss(layer: Learner, attended: Attended, rows: int) -> Tensor:
             return _zero(index_query, index_key)
         positions = draw_among(starts, attended.lengths, B * rows, r)
         tensors = tuple(x.flatten(0, 1) for x in tensors)
-    elif cu_seqlens is not None:
-        if _none(cu_seqlens.diff(), r):
-            return _zero(index_query, index_key)
-        positions = draw_positions(q, k, rows, r, None, cu_seqlens)
     elif q.shape[1] <= r or q.shape[0] == 0:
         return _zero(index_query, index_key)
     else:

@@ -128,7 +128,9 @@ class HTreeAttention(nn.Module):
             no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
             selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
             the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
-            ``k @ index_key_weight``. It learns (:func:`htree_ops.index_losses`); the layer does not select by it yet.
+            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does, over whole
+            sequences: with ``cu_seqlens``, a cache or ``cp_group`` it raises NotImplementedError. It learns by
+            :func:`htree_ops.index_losses`; until then it is a random projection.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -270,21 +272,15 @@ class HTreeAttention(nn.Module):
         index_query = torch.einsum("...sgk,sgkd->...sd", q.unflatten(-2, (self.num_kv_heads, -1)), grouped)
         return index_query, torch.einsum("...sk,skd->...sd", k, self.index_key_weight)
 
-    def _learn(
-        self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None = None, lengths: Tensor | None = None
-    ) -> None:
+    def _learn(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> None:
         """Hands what the attention takes to :func:`htree_ops.index_losses`, where the layer has an index."""
         if not self.index_dim:
             return
-        if (is_compiling := torch.compiler.is_compiling()) or self.cp_group is not None:
+        if torch.compiler.is_compiling():
             if is_collecting():
-                raise NotImplementedError(
-                    "HTreeAttention: index_losses is not supported "
-                    f"{'under torch.compile' if is_compiling else 'beside cp_group'} yet"
-                )
+                raise NotImplementedError("HTreeAttention: index_losses is not supported under torch.compile")
             return
-        options = self.options
-        collect(self, Attended(q, k, options.scale, options.compression_rate, cu_seqlens, lengths))
+        collect(self, Attended(q, k, self.options.scale, self.options.compression_rate, lengths))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HTreeAttention:
         """A copy that shares the tokens with the same ranks: Python cannot copy a process group."""
@@ -490,6 +486,8 @@ class HTreeAttention(nn.Module):
         if self._rotates:
             q, k = self._rotated(q, k, self._places(x))
         self._learn(q, k, lengths=lengths)
+        if self.index_dim:
+            attend = partial(tree_attention, index=self.index_of(q, k))
         return self.o_proj(_joined(attend(q, k, v, options=self._of_attention())))
 
     def _places(self, x: Tensor) -> Tensor:
@@ -517,7 +515,6 @@ class HTreeAttention(nn.Module):
         rows = torch.arange(x.shape[0], device=x.device)
         behind = (rows >= cu_seqlens[-1])[:, None]
         q, k, v = self._project_documents(x.masked_fill(behind, 0), rows, cu_seqlens)
-        self._learn(q, k, cu_seqlens)
         longest = x.shape[0] if max_seqlen is None else max_seqlen
         out = _attend_packed(q, k, v, beside(cu_seqlens, q), longest, self._of_attention())
         y = self.o_proj(_joined(out))
@@ -647,7 +644,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or any of these and
+                cu_seqlens beside an index.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; more than one
                 of key_padding_mask, cache and cu_seqlens; key_padding_mask with importance="lse"; on the CPU padding
                 between tokens, or documents that do not fit.
@@ -668,6 +666,12 @@ class HTreeAttention(nn.Module):
                 f"HTreeAttention: {what} is not supported beside cp_group: make the layer without a group"
                 f"{' to decode' if cache is not None else ''}"
             )
+        if self.index_dim:
+            others = {"cu_seqlens": cu_seqlens, "cache": cache, "cp_group": self.cp_group}
+            if beside := [name for name, value in others.items() if value is not None]:
+                raise NotImplementedError(
+                    f"HTreeAttention: {beside[0]} is not supported beside an index, which index_dim = 0 leaves out"
+                )
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:
