@@ -1,9 +1,11 @@
 """sparse_attention beside dense attention and beside the layer of tokens of the tree on the same lists.
 
-Run: ``python -m benchmarks.sparse_attention --csv PATH`` on a GPU; ``--quick`` for a look at shorter sequences.
-Lists of 2048 tokens, of neighbours that have nothing in common ("random") and 80 % of their blocks ("alike"). In each
-direction the op, ``scaled_dot_product_attention`` of all tokens, and in the forward ``bottom_accumulate``, the last
-layer of the tree's general kernels with the same lists; ``multiple`` is the time by that of dense attention.
+Run: ``python -m benchmarks.sparse_attention --csv PATH`` on a GPU; ``--quick`` for a look at shorter sequences,
+``--case PATTERN`` for some cases. Lists of 2048 tokens, of neighbours that have nothing in common ("random") and 80 %
+of their blocks ("alike"), and the lists that tree attention with own positions selects ("tree"). In each direction the
+op and ``scaled_dot_product_attention`` of all tokens; ``multiple`` is the time by that of dense attention. For lists of
+the tree also the kernels of its own tokens' layer, by the profiler: what they take inside a call of tree attention,
+dense rows included, without the copies of keys and values and the rows of queries that its layers share.
 
 Figures are reported, never asserted.
 """
@@ -11,11 +13,13 @@ Figures are reported, never asserted.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -58,15 +62,74 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def attend_layer(case: SparseCase, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The tokens' layer of a tree whose selection chose these lists, rotated by nothing."""
-    angles = torch.zeros(case.n * case.block_size, case.K // 2, device=q.device)
-    lists = blocks.masked_fill(blocks < 0, torch.iinfo(torch.int32).max).sort(-1).values
-    lists = lists.masked_fill(lists == torch.iinfo(torch.int32).max, -1)
-    stride = case.selection_stride
-    return torch.ops.htree.bottom_accumulate(
-        q, k, v, lists, angles.cos(), angles.sin(), case.block_size, None, 0, stride
-    )[2]
+def tree_options(case: SparseCase) -> dict[str, Any]:
+    """Tree attention that opens as many nodes as the lists hold."""
+    return {
+        "max_top_nodes": min(8192, 16 * case.n),
+        "top_k_per_layer": case.n,
+        "rope_base": None,
+        "selection_stride": case.selection_stride,
+    }
+
+
+def lists_of_tree(case: SparseCase, inputs: Sequence[Tensor]) -> Tensor:
+    return torch.ops.htree.attention_forward(*inputs, **tree_options(case))[3][0]
+
+
+def kernels_of(call: Call) -> list[tuple[str, float]]:
+    """The kernels of a call in the order of their begin: name and milliseconds."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    return [(e.name, e.time_range.elapsed_us() / 1e3) for e in events]
+
+
+def forward_of_tokens(kernels: Sequence[tuple[str, float]], layers: int) -> float:
+    """What the kernels of the tokens' layer take of a forward: of each chunk the last that attends."""
+    total, above = 0.0, layers - 1
+    for name, time in kernels:
+        if "dense_rows_kernel" in name:  # dense rows, and rows in masked tiles
+            total, above = total + time, layers - 1
+        elif "attend_kernel" in name:
+            total, above = (total + time, layers - 1) if above == 0 else (total, above - 1)
+    return total
+
+
+def backward_of_tokens(kernels: Sequence[tuple[str, float]], layers: int) -> float:
+    """The same of a backward: a chunk begins with its rows, and each layer with its masks."""
+    total, above, counts = 0.0, layers, False
+    for name, time in kernels:
+        if "gradient_rows_kernel" in name:
+            above, counts = layers, False
+        elif "list_masks_kernel" in name:
+            above -= 1
+            counts = above == 0
+        elif "row_tiles_kernel" in name or "tile_marks_kernel" in name:
+            counts = True
+        total += time if counts else 0.0
+    return total
+
+
+def tokens_of_tree(case: SparseCase, inputs: Sequence[Tensor], rounds: int) -> dict[str, float]:
+    """Milliseconds of the tokens' layer inside tree attention in each direction, the median of some calls."""
+    options = tree_options(case)
+    layers, nodes = 1, case.T
+    while nodes > options["max_top_nodes"]:
+        layers, nodes = layers + 1, -(-nodes // 16)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return torch.ops.htree.attention(*qkv, **options)[0]
+
+    forward, backward = partial(attend, *inputs), gradient_of(attend, inputs)
+    return {
+        "forward": median(forward_of_tokens(kernels_of(forward), layers) for _ in range(rounds)),
+        "backward": median(backward_of_tokens(kernels_of(backward), layers) for _ in range(rounds)),
+    }
 
 
 def gradient_of(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
@@ -79,24 +142,26 @@ def gradient_of(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
 
 def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[SparseRow]:
     """A row for each method and direction."""
-    inputs, blocks = case.make_qkv(device), case.make_blocks(device)
+    inputs = case.make_qkv(device)
+    of_tree = case.lists == "tree"
+    blocks = lists_of_tree(case, inputs) if of_tree else case.make_blocks(device)
     methods: dict[str, Callable[..., Tensor]] = {
         "dense": attend_densely,
         "sparse_attention": partial(attend, case, blocks),
     }
     calls: dict[str, dict[str, Call]] = {
-        "forward": {
-            **{name: partial(method, *inputs) for name, method in methods.items()},
-            "bottom_accumulate": partial(attend_layer, case, blocks, *inputs),
-        },
+        "forward": {name: partial(method, *inputs) for name, method in methods.items()},
         "backward": {name: gradient_of(method, inputs) for name, method in methods.items()},
     }
+    of_layer = tokens_of_tree(case, inputs, min(3, effort.rounds)) if of_tree and device == "cuda" else {}
     rows = []
     for direction, of_method in calls.items():
         found = timing.measure_undisturbed(
             {name: [call] for name, call in of_method.items()}, clock_for(device), effort
         )
         times = {name: found[name].median_us / 1e3 for name in of_method}
+        if direction in of_layer:
+            times["tree_attention, tokens"] = of_layer[direction]
         rows += [
             SparseRow(
                 device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -120,9 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--case", default="", help="only cases whose description this regular expression finds"
+    )
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, few repetitions")
     arguments = parse_for_gpu(parser, argv)
-    cases, effort = BENCHMARK_CASES[arguments.device], timing.Effort(rounds=arguments.rounds)
+    cases = [case for case in BENCHMARK_CASES[arguments.device] if re.search(arguments.case, case.shapes)]
+    effort = timing.Effort(rounds=arguments.rounds, candidate_ms=600.0)
     if arguments.quick:
         cases, effort = [replace(case, T=case.T // 8) for case in cases], timing.QUICK
     rows = (

@@ -178,13 +178,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the rows to this file")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run (default 40)")
     parser.add_argument(
+        "--context", type=int, default=SETTINGS.context, help="tokens of a text (default 1024)"
+    )
+    parser.add_argument(
         "--open-all", action="store_true", help="open every node, so that nothing is selected"
     )
     parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp32"], choices=("bf16", "fp32"))
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[0.003, 0.0003], metavar="X")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], metavar="N")
     chosen = parser.parse_args(argv)
-    settings = replace(SETTINGS, steps=chosen.steps)
+    settings = replace(SETTINGS, steps=chosen.steps, context=chosen.context)
     if chosen.open_all:
         settings = replace(settings, top_k=64, max_top_nodes=settings.context, selection_span=0)
     print_rows(rows(settings, chosen.dtypes, chosen.learning_rates, chosen.seeds), chosen.csv)

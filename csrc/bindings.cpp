@@ -20,9 +20,11 @@
 #include "ops/fp8/quantize/quantize_config.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 #include "ops/hadamard/hadamard_config.h"
+#include "ops/index_loss/index_loss_plan.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 #include "ops/selection/plan/block_chunks.h"
 #include "ops/selection/plan/block_launch.h"
+#include "ops/sparse_attention/plan/sparse.h"
 #include "ops/tree/plan/growing_tree.h"
 #include "ops/tree_attention/plan/backward.h"
 #include "ops/tree_attention/plan/config_table.h"
@@ -379,6 +381,37 @@ class TreeAttentionCall {
   bool hopper_ = false;
 };
 
+// What sparse_attention chooses for a call on a GPU, as for tree attention: (kernel of the forward, of dQ, of dK and dV,
+// bytes of scratch forward, backward). `sizes`: B, T, T_q, H, H_kv, K, V, n, block_size, s.
+std::tuple<std::string, std::string, std::string, int64_t, int64_t> sparse_attention_plan(
+    const std::array<int64_t, 10>& sizes, bool half_dtype, int major, bool hopper_kernels) {
+  tree::SparseProblem problem;
+  int64_t heads = 0, key_dim = 0;
+  std::tie(problem.batch, problem.num_keys, problem.num_queries, heads, problem.num_kv_heads, key_dim,
+           problem.value_dim, problem.list_width, problem.block_size, problem.stride) = std::tuple_cat(sizes);
+  problem.group = heads / problem.num_kv_heads;
+  const tree::DeviceFacts device{major, 227 << 10, major == 9 && hopper_kernels, kMultiprocessors};
+  const tree::AttentionProblem listed = tree::list_problem(problem, key_dim, half_dtype, 1.0);
+  if (!tree::takes_tensor_cores(problem, listed, device)) {
+    return {"general", "general", "general", 0, 0};
+  }
+  const auto choice = tree::GatherChoice::kAuto;
+  const tree::SparseConfig forward = tree::choose_sparse_forward(listed, device, choice);
+  const tree::SparseConfig backward = tree::choose_sparse_backward(listed, device, choice);
+  tree::Workspace lists, gradients;
+  tree::lay_out_lists(lists, listed, forward);
+  tree::lay_out_sparse_gradients(gradients, listed, backward);
+  const char* kernels[] = {"per_query", "shared_gather", "per_list"};
+  return {kernels[static_cast<int>(forward.gather)],
+          backward.per_list                ? "per_list"
+          : backward.shared_gather_queries ? "shared_gather"
+                                           : "per_query",
+          backward.per_list       ? "per_list"
+          : backward.parent_warps ? "parent_gradient"
+                                  : "key_gradient",
+          lists.bytes(), gradients.bytes()};
+}
+
 // (documents, queries and keys of each after padding, whether nothing is copied) for every group of a packed
 // call, whose documents have the given numbers of queries and keys.
 std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> varlen_groups(
@@ -434,6 +467,28 @@ std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, in
           launch.bytes()};
 }
 
+// What index_loss holds and launches on a GPU.
+py::dict index_loss_plan(int64_t batch, int64_t rows, int64_t tokens, int64_t heads, int64_t kv_heads,
+                         int64_t index_heads, int64_t key_dim, int64_t block_size, bool half_dtype,
+                         int major) {
+  namespace loss = htree::index_loss;
+  const auto plan = loss::plan_loss(
+      {batch, rows, tokens, heads, kv_heads, index_heads, key_dim, block_size, half_dtype, major});
+  py::dict found;
+  found["kernel"] = loss::describe(plan.kernel);
+  found["unit"] = plan.unit;
+  found["part_heads"] = plan.part_heads;
+  found["parts"] = plan.parts;
+  found["columns"] = plan.columns;
+  found["splits"] = plan.splits;
+  found["split_columns"] = plan.split_columns;
+  found["batches"] = plan.batches;
+  found["range_blocks"] = plan.range_blocks;
+  found["score_columns"] = plan.score_columns;
+  found["held_columns"] = plan.held_columns(block_size);
+  return found;
+}
+
 PYBIND11_MODULE(_host, module) {
   module.doc() = "The compiled kernel configurations of htree_ops, and which of them a problem takes.";
   module.def("kernel_configurations", &kernel_configurations,
@@ -484,6 +539,11 @@ PYBIND11_MODULE(_host, module) {
   module.def(
       "tree_top_scores", &tree_top_scores, py::arg("rows"), py::arg("heads"), py::arg("tiles"),
       "The scores of a dense top: (rows of a thread block, blocks that share the tiles of the same rows).");
+  module.def(
+      "sparse_attention_plan", &sparse_attention_plan, py::arg("sizes"), py::arg("half_dtype"),
+      py::arg("major") = 9, py::arg("hopper_kernels") = true,
+      "What sparse_attention takes for (B, T, T_q, H, H_kv, K, V, n, block_size, s): kernels of the forward, "
+      "of dQ, and of dK and dV, and the scratch of both directions in bytes.");
   py::class_<TreeAttentionCall>(module, "TreeAttentionCall",
                                 "An attention call, its sizes being (B, T, T_q, H, H_kv, K, V), and a GPU: "
                                 "kernels, chunks and scratch.")
@@ -517,6 +577,10 @@ PYBIND11_MODULE(_host, module) {
       py::arg("size"),
       "How select_blocks divides a call on the CPU: (groups of blocks, heads, groups and tokens packed "
       "at once, queries).");
+  module.def("index_loss_plan", &index_loss_plan, py::arg("batch"), py::arg("rows"), py::arg("tokens"),
+             py::arg("heads"), py::arg("kv_heads"), py::arg("index_heads"), py::arg("key_dim"),
+             py::arg("block_size"), py::arg("half_dtype") = true, py::arg("major") = 9,
+             "How index_loss runs on a GPU: kernel, columns and how they are shared and held.");
   module.def("select_blocks_launch", &select_blocks_launch, py::arg("half_dtype"), py::arg("major"),
              py::arg("most_tokens"), py::arg("slots"), py::arg("num_heads"), py::arg("block_size"),
              "How select_blocks runs on a GPU: (kernel, tokens of a unit, units, floats of a row, heads and "

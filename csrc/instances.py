@@ -596,6 +596,48 @@ TREE_CACHE: Table = [
     ),
 ]
 
+INDEX_LOSS: Table = [
+    Cuda(
+        "general_masses_{T}",
+        "ops/index_loss/cuda/any/general_masses.cuh",
+        [
+            f"cudaError_t launch_general_masses<{{T}}, {masses}>(const MassParams<{{T}}>&, cudaStream_t)"
+            for masses in ("false", "true")
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "tensor_masses_{T}",
+        "ops/index_loss/cuda/sm80/tensor_masses.cuh",
+        [
+            f"cudaError_t launch_tensor_masses<{{T}}, {masses}>(const MassParams<{{T}}>&, cudaStream_t)"
+            for masses in ("false", "true")
+        ],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
+        "index_scores_{T}",
+        "ops/index_loss/cuda/any/index_scores.cuh",
+        ["cudaError_t launch_index_scores(const ScoreParams<{T}>&, cudaStream_t)"],
+        {"T": FLOAT_TYPES},
+    ),
+    Cuda(
+        "index_gradients_{T}",
+        "ops/index_loss/cuda/any/gradients.cuh",
+        [
+            "cudaError_t launch_row_gradients(const GradientParams<{T}>&, cudaStream_t)",
+            "cudaError_t launch_key_gradient(const KeyGradientParams<{T}>&, cudaStream_t)",
+            "cudaError_t launch_query_gradient(const QueryGradientParams<{T}>&, cudaStream_t)",
+        ],
+        {"T": FLOAT_TYPES},
+    ),
+    InstructionSets(
+        "index_rows",
+        ["ops/index_loss/index_rows_impl.h"],
+        "constexpr IndexTables kIndexTables{isa} = HTREE_ISA::index_loss_rows::index_tables()",
+    ),
+]
+
 # Family, which is also the namespace, to its table.
 FAMILIES: dict[str, Table] = {
     "causal_softmax": CAUSAL_SOFTMAX,
@@ -603,6 +645,7 @@ FAMILIES: dict[str, Table] = {
     "fp8": FP8,
     "gated_mlp": GATED_MLP,
     "hadamard": HADAMARD,
+    "index_loss": INDEX_LOSS,
     "rmsnorm_rope": RMSNORM_ROPE,
     "tree_attention": TREE_ATTENTION,
     "tree_cache": TREE_CACHE,
@@ -621,9 +664,8 @@ def texts(merged: bool = False) -> dict[str, str]:
     return found
 
 
-def write(folder: Path, merged: bool = False) -> list[Path]:
-    """Makes ``folder`` hold exactly the files of ``texts()``; files that are right already keep their dates."""
-    wanted = texts(merged)
+def write(folder: Path, wanted: Mapping[str, str]) -> list[Path]:
+    """Makes ``folder`` hold exactly the files of ``wanted``; files that are right already keep their dates."""
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in wanted:
             path.unlink()
@@ -638,5 +680,5 @@ def write(folder: Path, merged: bool = False) -> list[Path]:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
-    for written in write(Path(sys.argv[1])):
+    for written in write(Path(sys.argv[1]), texts()):
         print(written)

@@ -14,9 +14,7 @@ from htree_ops.errors import (  # noqa: E402
     ArchitectureNotSupportedError,
     DeviceError,
     HTreeKernelError,
-    NumericalOverflowError,
     ShapeMismatchError,
-    TuningFailedError,
     UnsupportedDtypeError,
 )
 from htree_ops.ops.causal_softmax import causal_softmax  # noqa: E402
@@ -44,6 +42,7 @@ from htree_ops.ops.hadamard import (  # noqa: E402
     grouped_hadamard,
     hadamard_transform,
 )
+from htree_ops.ops.index_loss import index_loss, index_losses  # noqa: E402
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
 from htree_ops.ops.selection import select_blocks, select_blocks_varlen  # noqa: E402
 from htree_ops.ops.sparse_attention import sparse_attention, sparse_attention_varlen  # noqa: E402
@@ -70,11 +69,9 @@ __all__ = [
     "HTreeKernelError",
     "HadamardTransform",
     "MustafarAttention",
-    "NumericalOverflowError",
     "ShapeMismatchError",
     "TreeKVCache",
     "TreeOptions",
-    "TuningFailedError",
     "UnsupportedDtypeError",
     "__version__",
     "calibrate_activation_scales",
@@ -88,6 +85,8 @@ __all__ = [
     "grouped_hadamard",
     "hadamard_transform",
     "head_rmsnorm_rope",
+    "index_loss",
+    "index_losses",
     "kv_compress",
     "kv_decode_attention",
     "kv_decompress",

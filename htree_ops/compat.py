@@ -1,7 +1,14 @@
-"""Names that only the design documents ask for; the package exports them beside its own.
+"""Names that only the design documents ask for.
 
-The ``validate_*`` functions check a call without making it. They run the op on meta tensors, so that there is one
-owner of every rule; what meta tensors cannot show, devices and the values of scales, is checked here.
+* ``TensorSpec``: what a tensor must look like.
+* ``RMSNormRoPEInput``, ``GatedMLPInput``, ``FP8GEMMInput``: the arguments of a call as one value;
+  ``validate_rmsnorm_rope_inputs``, ``validate_gated_mlp_inputs``, ``validate_fp8_gemm_inputs`` and
+  ``validate_fp8_quantize_inputs`` check a call without making it. They run the op on meta tensors, so that there is one
+  owner of every rule; what meta tensors cannot show, devices and the values of scales, is checked here.
+* ``FP8Format`` and ``handle_fp8_overflow``: the numbers of E4M3FN, and a scale under which none overflows.
+* ``apply_rotary_pos_emb_q`` and ``apply_rotary_pos_emb_k``: rotary positions in the layout of heads first.
+* ``apply_grouped_hadamard``, ``convert_key_batched_quant`` and ``mustafar_attention``: other names of
+  ``grouped_hadamard``, ``kv_compress`` and ``kv_decode_attention``.
 """
 
 from __future__ import annotations

@@ -285,6 +285,69 @@ def _select_blocks_varlen(
     return count * _select_blocks(query, key, *arguments)
 
 
+def _index_lists(
+    q: Shape, k: Shape, index_query: Shape, index_key: Shape, starts: Sequence[int], *packed: Any, **_: Any
+) -> int:
+    """:func:`_select_blocks` for every layer below the top."""
+    options, piece = TreeOptions.from_packed(*packed), _piece(index_query, starts)
+    layers = (
+        len(tree_candidates(k[1], 1, options.compression_rate, options.top_nodes, options.top_k))
+        if k[1]
+        else 1
+    )
+    return sum(
+        _select_blocks(
+            piece,
+            _until(index_key, start + piece[1]),
+            0,
+            options.compression_rate**layer,
+            options.selection_stride,
+        )
+        for layer in range(1, layers)
+        for start in starts
+    )
+
+
+def _listed_attention(q: Shape, k: Shape, v: Shape, lists: Shape, *packed: Any, **_: Any) -> int:
+    """As many products of queries and keys as of weights and values: nothing is scored to be selected."""
+    options = TreeOptions.from_packed(*packed)
+    return 2 * (k[3] + v[3]) * _tree_work(q, k, options)[1]
+
+
+def _listed_attention_rows(
+    q: Shape, k: Shape, v: Shape, lists: Shape, starts: Sequence[int], *packed: Any, **_: Any
+) -> int:
+    piece = _piece(q, starts)
+    ends = [start + piece[1] for start in starts]
+    return sum(_listed_attention(piece, _until(k, end), _until(v, end), lists, *packed) for end in ends)
+
+
+def _index_loss(
+    query: Shape, key: Shape, index_query: Shape, index_key: Shape, positions: Shape, *_: Any, **__: Any
+) -> int:
+    """Products of the queries at the positions with all tokens: which of them come before depends on the data."""
+    rows = positions[-1] * (query[0] if len(query) == 4 else 1)
+    return 2 * rows * query[-3] * (query[-2] * query[-1] + index_query[-2] * index_query[-1])
+
+
+def _index_loss_backward(
+    query: Shape,
+    key: Shape,
+    index_query: Shape,
+    index_key: Shape,
+    positions: Shape,
+    lse: Shape,
+    index_lse: Shape,
+    dloss: Shape,
+    cu_seqlens: Shape | None = None,
+    *,
+    output_mask: Sequence[bool] = (True, True),
+    **_: Any,
+) -> int:
+    """The products again. What a block gives to its one token counts as nothing beside them."""
+    return _index_loss(query, key, index_query, index_key, positions) if any(output_mask) else 0
+
+
 def _pairs(q: Shape, parents: Shape, r: int) -> int:
     """Queries of every head times the candidates of a full list."""
     return prod(q[:3]) * parents[3] * r
@@ -456,12 +519,18 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_attention_varlen": _attention_varlen,
     "_attention_varlen_forward": _attention_varlen,
     "_attention_varlen_backward": _attention_varlen_backward,
+    "_index_lists": _index_lists,
+    "_listed_attention": _listed_attention,
+    "_listed_attention_rows": _listed_attention_rows,
     "sparse_attention": _sparse_attention,
     "_sparse_attention_backward": _sparse_attention_backward,
     "sparse_attention_varlen": _sparse_attention,
     "_sparse_attention_varlen_backward": _sparse_attention_varlen_backward,
     "select_blocks": _select_blocks,
     "select_blocks_varlen": _select_blocks_varlen,
+    "index_loss": _index_loss,
+    "_index_loss_forward": _index_loss,
+    "_index_loss_backward": _index_loss_backward,
     "compute_scores": _compute_scores,
     "accumulate_non_topk": _accumulate_non_topk,
     "compute_and_select": _fused_layer,

@@ -142,6 +142,20 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
             {"block_size": 0},
         ],
     ),
+    (
+        htree_ops.index_loss,
+        {"query": Q, "key": K, "index_query": INDEX, "index_key": INDEX, "block_size": 4},
+        [
+            {"key": zeros(2, 3, 2, 6)},
+            {"key": zeros(2, 12, 3, 6)},
+            {"index_key": INDEX.half()},
+            {"index_query": zeros(2, 12, 2, 24)},
+            {"positions": int32(4)},
+            {"block_size": 0},
+            {"scale": 1e39},
+            {"rows": -1},
+        ],
+    ),
     (family.attention_forward, {"q": Q, "k": K, "v": V}, [{"q": zeros(12, 4, 6)}]),
     (
         family.attention_backward,
@@ -281,7 +295,13 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
 ]
 #: Functions that wait for the device, change a model or only compute sizes: nobody compiles them.
 EAGER = {
-    *("calibrate_activation_scales", "fp8_scale_inv", "handle_fp8_overflow", "quantize_model_"),
+    *(
+        "calibrate_activation_scales",
+        "fp8_scale_inv",
+        "handle_fp8_overflow",
+        "index_losses",
+        "quantize_model_",
+    ),
     *("cache_layers", "key_weight_from_queries", "num_kept", "page_rows", "row_bytes"),
 }
 ROWS_OF_TABLE = [

@@ -29,6 +29,8 @@ SPARSE_RESULTS = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? d
 SPARSE_GRADIENTS = (
     "bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
 )
+INDEX = "(Tensor query, Tensor key, Tensor index_query, Tensor index_key, Tensor positions"
+INDEX_OPTIONS = "Tensor? cu_seqlens=None, *, float? scale=None, int block_size=16"
 # Schema text as torch prints it, without the namespace.
 SCHEMAS = {
     "causal_softmax": "(Tensor x, int block_size=0) -> Tensor",
@@ -186,6 +188,16 @@ SCHEMAS = {
         f"(Tensor q, Tensor k, Tensor v, SymInt[] starts, bool store_parents, {PACKED}) "
         "-> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)"
     ),
+    "_index_lists": (
+        f"(Tensor q, Tensor k, Tensor index_query, Tensor index_key, SymInt[] starts, {PACKED}) -> Tensor"
+    ),
+    "_listed_attention_rows": (
+        f"(Tensor q, Tensor k, Tensor v, Tensor lists, SymInt[] starts, {PACKED}) "
+        "-> (Tensor out, Tensor gmax, Tensor gsum)"
+    ),
+    "_listed_attention": (
+        f"(Tensor q, Tensor k, Tensor v, Tensor lists, {PACKED}) -> (Tensor out, Tensor lse)"
+    ),
     "_attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
@@ -280,6 +292,12 @@ SCHEMAS = {
         "(Tensor index_query, Tensor index_key, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, "
         f"{BLOCKS}"
     ),
+    "index_loss": f"{INDEX}, {INDEX_OPTIONS}) -> Tensor",
+    "_index_loss_forward": f"{INDEX}, {INDEX_OPTIONS}) -> (Tensor loss, Tensor lse, Tensor index_lse)",
+    "_index_loss_backward": (
+        f"{INDEX}, Tensor lse, Tensor index_lse, Tensor dloss, {INDEX_OPTIONS}, "
+        "bool[2] output_mask=[True, True]) -> (Tensor d_index_query, Tensor d_index_key)"
+    ),
     "_refuse_backward": "(Tensor gradient, str message, SymInt[] size) -> Tensor",
 }
 #: Ops without a tensor that could tell the device.
@@ -293,8 +311,10 @@ AUTOCAST = {
     "_attention_rows",
     "_attention_varlen",
     "_attention_varlen_forward",
+    "_listed_attention",
     "gated_mlp",
     "_gated_mlp_forward",
+    "index_loss",
     "sparse_attention",
     "sparse_attention_varlen",
 }

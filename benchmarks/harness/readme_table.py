@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from htree_ops.cli import run_program
 
@@ -202,18 +202,27 @@ def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) 
     )
 
 
-def _bold(cells: Mapping[str, tuple[Any, ...]], names: Sequence[str]) -> list[str]:
-    """The cells in order, each of a time and what it shows; the fastest bold, dashes where there is none."""
-    shown = [cells.get(name) for name in names]
-    fastest = min(cell[0] for cell in shown if cell is not None)
-    return [MISSING if c is None else f"**{c[1]}**" if c[0] == fastest else c[1] for c in shown]
+class Cell(NamedTuple):
+    """A time of a table: microseconds, what the cell shows, and the commit that was measured."""
+
+    us: float
+    shown: str
+    commit: str
+
+    @classmethod
+    def of(cls, us: float, commit: str = "") -> Cell:
+        """The cell that shows just the time."""
+        return cls(us, _time(us), commit)
 
 
-#: A column of the table of forwards and backwards: microseconds, what the cell shows, the commit that was measured.
-Measured = tuple[float, str, str]
+def _bold(cells: Mapping[str, Cell], names: Sequence[str]) -> list[str]:
+    """What the cells show, in order; the fastest bold, dashes where there is none."""
+    found = [cells.get(name) for name in names]
+    fastest = min(cell.us for cell in found if cell is not None)
+    return [MISSING if c is None else f"**{c.shown}**" if c.us == fastest else c.shown for c in found]
 
 
-def attention_times(results: Results, op: str) -> dict[int, dict[str, Measured]]:
+def attention_times(results: Results, op: str) -> dict[int, dict[str, Cell]]:
     """By length the sustained time of every setting and of dense attention.
 
     The shape is that of the first cases: B=1, H=32, H_kv=4, D=128, k=512, M=8192, independent normal numbers. The time
@@ -221,26 +230,25 @@ def attention_times(results: Results, op: str) -> dict[int, dict[str, Measured]]
     beside dense attention takes that of ``benchmarks/selection_span.py``.
     """
     names = {(setting.stride, setting.span): setting.title for setting in SETTINGS}
-    times: dict[int, dict[str, Measured]] = {}
+    times: dict[int, dict[str, Cell]] = {}
     for row in (row for rows in results.files.values() for row in rows if row["gpu"] == "NVIDIA H200"):
         found = re.fullmatch(r"T(\d+)(?:_c(\d+))?_s(\d+)", row["case"])
         one_head = ONE_HEAD.fullmatch(row["baseline"])
         if not found or row["op"] != op or not (one_head or row["baseline"] == DENSE):
             continue
         cells = times.setdefault(int(found[1]), {})
-        ours, commit = _sustained_or_median(row), str(row["commit"])
-        cells[names[int(found[3]), int(found[2] or 0) or None]] = (ours, _time(ours), commit)
+        commit = str(row["commit"])
+        cells[names[int(found[3]), int(found[2] or 0) or None]] = Cell.of(_sustained_or_median(row), commit)
         heads = int(one_head[1]) if one_head else 1
         theirs = _sustained_or_median(row, "baseline_") * heads
         words = f"{_time(theirs)} ({heads} × one head)" if one_head else _time(theirs)
-        cells.setdefault(DENSE, (theirs, words, commit))
+        cells.setdefault(DENSE, Cell(theirs, words, commit))
     if op == "tree_attention":
         for line in results.tables.get("selection_span_h200", ()):
             name = names.get((int(line["selection_stride"]), int(line["selection_span"] or 0) or None))
             if name is not None and line["selection_span"]:
-                ours = float(line["sustained_ms"]) * 1000
                 cells = times.setdefault(int(line["T"]), {})
-                cells.setdefault(name, (ours, _time(ours), line["commit"]))
+                cells.setdefault(name, Cell.of(float(line["sustained_ms"]) * 1000, line["commit"]))
     return times
 
 
@@ -252,12 +260,12 @@ def render_summary(results: Results) -> str:
     commits: dict[str, set[str]] = {}
     for op, direction in (("tree_attention", "forward"), ("tree_attention_backward", "backward")):
         for length, cells in sorted(attention_times(results, op).items()):
-            for name, (_, _, commit) in cells.items():
+            for name, cell in cells.items():
                 part = f"{direction} with a span" if name in with_span else direction
-                commits.setdefault(part, set()).add(commit[:7])
+                commits.setdefault(part, set()).add(cell.commit[:7])
             row = _bold(cells, names)
             if length <= DENSE_TO:
-                row = ["= stride 1" if cell == MISSING else cell for cell in row]
+                row = ["= stride 1" if shown == MISSING else shown for shown in row]
             lines.append((_count(length), direction, *row))
     if not lines:
         return NOTHING
@@ -286,7 +294,9 @@ def render_settings(results: Results) -> str:
     for length in (8192, 32768, 131072, 1048576):
         cells = forward.get(length, {})
         for setting in SETTINGS:
-            ours = cells.get(setting.title, (0, "= stride 1" if length <= DENSE_TO else MISSING, ""))[1]
+            ours = cells[setting.title].shown if setting.title in cells else MISSING
+            if length <= DENSE_TO and ours == MISSING:
+                ours = "= stride 1"
             step = steps.get(
                 (length, setting.span), steps.get((length, None)) if length <= DENSE_TO else None
             )
@@ -305,7 +315,7 @@ def render_settings(results: Results) -> str:
             (
                 _count(length),
                 DENSE,
-                cells.get(DENSE, (0, MISSING, ""))[1],
+                cells[DENSE].shown if DENSE in cells else MISSING,
                 MISSING if dense is None else _time(dense[1]),
                 f"{32 * length * 4 * 128 * 2 * 2 / 2**30:.1f}",
             )
@@ -349,9 +359,7 @@ def render_decode(results: Results) -> str:
                     facts.get("k", "512"),
                     facts.get("span", "none"),
                     facts.get("kv", "4"),
-                    *_bold(
-                        {"ours": (ours, _time(ours)), "dense": (theirs, _time(theirs))}, ("ours", "dense")
-                    ),
+                    *_bold({"ours": Cell.of(ours), "dense": Cell.of(theirs)}, ("ours", "dense")),
                 )
             )
     return _grid(("sequences", "tokens", "top_k", "span", "K/V heads", "step", DENSE), lines)
@@ -383,8 +391,7 @@ def render_models(results: Results) -> str:
     ways = [way for way in WAYS if any(way in lines for lines in found.values())]
     table = []
     for (phase, tokens), lines in found.items():
-        times = {way: float(line["median_ms"]) for way, line in lines.items()}
-        cells = {way: (ms, _time(ms * 1000)) for way, ms in times.items()}
+        cells = {way: Cell.of(float(line["median_ms"]) * 1000) for way, line in lines.items()}
         table.append((_count(tokens), phase, *_bold(cells, ways)))
     return _grid(("tokens", "phase", *(WAYS[way] for way in ways)), table, 2)
 
@@ -465,6 +472,28 @@ def render_lists(results: Results) -> str:
         lines.append((_count(length), str(stride), f"{size:.0f} MB", *peaks, f"{longer:.2f}"))
     return _grid(
         ("tokens", "stride", "lists", "peak, stored", "peak, selected again", "time, multiple"), lines
+    )
+
+
+def render_sparse(results: Results) -> str:
+    """Attention over given lists, forward / backward, beside the tree's own tokens and dense attention."""
+    found: dict[tuple[int, str, int, int], dict[tuple[str, str], str]] = {}
+    for line in results.tables.get("sparse_attention_h200", ()):
+        case = re.fullmatch(r"B=1 T=(\d+) .* n=(\d+) block=(\d+) s=(\d+) (\w+)", line["case"])
+        if case is not None:
+            length, n, block, stride = (int(case[i]) for i in range(1, 5))
+            times = found.setdefault((length, case[5], n * block, stride), {})
+            times[line["method"], line["direction"]] = line["median_ms"]
+    methods = ("sparse_attention", "tree_attention, tokens", "dense")
+    lines = []
+    for (length, kind, listed, stride), times in sorted(found.items()):
+        cells = []
+        for method in methods:
+            both = [times.get((method, direction)) for direction in ("forward", "backward")]
+            cells.append(" / ".join(_time(float(x) * 1e3) for x in both if x) if all(both) else MISSING)
+        lines.append((_count(length), kind, _count(listed), str(stride), *cells))
+    return _grid(
+        ("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE), lines
     )
 
 
@@ -718,6 +747,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/performance.md", "spans", render_spans),
     ("docs/performance.md", "strides", render_strides),
     ("docs/performance.md", "short", render_short),
+    ("docs/performance.md", "sparse", render_sparse),
     ("docs/performance.md", "models", render_models),
     ("docs/performance.md", "decode", render_decode),
     ("docs/performance.md", "prompts", render_prompts),

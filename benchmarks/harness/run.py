@@ -35,6 +35,7 @@ FAMILIES = (
     "fp8_gemm",
     "gated_mlp",
     "hadamard",
+    "index_loss",
     "rmsnorm_rope",
     "select_blocks",
     "tree_attention",

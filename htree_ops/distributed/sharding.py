@@ -90,6 +90,23 @@ def _attention(outputs: int) -> Callable[..., list[Rule]]:
     return rules
 
 
+def _index_lists(q: Any, k: Any, index_query: Any, index_key: Any, *options: Any) -> list[Rule]:
+    """One index for all K/V heads lies on every rank."""
+    rules = []
+    for way in _attention_ways(q, k, k):
+        of_index = _WHOLE if way == Shard(2) and _size(index_query, 2) == 1 else way
+        rules.append(_rule([way], [way, way, of_index, of_index], 4 + len(options)))
+    return rules
+
+
+def _listed_attention(outputs: int) -> Callable[..., list[Rule]]:
+    def rules(q: Any, k: Any, v: Any, lists: Any, *options: Any) -> list[Rule]:
+        ways = _attention_ways(q, k, v)
+        return [_rule([way] * outputs, [way] * 4, 4 + len(options)) for way in ways]
+
+    return rules
+
+
 def _attention_rows_backward(*args: Any) -> list[Rule]:
     """Of (q, k, v, out, gmax, gsum, lists, dout or None, dlse or None, starts, output_mask, ...)."""
     return [
@@ -371,6 +388,9 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
     "_attention_varlen_backward": (_attention_varlen_backward, 5),
+    "_index_lists": (_index_lists, 4),
+    "_listed_attention": (_listed_attention(2), 4),
+    "_listed_attention_rows": (_listed_attention(3), 4),
     "sparse_attention": (_sparse_attention(2), 5),
     "_sparse_attention_backward": (_sparse_attention_backward(2), 9),
     "sparse_attention_varlen": (_sparse_attention(1), 7),

@@ -34,6 +34,8 @@ from tests.support import (
     gated_mlp_cases,
     hadamard_cases,
     rmsnorm_rope_cases,
+    select_blocks_cases,
+    sparse_attention_cases,
     tree_attention_cases,
     tree_cache_cases,
 )
@@ -304,6 +306,40 @@ def tree_cache(device: str) -> Iterator[Call]:
         yield case.id, partial(prompt, case)
 
 
+def sparse_attention(device: str) -> Iterator[Call]:
+    lists = sparse_attention_cases
+
+    def gradients(call: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        leaves = [x.requires_grad_() if _floating(x) else x for x in inputs]
+        results = call(*leaves)
+        if not results[0].requires_grad:  # no document
+            return results
+        upstream = [normal(tuple(x.shape), x.dtype, device, seed=5) for x in results]
+        wanted = [x for x in leaves if _floating(x)]
+        return [results, torch.autograd.grad(results, wanted, upstream, allow_unused=True)]
+
+    def attend(case: Any) -> Any:
+        return gradients(partial(op.sparse_attention, **case.options()), case.make_inputs(device))
+
+    def documents(case: Any) -> Any:
+        return gradients(partial(op.sparse_attention_varlen, **case.options()), case.make_inputs(device))
+
+    for case in (*lists.CASES, *lists.FAST_CASES):
+        yield f"{case.id}-{case.K}", partial(attend, case)
+    for case in lists.VARLEN_CASES:
+        yield f"documents-{case.id}", partial(documents, case)
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def select_blocks(device: str) -> Iterator[Call]:
+    lists = select_blocks_cases
+    for case in lists.CASES:
+        yield case.id, partial(apply, op.select_blocks, case, device)
+
+
 #: Family to the calls that it is judged by.
 FAMILIES: dict[str, Callable[[str], Iterator[Call]]] = {
     family.__name__: family
@@ -314,6 +350,8 @@ FAMILIES: dict[str, Callable[[str], Iterator[Call]]] = {
         gated_mlp,
         hadamard,
         rmsnorm_rope,
+        select_blocks,
+        sparse_attention,
         tree_attention,
         tree_cache,
     )

@@ -28,6 +28,7 @@ from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
 from tests.support.layouts import LAYOUTS
+from tests.support.opcheck import opcheck
 
 op = torch.ops.htree.causal_softmax
 op_ = torch.ops.htree.causal_softmax_
@@ -431,11 +432,11 @@ OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 20_0
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
 def test_opcheck(case: CausalSoftmaxCase, device: str) -> None:
     x = case.make_x(device)
-    torch.library.opcheck(op.default, (x.clone().requires_grad_(),))
-    torch.library.opcheck(op.default, (x, case.block_size))
-    torch.library.opcheck(op_.default, (x.clone(),))
-    torch.library.opcheck(op.out, (x,), {"out": torch.empty_like(x)})
-    torch.library.opcheck(op_backward.default, (torch.randn_like(x), op(x)))
+    opcheck(op.default, (x.clone().requires_grad_(),))
+    opcheck(op.default, (x, case.block_size))
+    opcheck(op_.default, (x.clone(),))
+    opcheck(op.out, (x,), {"out": torch.empty_like(x)})
+    opcheck(op_backward.default, (torch.randn_like(x), op(x)))
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)

@@ -28,6 +28,7 @@ from tests.support.compressed_kv_cases import (
 from tests.support.devices import poisoned_memory
 from tests.support.instruction_sets import ISAS, run_with
 from tests.support.layouts import LAYOUTS
+from tests.support.opcheck import opcheck
 
 ops = torch.ops.htree
 
@@ -268,10 +269,10 @@ OPCHECK_CASES = [c for c in [*COMPRESS_CASES, *LAYOUT_CASES] if math.prod(c.shap
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
 def test_opcheck(case: CompressCase, device: str) -> None:
     x, keep, bits, weight = case.make_inputs(device)
-    torch.library.opcheck(ops.kv_prune.default, (x, keep, weight))
-    torch.library.opcheck(ops.kv_compress.default, (x, keep, bits, weight))
+    opcheck(ops.kv_prune.default, (x, keep, weight))
+    opcheck(ops.kv_compress.default, (x, keep, bits, weight))
     rows = ops.kv_compress(x, keep, bits, weight)
-    torch.library.opcheck(ops.kv_decompress.default, (*rows, x.shape[-1], keep, bits, x.dtype))
+    opcheck(ops.kv_decompress.default, (*rows, x.shape[-1], keep, bits, x.dtype))
 
 
 def round_trip(x: Tensor, weight: Tensor | None, bits: int) -> tuple[Any, ...]:

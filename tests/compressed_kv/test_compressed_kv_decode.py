@@ -29,6 +29,7 @@ from tests.support.compressed_kv_cases import (
     rows_with_outliers,
 )
 from tests.support.devices import poisoned_memory
+from tests.support.opcheck import opcheck
 
 ops = torch.ops.htree
 op = ops.kv_decode_attention
@@ -452,7 +453,7 @@ def test_there_is_no_gradient(device: str) -> None:
 
 @pytest.mark.parametrize("case", DECODE_CASES[::9], ids=case_id)
 def test_opcheck(case: DecodeCase, device: str) -> None:
-    torch.library.opcheck(op.default, case.make_inputs(device), case.options())
+    opcheck(op.default, case.make_inputs(device), case.options())
 
 
 def step(

@@ -39,6 +39,11 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "_tree_cache_step_",
         "_tree_cache_truncate_",
     ),
+    "is a mean over sequences and heads, whose gradient needs to know how many all ranks have": (
+        "index_loss",
+        "_index_loss_backward",
+        "_index_loss_forward",
+    ),
     "has no tensor that could be sharded": ("rope_cache", "top_parents", "_check_tree_options"),
     "raises": ("_refuse_backward",),
     "a stage of tree attention; a model calls the whole": (
@@ -114,6 +119,9 @@ def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
         others = {
             "fp8_gemm_exact",
             "gated_mlp_backward",
+            "_index_lists",
+            "_listed_attention",
+            "_listed_attention_rows",
             "select_blocks",
             "select_blocks_varlen",
             "sparse_attention",

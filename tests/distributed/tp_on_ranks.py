@@ -58,6 +58,7 @@ def example(name: str) -> tuple[Any, ...]:
     wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
     heads, angles, of_each = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6), x(4, 8, 6, seed=19)
     lists = torch.arange(4 * 40 * 4 * 2, dtype=torch.int32).view(4, 40, 4, 2) % 3
+    index = x(4, 40, 4, 16, seed=26), x(4, 40, 4, 16, seed=27)
     sinks, packed_lists = x(8, seed=23), (q[0], k[0], v[0], lists[0])
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
     gradient = x(4, 8, 12, seed=10)
@@ -78,6 +79,14 @@ def example(name: str) -> tuple[Any, ...]:
             None,
             "auto",
             mask,
+            *tree,
+        ),
+        "_index_lists": lambda: (q, k, *index, [0], *tree),
+        "_listed_attention": lambda: (q, k, v, ops._index_lists(q, k, *index, [0], *tree), *tree),
+        "_listed_attention_rows": lambda: (
+            *rows[:3],
+            ops._index_lists(*rows[:2], index[0][:, :16], index[1], [12, 4], *tree),
+            [12, 4],
             *tree,
         ),
         "sparse_attention": lambda: (q, k, v, lists, sinks),

@@ -30,6 +30,7 @@ from htree_ops.ops.fp8 import (
 from htree_ops.reference import fp8 as reference
 from tests.support.cases import case_id, normal
 from tests.support.fp8_cases import CASES, LAYOUT_CASES, FP8Case, codes_of
+from tests.support.opcheck import opcheck
 
 ops = torch.ops.htree
 
@@ -414,14 +415,14 @@ def test_opcheck(case: FP8Case, device: str) -> None:
     x, scale, *grouping = case.make_inputs(device)
     # torch 2.11 cannot compare float8 tensors, which two of opcheck's tests do with inputs and outputs
     utils = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.fp8_quantize.default, (x, scale, *grouping), test_utils=utils)
-    torch.library.opcheck(ops.fp8_compute_scale.default, (x, *grouping))
-    torch.library.opcheck(ops.fp8_fake_quant.default, (x, scale, *grouping))
-    torch.library.opcheck(ops.fp8_fake_quant.default, (x.clone().requires_grad_(), scale, *grouping))
+    opcheck(ops.fp8_quantize.default, (x, scale, *grouping), test_utils=utils)
+    opcheck(ops.fp8_compute_scale.default, (x, *grouping))
+    opcheck(ops.fp8_fake_quant.default, (x, scale, *grouping))
+    opcheck(ops.fp8_fake_quant.default, (x.clone().requires_grad_(), scale, *grouping))
     q, used, _ = ops.fp8_quantize(x, scale, *grouping)
-    torch.library.opcheck(ops.fp8_dequantize.default, (q, used, torch.bfloat16, case.block), test_utils=utils)
+    opcheck(ops.fp8_dequantize.default, (q, used, torch.bfloat16, case.block), test_utils=utils)
     dy = torch.ones_like(x)
-    torch.library.opcheck(ops._fp8_fake_quant_backward.default, (dy, x, used, *grouping))
+    opcheck(ops._fp8_fake_quant_backward.default, (dy, x, used, *grouping))
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)

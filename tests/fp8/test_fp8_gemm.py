@@ -30,6 +30,7 @@ from tests.support.fp8_gemm_cases import (
     assert_product,
     sum_error,
 )
+from tests.support.opcheck import opcheck
 
 FP8 = torch.float8_e4m3fn
 op = torch.ops.htree.fp8_gemm
@@ -501,8 +502,8 @@ def test_opcheck(case: FP8GemmCase, device: str) -> None:
     inputs = case.make_inputs(device)
     # test_schema multiplies its inputs, which torch cannot do in this dtype
     tests = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op.default, inputs, test_utils=tests)
-    torch.library.opcheck(op_exact.default, inputs, test_utils=tests)
+    opcheck(op.default, inputs, test_utils=tests)
+    opcheck(op_exact.default, inputs, test_utils=tests)
 
 
 def test_compile(device: str) -> None:

@@ -24,6 +24,7 @@ from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
 from tests.support.gated_mlp_cases import CASES, GatedMLPCase
+from tests.support.opcheck import opcheck
 
 op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree._gated_mlp_forward
@@ -308,13 +309,13 @@ def test_opcheck(case: GatedMLPCase, device: str) -> None:
     inputs = case.make_inputs(device)
     leaves = [t.clone().requires_grad_() for t in inputs[:3]]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op.default, (*leaves, *inputs[3:]), test_utils=tests)
-    torch.library.opcheck(op.default, inputs)
-    torch.library.opcheck(op_forward.default, inputs)
+    opcheck(op.default, (*leaves, *inputs[3:]), test_utils=tests)
+    opcheck(op.default, inputs)
+    opcheck(op_forward.default, inputs)
     dy = normal((*case.rows, case.inner), case.dtype, device, seed=1)
-    torch.library.opcheck(op_backward.default, (dy, *inputs))
+    opcheck(op_backward.default, (dy, *inputs))
     _, gate, up = op_forward(*inputs)
-    torch.library.opcheck(op_saved_backward.default, (dy, gate, up, *inputs))
+    opcheck(op_saved_backward.default, (dy, gate, up, *inputs))
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)

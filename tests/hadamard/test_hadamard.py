@@ -34,6 +34,7 @@ from tests.support.hadamard_cases import (
     tolerance,
 )
 from tests.support.layouts import LAYOUTS
+from tests.support.opcheck import opcheck
 
 op = torch.ops.htree.hadamard_transform
 op_ = torch.ops.htree.hadamard_transform_
@@ -333,16 +334,16 @@ OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 5000
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
 def test_opcheck(case: HadamardCase, device: str) -> None:
     x, scale = case.make_inputs(device)
-    torch.library.opcheck(op.default, (x.clone().requires_grad_(), scale))
-    torch.library.opcheck(op.default, (x, scale))
-    torch.library.opcheck(op_.default, (x.clone(), scale))
+    opcheck(op.default, (x.clone().requires_grad_(), scale))
+    opcheck(op.default, (x, scale))
+    opcheck(op_.default, (x.clone(), scale))
 
 
 @pytest.mark.parametrize("case", GROUPED_CASES[::41], ids=case_id)
 def test_opcheck_grouped(case: GroupedHadamardCase, device: str) -> None:
     x, group, scale = case.make_inputs(device)
-    torch.library.opcheck(op_grouped.default, (x.clone().requires_grad_(), group, scale))
-    torch.library.opcheck(op_grouped.default, (x, group, scale))
+    opcheck(op_grouped.default, (x.clone().requires_grad_(), group, scale))
+    opcheck(op_grouped.default, (x, group, scale))
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)

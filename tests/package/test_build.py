@@ -206,6 +206,22 @@ def test_instances_share_a_file_where_few_are_compiled_at_once(build: ModuleType
 
 
 @in_checkout
+@pytest.mark.parametrize("cuda", [False, True])
+def test_files_of_a_folder_share_one_where_few_are_compiled_at_once(build: ModuleType, cuda: bool) -> None:
+    """What is compiled is the same, each file once; none that chooses an instruction set is among others."""
+    apart, merged = (build.sources(cuda, flag) for flag in (False, True))
+    shared = {
+        name: text for name, text in build.generated(cuda, merged=True).items() if name.startswith("csrc/")
+    }
+    inside = [f"csrc/{name}" for text in shared.values() for name in re.findall(r'#include "(.*)"', text)]
+    written = [name for name in apart if name.startswith("csrc/")]
+    assert sorted([*inside, *(name for name in merged if name.startswith("csrc/"))]) == written
+    assert {f"build/generated/{name}" for name in shared} <= set(merged)
+    assert len(inside) > 2 * len(shared)
+    assert not [name for name in inside if "#define HTREE_" in (ROOT / name).read_text()]
+
+
+@in_checkout
 def test_import_runs_no_instruction_that_the_cpu_may_lack(build: ModuleType) -> None:
     """What is compiled for AVX2 or AVX-512 and runs before the CPU was asked would end the process on other CPUs."""
     texts = {name: text for name, text in build.instances().texts().items() if "_avx" in name}

@@ -118,7 +118,7 @@ def maps_name_existing_files(tree: Tree) -> list[str]:
 
 
 # Along the data: a family includes headers of those before it alone.
-FAMILIES = ("tree", "selection", "sparse_attention", "tree_attention", "tree_cache")
+FAMILIES = ("tree", "selection", "index_loss", "sparse_attention", "tree_attention", "tree_cache")
 
 
 def families_link_downward(tree: Tree) -> list[str]:

@@ -7,9 +7,7 @@ import inspect
 import re
 import runpy
 import socket
-import textwrap
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,18 +17,12 @@ import htree_ops
 from benchmarks.harness import readme_table
 from htree_ops.info import op_names
 from htree_ops.ops.tree_attention.options import RECOMMENDED, TreeKeywords
+from tests.support.pages import PAGES, ROOT, blocks_of
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+README = PAGES["README.md"]
 FAMILIES = [
     path.name for path in sorted((ROOT / "htree_ops" / "ops").iterdir()) if (path / "__init__.py").is_file()
 ]
-#: The README and every page of the site; semantics is a specification, with sentences of its own.
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.*"))]
-    if path.suffix in (".md", ".rst") and "semantics" not in path.parts
-}
 
 
 def section(title: str, document: str = README) -> str:
@@ -40,15 +32,7 @@ def section(title: str, document: str = README) -> str:
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
-
-
-def blocks_of(name: str, language: str) -> list[str]:
-    """The code blocks of a page in a language."""
-    if name.endswith(".rst"):
-        found = re.findall(rf"^\.\. code-block:: {language}\n\n((?:   .*\n|\n)+)", PAGES[name], re.M)
-        return [textwrap.dedent(block) for block in found]
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[name], re.M | re.S)
+    return PAGES[f"docs/{name}"]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import htree_ops
 from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
+from tests.support.opcheck import opcheck
 from tests.support.rmsnorm_rope_cases import (
     CASES,
     DTYPES,
@@ -43,11 +44,9 @@ OPCHECK_CASES = [c for c in CASES if math.prod(c.shape) < 5_000][::5]
 def test_opcheck(case: RMSNormRoPECase, device: str) -> None:
     x, weight, *rest = case.make_inputs(device)
     dy = torch.randn_like(x)
-    torch.library.opcheck(forward_of(case).default, (x, weight, *rest))
-    torch.library.opcheck(
-        forward_of(case).default, (x.clone().requires_grad_(), weight.clone().requires_grad_(), *rest)
-    )
-    torch.library.opcheck(backward_of(case).default, (dy, x, weight, *rest))
+    opcheck(forward_of(case).default, (x, weight, *rest))
+    opcheck(forward_of(case).default, (x.clone().requires_grad_(), weight.clone().requires_grad_(), *rest))
+    opcheck(backward_of(case).default, (dy, x, weight, *rest))
 
 
 @pytest.mark.parametrize("of_each", [False, True])

@@ -15,6 +15,7 @@ import htree_ops
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
+from tests.support.opcheck import opcheck
 from tests.support.select_blocks_cases import CASES, VARLEN_CASES, SelectBlocksCase, SelectBlocksVarlenCase
 from tests.support.tree_attention_varlen_cases import offsets
 
@@ -36,15 +37,15 @@ WITHOUT_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketenso
 @pytest.mark.parametrize("name", ["plain", "stride4", "suffix_stride", "open_next_odd", "no_query"])
 def test_opcheck(name: str, device: str) -> None:
     inputs = named(name).make_inputs(device)
-    torch.library.opcheck(OPS.select_blocks.default, inputs)
+    opcheck(OPS.select_blocks.default, inputs)
     index = [x.detach().requires_grad_() for x in inputs[:2]]
-    torch.library.opcheck(OPS.select_blocks.default, (*index, *inputs[2:]), test_utils=WITHOUT_BACKWARD)
+    opcheck(OPS.select_blocks.default, (*index, *inputs[2:]), test_utils=WITHOUT_BACKWARD)
 
 
 @pytest.mark.parametrize("name", ["ragged", "stride", "no_document"])
 def test_opcheck_of_documents(name: str, device: str) -> None:
     inputs = next(case for case in VARLEN_CASES if case.name == name).make_inputs(device)
-    torch.library.opcheck(OPS.select_blocks_varlen.default, inputs)
+    opcheck(OPS.select_blocks_varlen.default, inputs)
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,17 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import normal
+from tests.support.pages import blocks_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "own_selection.md"
 SHAPES = [(1, 96, 4, 2), (2, 150, 4, 4), (2, 70, 6, 1), (1, 9, 2, 2)]  # B, T, H, H_kv
 by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "x".join(map(str, x)))
 BLOCK, COUNT, DIM = 16, 3, 32
 
 
+@functools.cache
 def of_the_page(name: str) -> Callable[..., Tensor]:
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+    for block in blocks_of("docs/own_selection.md", "python"):
         if f"def {name}(" in block:
             exec(block, names)
     return names[name]

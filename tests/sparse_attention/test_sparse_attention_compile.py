@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import htree_ops
 from tests.support.cases import case_id, normal
 from tests.support.compilers import BACKENDS
+from tests.support.opcheck import opcheck
 from tests.support.sparse_attention_cases import CASES, VARLEN_CASES, SparseBackwardCase, SparseCase
 
 OPTIONS = {"block_size": 16, "selection_stride": 4}
@@ -36,13 +37,11 @@ def leaves_of(inputs: Sequence[Any]) -> list[Any]:
 def test_opcheck(case: SparseCase, device: str) -> None:
     case = for_device(case, device)
     inputs = case.make_inputs(device)
-    torch.library.opcheck(OPS.sparse_attention.default, inputs, case.options())
-    torch.library.opcheck(OPS.sparse_attention.default, tuple(leaves_of(inputs)), case.options())
+    opcheck(OPS.sparse_attention.default, inputs, case.options())
+    opcheck(OPS.sparse_attention.default, tuple(leaves_of(inputs)), case.options())
     for of_lse in (False, True):
         backward = SparseBackwardCase(name=case.name, dtype=case.dtype, forward=case, of_lse=of_lse)
-        torch.library.opcheck(
-            OPS._sparse_attention_backward.default, backward.make_inputs(device), backward.options()
-        )
+        opcheck(OPS._sparse_attention_backward.default, backward.make_inputs(device), backward.options())
 
 
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=case_id)
@@ -50,21 +49,19 @@ def test_opcheck_of_documents(case: Any, device: str) -> None:
     if device == "cuda":
         case = replace(case, block_size=max(16, case.block_size), dtype=torch.float32)
     inputs = case.make_inputs(device)
-    torch.library.opcheck(OPS.sparse_attention_varlen.default, inputs, case.options())
-    torch.library.opcheck(OPS.sparse_attention_varlen.default, tuple(leaves_of(inputs)), case.options())
+    opcheck(OPS.sparse_attention_varlen.default, inputs, case.options())
+    opcheck(OPS.sparse_attention_varlen.default, tuple(leaves_of(inputs)), case.options())
     query, key, value, blocks, cu_q, cu_k, sinks, max_q, max_k = inputs
     out, lse = OPS.sparse_attention_varlen(*inputs, **case.options())
     args = (query, key, value, blocks, cu_q, cu_k, out, lse, sinks, out, lse.nan_to_num(), max_q, max_k)
-    torch.library.opcheck(OPS._sparse_attention_varlen_backward.default, args, case.options())
+    opcheck(OPS._sparse_attention_varlen_backward.default, args, case.options())
 
 
 @pytest.mark.parametrize("mask", [(True, False, True, False), (False, False, False, True), (False,) * 4])
 def test_opcheck_of_a_masked_backward(mask: tuple[bool, ...], device: str) -> None:
     case = replace(CASES[6], block_size=16, n=2)
     args = SparseBackwardCase(name="sinks", dtype=case.dtype, forward=case).make_inputs(device)
-    torch.library.opcheck(
-        OPS._sparse_attention_backward.default, args, {**case.options(), "output_mask": mask}
-    )
+    opcheck(OPS._sparse_attention_backward.default, args, {**case.options(), "output_mask": mask})
 
 
 # ---- compile and export

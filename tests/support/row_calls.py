@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.support.cases import normal
 from tests.support.compressed_kv_cases import DecodeCase
+from tests.support.index_loss_cases import CASES as INDEX_CASES
 from tests.support.select_blocks_cases import CASES as SELECT_CASES
 from tests.support.select_blocks_cases import VARLEN_CASES as SELECT_VARLEN_CASES
 from tests.support.sparse_attention_cases import CASES as SPARSE_CASES
@@ -45,6 +46,7 @@ def row_calls(device: str) -> list[Call]:
         *matrix_calls(device),
         *varlen_calls(device),
         *select_calls(device),
+        *index_loss_calls(device),
         *sparse_calls(device),
         *(Call(op, arguments, op_options(options)) for op, (arguments, options) in op_calls(device).items()),
     ]
@@ -107,6 +109,21 @@ def select_calls(device: str) -> list[Call]:
         Call("select_blocks", case.make_inputs(device)),
         Call("select_blocks_varlen", documents.make_inputs(device)),
     ]
+
+
+def index_loss_calls(device: str) -> list[Call]:
+    """The loss of an index at positions of its own for each sequence and of packed documents, and its gradients."""
+    found = []
+    for name in ("plain", "ragged"):
+        case = next(case for case in INDEX_CASES if case.name == name)
+        *inputs, cu = case.make_inputs(device)
+        loss, lse, index_lse = torch.ops.htree._index_loss_forward(*inputs, cu, **case.options())
+        found += [
+            Call("index_loss", (*inputs, cu), case.options()),
+            Call("_index_loss_forward", (*inputs, cu), case.options()),
+            Call("_index_loss_backward", (*inputs, lse, index_lse, loss, cu), case.options()),
+        ]
+    return found
 
 
 def sparse_calls(device: str) -> list[Call]:

@@ -32,7 +32,7 @@ def make_blocks(
         count: number of blocks.
         kind: "random": blocks up to the diagonal one, each once, the diagonal one first, -1 at the end; "alike": the
             same, about four of five entries shared by all rows; "wild": any numbers, repeated, too large, negative;
-            "all": 0, 1, ...
+            "all": 0, 1, ... What "tree" is in the benchmark comes from tree attention.
     """
     n = shape[-1]
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -270,12 +270,18 @@ _H200 = SparseCase(
     name="random", dtype=torch.bfloat16, T=131_072, H=32, H_kv=4, K=128, V=128, n=128, block_size=16
 )
 _CPU = replace(_H200, dtype=torch.float32, T=8192, H=4, H_kv=1, K=64, V=64, n=32)
-#: 2048 tokens of 131 072, lists of neighbours independent or 80 % alike.
+#: 2048 tokens of 131 072, lists of neighbours independent or 80 % alike; and the lists that tree attention chooses.
 BENCHMARK_CASES: dict[str, list[SparseCase]] = {
     "cuda": [
         replace(_H200, name=lists, lists=lists, selection_stride=stride)
         for lists in ("random", "alike")
         for stride in (1, 4)
+    ]
+    + [
+        replace(_H200, name="tree", lists="tree", T=T, n=n, selection_stride=stride)
+        for T in (32_768, 131_072)
+        for n in (64, 128, 256, 512)
+        for stride in (1, 4, 16)
     ],
     "cpu": [_CPU, replace(_CPU, name="alike", lists="alike", selection_stride=4)],
 }

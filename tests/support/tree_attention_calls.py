@@ -9,6 +9,7 @@ import torch
 
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import normal
+from tests.support.opcheck import opcheck
 from tests.support.tree_attention_cases import TreeAttentionCase
 
 __all__ = ["Call", "calls", "calls_with"]
@@ -31,6 +32,15 @@ class Call:
     def __call__(self) -> Any:
         """Result of the op."""
         return self.overload(*self.args, **self.kwargs)
+
+    def opcheck(self) -> None:
+        """``torch.library.opcheck`` of the call, and where it has a gradient, of the call that records one."""
+        detached = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in self.args)
+        opcheck(self.overload, detached, self.kwargs)
+        if self.differentiable:
+            places = enumerate(detached)
+            leaves = tuple(x.requires_grad_() if i in self.differentiable else x for i, x in places)
+            opcheck(self.overload, leaves, self.kwargs)
 
 
 def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) -> list[Call]:

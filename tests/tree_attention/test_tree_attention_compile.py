@@ -5,7 +5,6 @@ The values are those of eager mode, which other tests compare with the reference
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -17,17 +16,11 @@ from tree_attention_models import CASES, NAMES, OPS, OPTIONS, assert_same, gradi
 import htree_ops
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
-from tests.support.tree_attention_calls import Call, calls
+from tests.support.opcheck import opcheck
+from tests.support.tree_attention_calls import calls
 from tests.support.tree_attention_cases import TreeAttentionCase
 
 # ---- opcheck
-
-
-def copied(call: Call, grad: bool) -> tuple[Any, ...]:
-    args = [x.detach() if isinstance(x, Tensor) else x for x in copy.copy(call.args)]
-    for position in call.differentiable if grad else ():
-        args[position] = args[position].requires_grad_()
-    return tuple(args)
 
 
 def test_the_cases_exist() -> None:
@@ -37,9 +30,7 @@ def test_the_cases_exist() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str, device: str) -> None:
     for call in calls(CASES[name], device):
-        torch.library.opcheck(call.overload, copied(call, grad=False), call.kwargs)
-        if call.differentiable:
-            torch.library.opcheck(call.overload, copied(call, grad=True), call.kwargs)
+        call.opcheck()
 
 
 @pytest.mark.parametrize("mask", [(True, False, True), (False, False, True), (False, False, False)], ids=str)
@@ -47,7 +38,7 @@ def test_opcheck_of_a_masked_backward(mask: tuple[bool, ...], device: str) -> No
     call = next(c for c in calls(CASES["batch"], device) if c.op == "attention_backward")
     found = call.overload(*call.args, output_mask=mask)
     assert [gradient is not None for gradient in found] == list(mask)
-    torch.library.opcheck(call.overload, call.args, {"output_mask": mask})
+    opcheck(call.overload, call.args, {"output_mask": mask})
 
 
 @pytest.mark.parametrize("name", NAMES)

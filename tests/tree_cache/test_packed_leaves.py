@@ -21,6 +21,7 @@ from htree_ops.ops.tree_cache import (
 )
 from htree_ops.reference import tree_cache as reference
 from tests.support.cases import case_id
+from tests.support.opcheck import opcheck
 from tests.support.tree_cache_cases import (
     PACKED_CASES,
     TreeCacheCase,
@@ -203,7 +204,7 @@ def test_opcheck_of_attention_from_packed_tokens(device: str) -> None:
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     arguments = (q, pools["k_pool"], pools["v_pool"], table, lengths, offsets(case.queries, device))
     packed = [pools[name] for name in CODES]
-    torch.library.opcheck(
+    opcheck(
         ops._tree_cache_attention.default,
         (*arguments, *[None] * 4, *packed, case.page_size, *case.packed()),
     )

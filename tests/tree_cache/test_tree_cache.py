@@ -15,6 +15,7 @@ from htree_ops import TreeKVCache, tree_attention
 from htree_ops.ops.tree_cache import page_rows, tree_cache_append_, tree_cache_attention
 from htree_ops.reference import tree_cache as reference
 from tests.support.cases import case_id
+from tests.support.opcheck import opcheck
 from tests.support.tree_attention_problem import packed as packed_options
 from tests.support.tree_cache_cases import (
     CASES,
@@ -374,7 +375,7 @@ def test_appends_take_what_their_pages_hold(device: str, stride: int) -> None:
 )
 def test_opcheck(device: str, name: str) -> None:
     arguments, options = op_calls(device)[name]
-    torch.library.opcheck(getattr(ops, name).default, arguments, op_options(options))
+    opcheck(getattr(ops, name).default, arguments, op_options(options))
 
 
 def test_a_step_compiles_and_exports(device: str) -> None:

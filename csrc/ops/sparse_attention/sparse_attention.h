@@ -42,11 +42,12 @@ SparseGradients prepare_sparse_backward(const char* op, const SparseInputs& x, c
                                         const OptionalTensor& dout, const OptionalTensor& dlse,
                                         const SparseMask& mask);
 
-// A call as the kernels take it: sizes are real and not 0, all tensors have a unit last stride, K is even, block_size is
-// at most T, and sinks are in the state dtype.
+// A call as the kernels take it: sizes are real and not 0, all tensors have a unit last stride, K is even, and
+// sinks are in the state dtype.
 struct SparseCall {
   SparseInputs x;
-  int64_t block_size;
+  int64_t block_size;        // at most T
+  int64_t given_block_size;  // which may be more
   int64_t stride;
   double scale;
 

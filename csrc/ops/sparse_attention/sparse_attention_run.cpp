@@ -20,15 +20,23 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // The kernels rotate pairs, here by nothing: a last element without a partner gets a 0, which adds nothing to a product.
 Tensor even_width(const Tensor& x) {
-  return x.size(-1) % 2 == 0 ? unit_last(x) : at::constant_pad_nd(x, {0, 1});
+  // What padding gives keeps the order of the dimensions in memory.
+  return unit_last(x.size(-1) % 2 == 0 ? x : at::constant_pad_nd(x, {0, 1}));
 }
 
 SparseCall call_of(const SparseInputs& x, const SparseOptions& options) {
   SparseCall call;
   call.x = {even_width(x.query), even_width(x.key), unit_last(x.value), x.blocks.contiguous(), {}};
-  if (x.sinks.defined()) call.x.sinks = x.sinks.to(state_dtype(x.query)).contiguous();
+  if (x.sinks.defined()) {
+    // Beside the largest finite sink all weights are 0, as beside an infinite one.
+    const at::ScalarType dtype = state_dtype(x.query);
+    const double most =
+        dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+    call.x.sinks = x.sinks.to(dtype).clamp_max(most).contiguous();
+  }
   // A block longer than the sequence is all of it.
   call.block_size = std::min(options.block_size, x.key.size(1));
+  call.given_block_size = options.block_size;
   call.stride = options.selection_stride;
   call.scale = resolve_scale(options.scale, x.query.size(3));
   return call;
@@ -45,9 +53,10 @@ void sink_gradient(const SparseCall& call, const SparseResults& results, const T
   const auto& [out, lse] = results;
   const at::ScalarType state = state_dtype(out);
   const Tensor sinks = call.x.sinks;
-  // A dead row has lse -inf and D = 0.
-  const Tensor share = sinks.sub(lse).sigmoid_().masked_fill_(lse.eq(-kInfinity), 0);
-  const Tensor rows = dout.to(state).mul(out.to(state)).sum(-1).mul_(share);
+  // A row that sees nothing, with lse -inf, gives nothing, whatever its upstream gradient.
+  const Tensor share = sinks.sub(lse).sigmoid_();
+  const Tensor rows =
+      dout.to(state).mul(out.to(state)).sum(-1).mul_(share).masked_fill_(lse.eq(-kInfinity), 0);
   if (rows.is_cuda()) {
     gradient.copy_(rows.sum(c10::IntArrayRef{0, 1}).neg_());
     return;
@@ -148,8 +157,9 @@ class DocumentRows {
     const int64_t longest = std::max<int64_t>(num_keys, 1);
     while (options_.selection_stride / 2 >= longest)
       options_.selection_stride /= 2;
-    options_.block_size = std::min(options.block_size,
-                                   ceil_div(longest, options_.selection_stride) * options_.selection_stride);
+    // In whole sixteens where they were asked for: the kernel must not follow from the number of keys.
+    const int64_t unit = std::max<int64_t>(options_.selection_stride, options.block_size % 16 == 0 ? 16 : 1);
+    options_.block_size = std::min(options.block_size, ceil_div(longest, unit) * unit);
     const DeviceOffsets offsets = device_offsets(documents, num_queries, num_keys, options.selection_stride);
     const auto counts = [&](const Tensor& starts) {
       return starts.diff().to(at::kLong).masked_fill_(offsets.broken, 0);

@@ -40,10 +40,12 @@ using RecomputeSelection = void(const Tensor& q, const Tensor& layer_k, const Te
                                 const Tensor& parents, const Tensor& cos, const Tensor& sin,
                                 const LayerArgs& args, const Tensor& next_parents);
 SelectAccumulate select_accumulate_cpu, select_accumulate_cuda;
+SelectAccumulate accumulate_given_cuda;  // reads next_parents
 BottomAccumulate bottom_accumulate_cpu, bottom_accumulate_cuda;
 RecomputeSelection recompute_selection_cpu, recompute_selection_cuda;
 
-// ---- the whole: §1.5, §1.10. `parents` holds one list tensor per layer, [0] for the bottom. Their batches may lie
+// ---- the whole: §1.5, §1.10. `parents` holds one list tensor per layer, [0] for the bottom; attention_over_lists
+// reads them, the forward writes them. Their batches may lie
 // further apart than they are long; what a batch holds is packed. It is empty where lists are not kept; the backward
 // then selects them again. `dlse`, the gradient of the log-sum-exps, is contiguous or undefined. An undefined dq, dk or
 // dv is not wanted and costs nothing.
@@ -55,6 +57,7 @@ using AttentionBackward = void(const Tensor& dout, const Tensor& dlse, const Ten
                                const std::vector<Tensor>& parents, const AttentionArgs& args,
                                const Tensor& dq, const Tensor& dk, const Tensor& dv);
 AttentionForward attention_forward_cpu, attention_forward_cuda;
+AttentionForward attention_over_lists_cpu, attention_over_lists_cuda;
 AttentionBackward attention_backward_cpu, attention_backward_cuda;
 
 }  // namespace htree::tree_attention

@@ -94,7 +94,8 @@ def sparse_attention(
         out [B, T_q, H, V] in the dtype of query, differentiable in query, key, value and sinks. With ``return_lse``
         also lse [B, T_q, H], natural logarithm, float32 (float64 for float64), differentiable in query and key.
 
-    On CUDA these are general kernels, without tensor cores: right for every shape, and slow.
+    On CUDA fp16 and bf16 use tensor cores where K = V is 32, 64 or 128, H / H_kv at most 16, block_size a multiple of
+    16, n * block_size at most 16384 and s at most 16; other calls take general kernels, which are slower.
 
     Raises:
         ShapeMismatchError: a rank or size that does not fit, H not a multiple of H_kv, T_q > T.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal, overload
+from typing import Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.ops.arguments import validate_arguments, validate_arguments_as
+from htree_ops.ops.arguments import check_tensor, validate_arguments, validate_arguments_as
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["attention_backward", "attention_forward", "expand_heads", "tree_attention"]
 
+#: index_query and index_key.
+Index: TypeAlias = tuple[Tensor, Tensor]
 Balance = Literal["zigzag", "striped", "contiguous", "work"]
 #: How ranks share the tokens of a sequence (htree_ops.distributed). They stand here because layers keep one.
 BALANCES: tuple[Balance, ...] = ("zigzag", "striped", "contiguous", "work")
@@ -58,6 +60,7 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
+    index: Index | None = ...,
     return_lse: Literal[False] = ...,
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
@@ -68,6 +71,7 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
+    index: Index | None = ...,
     return_lse: Literal[True],
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
@@ -78,6 +82,7 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
+    index: Index | None = ...,
     return_lse: bool,
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
@@ -88,6 +93,7 @@ def tree_attention(
     k: Tensor,
     v: Tensor,
     *,
+    index: Index | None = None,
     return_lse: bool = False,
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
@@ -111,6 +117,10 @@ def tree_attention(
         k: keys [B, T, H_kv, K], H a multiple of H_kv.
         v: values [B, T, H_kv, V]. All three float32, float16 or bfloat16, or float64 on the CPU; under
             autocast they are cast to its dtype.
+        index: (index_query [B, T_q, H_i, d], index_key [B, T, H_i, d]), by which nodes are chosen in place of the mean
+            scores: a node counts the largest product of index_query with index_key over its tokens, as in
+            :func:`htree_ops.select_blocks`. H_i is H_kv or 1, d a multiple of 16 up to 128. It gets no gradient here.
+            Not with scope="q_head", selection_span or another importance.
         return_lse: also return the log-sum-exp of each row's scores.
         options: the keywords below as one :class:`htree_ops.TreeOptions`; those that are given beside it replace its
             own. None is their defaults.
@@ -168,10 +178,10 @@ def tree_attention(
     """
     chosen = tree_options("tree_attention", options, keywords)
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, chosen, return_lse)
+        return _attend(q, k, v, index, chosen, return_lse)
     _warn_of_transposed(q, k)
     try:
-        return _attend(q, k, v, chosen, return_lse)
+        return _attend(q, k, v, index, chosen, return_lse)
     except ValueError as error:
         if "as many rows as k" in str(error) and q.shape[2] == k.shape[2]:
             error.args = (f"{error}. This would fit {_TRANSPOSED}",)
@@ -179,11 +189,25 @@ def tree_attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, options: TreeOptions, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, index: Index | None, options: TreeOptions, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    k, v = expand_heads(options, q, k, v)
-    op = torch.ops.htree._attention_lse if return_lse else torch.ops.htree._attention
-    return op(q, k, v, options.store_parents, *options.packed())
+    if index is None:
+        k, v = expand_heads(options, q, k, v)
+        op = torch.ops.htree._attention_lse if return_lse else torch.ops.htree._attention
+        return op(q, k, v, options.store_parents, *options.packed())
+    if options.scope != "kv_head":
+        raise ValueError(
+            f"tree_attention: scope must be kv_head beside an index, which has a list for each K/V head, got "
+            f"{options.scope}"
+        )
+    if not (isinstance(index, (tuple, list)) and len(index) == 2):
+        raise TypeError(f"tree_attention: index must be (index_query, index_key), got {type(index).__name__}")
+    for name, x in zip(("index_query", "index_key"), index, strict=True):
+        check_tensor("tree_attention", name, x)
+    before = k.shape[1] - q.shape[1] if q.dim() == k.dim() == 4 else 0
+    lists = torch.ops.htree._index_lists(q, k, *(x.detach() for x in index), [before], *options.packed())
+    out, lse = torch.ops.htree._listed_attention(q, k, v, lists, *options.packed())
+    return (out, lse) if return_lse else out
 
 
 class DocumentedKeywords(TreeKeywords, total=False):

@@ -25,6 +25,7 @@ from htree_ops.ops.arguments import (
     option_device,
     validate_arguments_as,
 )
+from htree_ops.ops.index_loss.collector import Attended, Forward, collect, is_collecting
 from htree_ops.ops.paging import is_recorded
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import (
@@ -70,6 +71,31 @@ def _attend_packed(
     return out
 
 
+def resolve_index_dim(index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
+    """The width of a layer's index.
+
+    Raises:
+        TypeError, ValueError: a width that is not an int, no multiple of 16 up to 128 and head_dim, or beside options
+            that choose in another way.
+    """
+    others = {"selection_span": None, "importance": "lse_causal", "scope": "kv_head"}
+    beside_others = [name for name, default in others.items() if getattr(options, name) != default]
+    if index_dim is None:
+        return 0 if beside_others else min(32, head_dim // 16 * 16)
+    check_int("HTreeAttention", "index_dim", index_dim, 0)
+    if index_dim % 16 != 0 or index_dim > min(128, head_dim):
+        raise ValueError(
+            f"HTreeAttention: index_dim must be a multiple of 16 up to 128 and up to head_dim = {head_dim}, got "
+            f"{index_dim}"
+        )
+    if index_dim and beside_others:
+        name = beside_others[0]
+        raise ValueError(
+            f"HTreeAttention: index_dim must be 0 beside {name} = {getattr(options, name)!r}, got {index_dim}"
+        )
+    return index_dim
+
+
 class HTreeAttention(nn.Module):
     """Causal self-attention layer with :func:`tree_attention` between its projections.
 
@@ -79,7 +105,10 @@ class HTreeAttention(nn.Module):
     design documents.
 
     Parameters are those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
-    head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim].
+    head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim]. With an index also ``index_query_weight``
+    [num_heads, head_dim, index_dim] and ``index_key_weight`` [num_kv_heads, head_dim, index_dim], which do not require
+    grad until :func:`htree_ops.index_losses` has seen the layer. A state dict without them loads, the index as it was
+    made.
 
     Args:
         embed_dim: E, width of the input and the output.
@@ -94,9 +123,15 @@ class HTreeAttention(nn.Module):
         positions: where q and k are rotated. "own": each at its token's place in its sequence or document, before the
             tree is built, as dense models do, so that weights of these serve at any length that they were trained for.
             "compact": inside of the attention, at a node's place among the candidates of a query (§1.4), none of which
-            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same. Beyond, a small model
-            that was trained from scratch found 97 % of its copies with "compact" and 64 to 66 % with "own"; dense
-            weights fit "own" alone (docs/quality.md (a), (b)).
+            reaches top_k * compression_rate. Up to ``max_top_nodes`` tokens both are the same. Beyond, models that
+            are trained from scratch find more with "compact"; dense weights fit "own" alone (docs/quality.md (a), (b)).
+        index_dim: d, numbers of an index query and of an index key, a multiple of 16 up to 128 and up to head_dim; 0 is
+            no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
+            selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
+            the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
+            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does, over whole
+            sequences: with ``cu_seqlens``, a cache or ``cp_group`` it raises NotImplementedError. It learns by
+            :func:`htree_ops.index_losses`; until then it is a random projection.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -119,6 +154,8 @@ class HTreeAttention(nn.Module):
 
     _frequencies: tuple[Any, Tensor] | None = None
     _unrotated: tuple[TreeOptions, TreeOptions] | None = None
+    index_query_weight: nn.Parameter  # None without an index
+    index_key_weight: nn.Parameter
 
     def __init__(
         self,
@@ -134,6 +171,7 @@ class HTreeAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         positions: Positions = "own",
+        index_dim: int | None = 0,
         **keywords: Unpack[TreeKeywords],
     ) -> None:
         super().__init__()
@@ -178,6 +216,74 @@ class HTreeAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.index_dim = resolve_index_dim(index_dim, head_dim, self.options)
+        for name, heads in (("index_query_weight", num_heads), ("index_key_weight", num_kv_heads)):
+            weight = torch.empty(heads, head_dim, self.index_dim, device=device, dtype=dtype)
+            made = nn.Parameter(weight, requires_grad=False) if self.index_dim else None
+            self.register_parameter(name, made)
+        self._index_forward: Forward | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A new index; the projections have a ``reset_parameters`` of their own.
+
+        Of each K/V head a random orthonormal projection, the same for its query heads, such that a product of the index
+        is on average that of a query with a key, the mean over the heads.
+        """
+        if not self.index_dim or self.index_key_weight.is_meta:
+            return
+        weight, group = self.index_key_weight, self.num_heads // self.num_kv_heads
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        with torch.no_grad():
+            drawn = torch.randn(weight.shape, dtype=wide, device=weight.device)
+            base = torch.linalg.qr(drawn).Q * (self.head_dim / self.index_dim) ** 0.5
+            weight.copy_(base)
+            of_queries = base.repeat_interleave(group, dim=0) / (group * self.head_dim**0.5)
+            self.index_query_weight.copy_(of_queries)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name in ("index_query_weight", "index_key_weight"):  # dense weights have no index
+            if prefix + name in missing_keys:
+                missing_keys.remove(prefix + name)
+
+    def index_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries and index keys [..., H_kv, index_dim] of q [..., H, K] and k [..., H_kv, K].
+
+        Raises:
+            ValueError: the layer has no index.
+            NotImplementedError: q and k have the heads of one rank alone.
+        """
+        if not self.index_dim:
+            raise ValueError("HTreeAttention.index_of: index_dim must be above 0, got 0")
+        if hasattr(q, "device_mesh") or q.shape[-2] != self.num_heads:
+            raise NotImplementedError(
+                f"HTreeAttention.index_of: q must have the {self.num_heads} heads of all ranks, got {q.shape[-2]} here"
+            )
+        grouped = self.index_query_weight.unflatten(0, (self.num_kv_heads, -1))
+        index_query = torch.einsum("...sgk,sgkd->...sd", q.unflatten(-2, (self.num_kv_heads, -1)), grouped)
+        return index_query, torch.einsum("...sk,skd->...sd", k, self.index_key_weight)
+
+    def _learn(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> None:
+        """Hands what the attention takes to :func:`htree_ops.index_losses`, where the layer has an index."""
+        if not self.index_dim:
+            return
+        if torch.compiler.is_compiling():
+            if is_collecting():
+                raise NotImplementedError("HTreeAttention: index_losses is not supported under torch.compile")
+            return
+        collect(self, Attended(q, k, self.options.scale, self.options.compression_rate, lengths))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HTreeAttention:
         """A copy that shares the tokens with the same ranks: Python cannot copy a process group."""
@@ -201,12 +307,7 @@ class HTreeAttention(nn.Module):
         """A layer with the selection that the measurements recommend for a goal.
 
         ``goal="quality"`` is ``selection_span=2, selection_stride=1``, which a layer without options has too;
-        ``goal="speed"`` is ``selection_span=2, selection_stride=4``. A small model that was trained with the former and
-        compact positions finds, with 256 of 4096 tokens per query, 97.4 % of the copies from far back (two seeds; dense
-        attention 94 to 98 %, that of the documents 33 %; docs/quality.md (b)). Of the copies that a dense model finds,
-        the same weights keep with the tree and own positions, in two models, 99.8 and 72 % with the former, 90 and 67 %
-        with the latter, 71 and 42 % with the documents' options, and 99.9 % with ``selection_span=1``
-        (docs/quality.md (a)).
+        ``goal="speed"`` is ``selection_span=2, selection_stride=4``. docs/quality.md has what models keep with either.
 
         Args:
             goal: what to favour.
@@ -237,7 +338,12 @@ class HTreeAttention(nn.Module):
         of skywong14/htree (docs/ops.md has all sources). The layer is
         ``HTreeAttention(..., options=TreeOptions(), positions="compact")``, with ``keywords`` in place of these.
         """
-        given: dict[str, Any] = {"options": TreeOptions(), "positions": "compact", **keywords}
+        given: dict[str, Any] = {
+            "options": TreeOptions(),
+            "positions": "compact",
+            "index_dim": 0,
+            **keywords,
+        }
         return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **given)
 
     def make_cache(
@@ -394,8 +500,8 @@ class HTreeAttention(nn.Module):
             self._frequencies = (key, found)
         return found
 
-    def _attend(self, x: Tensor) -> Tensor:
-        """The layer on [B, T, E]."""
+    def _attend(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The layer on [B, T, E], of which each sequence has ``lengths`` tokens, None for T."""
         attend: Callable[..., Any] = tree_attention
         q, k, v = self._project(x)
         if self.cp_group is not None:
@@ -404,6 +510,9 @@ class HTreeAttention(nn.Module):
             attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
         if self._rotates:
             q, k = self._rotated(q, k, self._places(x))
+        self._learn(q, k, lengths=lengths)
+        if self.index_dim:
+            attend = partial(tree_attention, index=self.index_of(q, k))
         return self.o_proj(_joined(attend(q, k, v, options=self._of_attention())))
 
     def _places(self, x: Tensor) -> Tensor:
@@ -564,7 +673,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or any of these and
+                cu_seqlens beside an index.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
@@ -590,6 +700,12 @@ class HTreeAttention(nn.Module):
             )
         if lengths is not None and cache is None:
             raise ValueError("HTreeAttention: lengths must be None where cache is None")
+        if self.index_dim:
+            others = {"cu_seqlens": cu_seqlens, "cache": cache, "cp_group": self.cp_group}
+            if beside := [name for name, value in others.items() if value is not None]:
+                raise NotImplementedError(
+                    f"HTreeAttention: {beside[0]} is not supported beside an index, which index_dim = 0 leaves out"
+                )
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:
@@ -600,10 +716,11 @@ class HTreeAttention(nn.Module):
         if key_padding_mask is None:
             return self._attend(x)
         padding = self._padding_of(x, key_padding_mask)
-        return padding.from_front(self._attend(padding.to_front(x)))
+        return padding.from_front(self._attend(padding.to_front(x), (~padding.mask).sum(1)))
 
     def extra_repr(self) -> str:
         """Sizes and the options that shape the tree."""
         sizes = {name: getattr(self, name) for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim")}
+        sizes |= {"index_dim": self.index_dim} if self.index_dim else {}
         shown = sizes | {"positions": self.positions} | self.options.to_dict()
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -7,6 +7,7 @@ takes `compute_dtype` and every option, the ones the library does not offer incl
 
 from .attention import Forward, LayerTrace, htree_forward_naive
 from .gradient import htree_backward_naive
+from .index import index_parents
 from .io_only import (
     io_attention_forward,
     io_compute_next_parents,
@@ -73,6 +74,7 @@ __all__ = [
     "htree_forward_naive",
     "importance_of",
     "importance_of_spans",
+    "index_parents",
     "io_attention_forward",
     "io_compute_next_parents",
     "io_compute_scores",

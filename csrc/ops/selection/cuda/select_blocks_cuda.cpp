@@ -29,17 +29,17 @@ View<const T> index_view(const Tensor& x) {
 }
 
 // The memory of keys that do not fit into shared memory, and the thread blocks that share it.
-void place_keys(BlockListParams& params, int64_t row, const Tensor& like, Tensor& scratch) {
+void place_keys(BlockListParams& params, int64_t blocks, const Tensor& like, Tensor& scratch) {
   const int64_t num_rows = static_cast<int64_t>(params.chunk.num_slots) * params.chunk.num_heads;
-  params.key_capacity = row;
+  params.key_capacity = blocks;
   params.num_blocks = std::min<int64_t>(num_rows, INT32_MAX);
-  if (row * 4 <= shared_limit()) {
+  if (row_shared_bytes(blocks, /*holds_keys=*/true) <= shared_limit()) {
     return;
   }
   params.num_blocks =
-      std::min(params.num_blocks, std::clamp<int64_t>(kKeyScratchBytes / (row * 4), 1, kScratchBlocks));
+      std::min(params.num_blocks, std::clamp<int64_t>(kKeyScratchBytes / (blocks * 4), 1, kScratchBlocks));
   if (!scratch.defined()) {
-    scratch = device_scratch(params.num_blocks * row * 4, like);
+    scratch = device_scratch(params.num_blocks * blocks * 4, like);
   }
   params.keys = static_cast<uint32_t*>(scratch.mutable_data_ptr());
 }
@@ -102,7 +102,7 @@ void run(const BlockSequences& sequences, const BlockDocumentParams& table, cons
         });
       }
       params.keys = nullptr;
-      place_keys(params, launch.row, blocks, keys);
+      place_keys(params, launch.units / (options.block_size / launch.unit) + 1, blocks, keys);
       C10_CUDA_CHECK(launch_block_lists(params, stream));
     }
   }

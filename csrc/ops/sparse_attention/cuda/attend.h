@@ -23,6 +23,8 @@ struct AttendParams {
   int64_t state_batch = 0;   // stride of max and sum in elements
   float* partial = nullptr;  // [num_batches, num_queries, H, V]: the state between layers
   void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
+  // Of a caller's lists, which have one layer: [H], a score beside the keys' that has no value; null: none.
+  const float* sinks = nullptr;
 };
 
 // ---- each query gathers for itself: sm_80 and later

@@ -1,5 +1,6 @@
-// sparse_attention on CUDA: docs/semantics/sparse_attention.md §8. The general kernels of tree attention's tokens, for every
-// dtype and shape, over lists that are sorted first. Launches only; nothing is read on the host.
+// sparse_attention on CUDA: docs/semantics/sparse_attention.md §8. What the tensor cores do not take runs on the general
+// kernels of tree attention's tokens, for every dtype and shape, over lists that are sorted first. Launches only; nothing
+// is read on the host.
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
@@ -13,6 +14,7 @@
 #include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/sparse_attention/cuda/any/visible_lists.h"
 #include "ops/sparse_attention/cuda/gradient_tensors.h"
+#include "ops/sparse_attention/cuda/tensor_cores.h"
 #include "ops/sparse_attention/plan/sparse.h"
 #include "ops/sparse_attention/sparse_attention.h"
 #include "ops/tree/cuda/any/cuda_tensors.h"
@@ -207,6 +209,10 @@ SliceInverse invert(const SparseProblem& p, const SparseSlice& slice, const Tens
 
 void sparse_forward_cuda(const SparseCall& call, const Tensor& out, const Tensor& lse) {
   const LaunchScope scope(call.x.query);
+  if (takes_tensor_cores(call)) {
+    sparse_forward_tensor_cores(call, out, lse, scope.stream());
+    return;
+  }
   const SparseProblem p = problem_of(call);
   const SparseChunks chunks = sparse_forward_chunks(p);
   const auto floats = call.x.query.options().dtype(at::kFloat);
@@ -232,15 +238,19 @@ void sparse_backward_cuda(const SparseCall& call, const SparseResults& results, 
   const cudaStream_t stream = scope.stream();
   const auto& [out, lse] = results;
   const auto& [dq, dk, dv, dsinks] = gradients;
-  const SparseProblem p = problem_of(call);
-  const Tensor key_sums = KeySums::make(p, dk), value_sums = KeySums::make(p, dv);
-  // The weights e^(s - lse) leave the sink out, so that dO counts times the keys' share of the softmax. The states are those
-  // of a softmax with maximum lse and sum 1.
+  // The weights e^(s - lse) leave the sink out, so that dO counts times the keys' share of the softmax.
   Tensor upstream = dout;
   if (call.x.sinks.defined()) {
     const Tensor share = lse.sub(call.x.sinks).sigmoid_().masked_fill_(lse.eq(-kInfinity), 0);
     upstream = dout.to(at::kFloat).mul(share.unsqueeze(-1)).to(dout.scalar_type());
   }
+  if (takes_tensor_cores(call)) {
+    sparse_backward_tensor_cores(call, results, upstream, dlse, gradients, stream);
+    return;
+  }
+  const SparseProblem p = problem_of(call);
+  const Tensor key_sums = KeySums::make(p, dk), value_sums = KeySums::make(p, dv);
+  // The states are those of a softmax with maximum lse and sum 1.
   const Tensor ones = at::ones(lse.sizes(), lse.options());
   const Tensor rope = scratch_of(p.visible_width() * p.block_size * call.x.query.size(3), at::kFloat, out);
   auto* table = reinterpret_cast<float2*>(rope.mutable_data_ptr<float>());

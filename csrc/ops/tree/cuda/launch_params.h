@@ -58,9 +58,12 @@ struct GatherParams {
   int64_t num_parents = 0;
   const int32_t* lists = nullptr;  // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the own
   int64_t list_batch = 0;          // stride in elements
-  const float2* rope = nullptr;    // [list_width * 16 + 1, K/2]
-  float score_scale = 0.f;         // scale * log2(e), so that scores are in log2 units
-  int64_t node_span = 1;           // tokens per node of the layer
+  // Of a caller's lists, [B, num_lists, H_kv]: the entries of each, or their complement (~) where the queries' diagonal
+  // parent is none of them. Null: it is every list's last entry.
+  const int32_t* list_sizes = nullptr;
+  const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
+  float score_scale = 0.f;       // scale * log2(e), so that scores are in log2 units
+  int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;
   int num_queries = 0;
   int num_lists = 0;

@@ -10,10 +10,10 @@ namespace {
 constexpr int64_t kTaskQueries = 32;
 
 template <typename T, typename Real>
-void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
-                   const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+void forward_typed(bool lists_given, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const AttentionArgs& args, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                    const std::vector<Tensor>& parents) {
-  const Pyramid<Real> pyramid(q, k, v, args, /*selects=*/true, /*gradients=*/false, Type<T>{});
+  const Pyramid<Real> pyramid(q, k, v, args, /*selects=*/!lists_given, /*gradients=*/false, Type<T>{});
   const Rotation<Real> rotation = pyramid.rotation();
   const int64_t r = args.compression_rate;
   const int64_t group = pyramid.shape.group;
@@ -50,7 +50,7 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
         worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * group * q.stride(2), q.stride(2),
                           args.scale);
         worker.clear_state();
-        if (leader) pyramid.write_top_list(token, r, width, list_of(pyramid.depth - 1));
+        if (leader && !lists_given) pyramid.write_top_list(token, r, width, list_of(pyramid.depth - 1));
         for (int64_t l = pyramid.depth - 1; l >= 0; --l) {
           const PackedLayer<Real> layer = pyramid.layers[l].at(b, h);
           const Candidates candidates =
@@ -58,7 +58,9 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
           const bool merges = l == 0 || candidates.count > width;  // else all are selected
           if (merges) worker.score(layer, rotation, candidates);
           int32_t* const positions = selected.data() + l * width;
-          if (leader && l > 0) {
+          if (leader && l > 0 && lists_given) {
+            num_selected[l] = positions_of(candidates, r, list_of(l - 1), width, positions);
+          } else if (leader && l > 0) {
             const PackedSpans<Real>& means = pyramid.span_means[l];
             num_selected[l] =
                 means.empty() ? worker.select(candidates, width, positions)
@@ -82,16 +84,27 @@ void forward_typed(const Tensor& q, const Tensor& k, const Tensor& v, const Atte
   });
 }
 
+void run(bool lists_given, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+         const Tensor& out, const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
+  if (q.size(0) * q.size(1) * q.size(2) == 0) return;
+  dispatch_storage("attention_forward", q.scalar_type(), [&](auto storage, auto real) {
+    forward_typed<typename decltype(storage)::type, typename decltype(real)::type>(lists_given, q, k, v, args,
+                                                                                   out, gmax, gsum, parents);
+  });
+}
+
 }  // namespace
 
 void attention_forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                            const std::vector<Tensor>& parents) {
-  if (q.size(0) * q.size(1) * q.size(2) == 0) return;
-  dispatch_storage("attention_forward", q.scalar_type(), [&](auto storage, auto real) {
-    forward_typed<typename decltype(storage)::type, typename decltype(real)::type>(q, k, v, args, out, gmax,
-                                                                                   gsum, parents);
-  });
+  run(/*lists_given=*/false, q, k, v, args, out, gmax, gsum, parents);
+}
+
+void attention_over_lists_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                              const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                              const std::vector<Tensor>& parents) {
+  run(/*lists_given=*/true, q, k, v, args, out, gmax, gsum, parents);
 }
 
 }  // namespace htree::tree_attention

@@ -1,7 +1,7 @@
 // attention_backward on CUDA: docs/semantics/tree_attention.md §1.10. Allocates memory and launches the
 // kernels, in chunks of queries and layer by layer. Deterministic, without float atomics. Scratch beyond the
 // fp32 sums of dK and dV and the tree is at most kBackwardScratchBytes (1.8 GiB) at any T, as long as one
-// list of one batch fits. Longer than 700 lines because it is one walk, whose steps share its state.
+// list of one batch fits.
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "ops/selection/cuda/select_layer.h"
 #include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/sparse_attention/cuda/gradients.h"
-#include "ops/sparse_attention/cuda/sm90/backward/dense_rows/dense_gradients.h"
+#include "ops/sparse_attention/cuda/layer_gradients.h"
 #include "ops/tree/cuda/any/push_gradient.h"
 #include "ops/tree/cuda/copies.h"
 #include "ops/tree/cuda/launch_params.h"
@@ -19,78 +19,6 @@
 #include "ops/tree_attention/cuda/walk.h"
 
 namespace htree::tree_attention {
-
-struct PerListLayerParams {
-  PartialSumParams sums;     // partials and tasks are set per launch; keys and values may be null
-  int64_t tasks = 1;         // of kGradientRows rows, for each list
-  char* partials = nullptr;  // partial_bytes of partial sums
-  int64_t partial_bytes = 0;
-  int64_t num_sms = 1;
-};
-
-// The lists of one launch, counted over all heads from `first` on: as many as have partial sums that fit
-// `slots`; `most` is how many each of them may need. Where there are no lists (at the top), later queries
-// need more. A list keeps one SM busy for each of its tasks, so if possible a launch has a multiple of `wave`
-// lists, which run at the same time.
-struct ListRun {
-  int64_t lists, most;
-};
-inline ListRun next_lists(const PerListGradientParams& b, int64_t first, int64_t num_lists, int64_t slots,
-                          int64_t wave) {
-  const GatherParams& p = b.gather;
-  const int64_t row = first % p.num_lists, left = num_lists - first;
-  const auto needed = [&](int64_t lists) {
-    if (p.lists) {
-      return b.run.slots;  // a caller's list may hold more than its queries can see
-    }
-    const int64_t last_row = std::min(row + lists, int64_t{p.num_lists}) - 1;
-    return (p.t0 - b.lead + last_row * p.stride) / p.node_span / kTensorCoreRate + 1;
-  };
-  int64_t low = 1, high = left;  // at least one list
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (middle * needed(middle) <= slots) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const int64_t lists = low < left && low > wave ? low / wave * wave : low;
-  return {lists, needed(lists)};
-}
-
-inline cudaError_t run_per_list_layer(const TensorCoreShape& shape, const PerListLayerParams& layer,
-                                      cudaStream_t stream) {
-  PartialSumParams sums = layer.sums;
-  PerListGradientParams& b = sums.tasks;
-  const GatherParams& p = b.gather;
-  const bool keys_wanted = sums.keys || sums.values;
-  const int64_t num_lists = int64_t{p.num_batches} * p.num_kv_heads * p.num_lists;
-  const int64_t slots =
-      layer.partial_bytes / (layer.tasks * partial_sum_bytes(shape.key_dim, shape.value_dim));
-  const int64_t wave = std::max<int64_t>(1, layer.num_sms / layer.tasks);
-  const PerListGradientParams all = b;
-  b.run.partials = keys_wanted ? layer.partials : nullptr;
-  for (int64_t first = 0; first < num_lists;) {
-    const ListRun run = keys_wanted ? next_lists(all, first, num_lists, slots, wave) : ListRun{num_lists, 1};
-    b.run.slots = run.most;
-    b.run.first_task = first * layer.tasks;
-    b.run.num_tasks = run.lists * layer.tasks;
-    first += run.lists;
-    cudaError_t error = dispatch_shape(shape, [&](auto type, auto dim) {
-      return launch_per_list_gradient<typename decltype(type)::type, dim.value>(b, stream);
-    });
-    if (keys_wanted && error == cudaSuccess) {
-      error = dispatch_shape(shape, [&](auto type, auto dim) {
-        return launch_partial_sums<typename decltype(type)::type, dim.value>(sums, stream);
-      });
-    }
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  return cudaSuccess;
-}
 
 // ---- launches over chunks and layers
 
@@ -265,23 +193,7 @@ class BackwardRun {
     params.inverted = {memory.inverted_tiles, memory.inverted_tile_counts};
     params.query_sums = first ? nullptr : at_.query_sums;
     params.add = true;
-    if (error == cudaSuccess) {
-      error = launch_tile_marks(params.gather, params.marks, stream_);
-    }
-    if (keys_wanted() && error == cudaSuccess) {
-      error = launch_inverted_tiles(params.gather, params.marks, params.inverted, stream_);
-    }
-    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
-      using T = typename decltype(type)::type;
-      cudaError_t launched = launch_masked_row_tiles<T, dim.value>(params, stream_);
-      if (params.query_gradient && launched == cudaSuccess) {
-        launched = launch_masked_query_gradient<T, dim.value>(params, stream_);
-      }
-      if (keys_wanted() && launched == cudaSuccess) {
-        launched = launch_masked_key_gradient<T, dim.value>(params, stream_);
-      }
-      return launched;
-    });
+    return error != cudaSuccess ? error : run_masked_gradients(call_.shape, params, stream_);
   }
 
   // Sets what dense and masked rows have in common, and zeroes the bounds of the queries.
@@ -429,16 +341,7 @@ class BackwardRun {
       query.gradient = query_gradient_of(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
       const cudaError_t error =
-          config_.shared_gather_queries
-              ? dispatch_shape(
-                    call_.shape,
-                    [&](auto type, auto dim) {
-                      return launch_shared_gather_gradient<typename decltype(type)::type, dim.value>(
-                          {query, call_.fragment_rotations}, stream_);
-                    })
-              : dispatch_shape(call_.shape, [&](auto type, auto dim) {
-                  return launch_query_gradient<typename decltype(type)::type, dim.value>(query, stream_);
-                });
+          run_query_gradient(call_.shape, config_, query, call_.fragment_rotations, stream_);
       if (error != cudaSuccess) {
         return error;
       }
@@ -470,24 +373,8 @@ class BackwardRun {
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0 || sums_are_zeroed();
-    if (!config_.parent_warps) {
-      return dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        return launch_key_gradient<typename decltype(type)::type, dim.value>(key, stream_);
-      });
-    }
     key.rotations = static_cast<__half2*>(at_.rotations);
-    const int64_t list_bytes = p_.args.selection_stride * p_.group() * 2 * (p_.key_dim + p_.value_dim);
-    const int64_t window = std::max<int64_t>(1, kParentWindowBytes / list_bytes);
-    cudaError_t error = cudaSuccess;
-    for (int64_t first = 0; first < common.gather.num_lists && error == cudaSuccess; first += window) {
-      key.first_list = static_cast<uint32_t>(first);
-      key.end_list = static_cast<uint32_t>(std::min<int64_t>(first + window, common.gather.num_lists));
-      error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        return launch_parent_gradient<typename decltype(type)::type, dim.value>(key, stream_);
-      });
-      key.add = true;
-    }
-    return error;
+    return run_key_gradient(call_.shape, config_, key, stream_);
   }
 
   // Inverts the lists of the layer.
@@ -517,7 +404,7 @@ class BackwardRun {
   // Computes both gradients of a layer with the per-list kernels.
   cudaError_t per_list_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
                              const ListSlice& lists) {
-    PerListLayerParams layer;
+    PerListRuns layer;
     PartialSumParams& sums = layer.sums;
     sums_of(layer_idx, chunk, sums.keys, sums.values);
     if (lists.data && keys_wanted()) {
@@ -569,7 +456,7 @@ class BackwardRun {
     layer.partials = at_.partials;
     layer.partial_bytes = at_.partial_bytes;
     layer.num_sms = config_.num_sms;
-    return run_per_list_layer(call_.shape, layer, stream_);
+    return run_per_list_gradients(call_.shape, layer, stream_);
   }
 
   // Pushes the sums from the top down to the tokens, where they are rounded into the gradients.

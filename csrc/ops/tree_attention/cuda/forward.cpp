@@ -10,6 +10,7 @@
 
 #include "host/cuda/launch_scope.h"
 #include "ops/selection/cuda/select_layer.h"
+#include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/sparse_attention/cuda/attend.h"
 #include "ops/tree/cuda/copies.h"
 #include "ops/tree/cuda/cuda_tree.h"
@@ -73,6 +74,27 @@ cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, cons
   return cudaErrorInvalidValue;
 }
 
+// Which candidates of a layer the given lists of the layer below hold.
+cudaError_t mask_given(const TreeCall& call, const ForwardMemory& memory, const GatherParams& gather,
+                       const ListSlice& lists, const ListSlice& next, cudaStream_t stream) {
+  ListMaskParams mask;
+  mask.lists = lists.data;
+  mask.list_batch = lists.batch;
+  mask.next_lists = next.data;
+  mask.next_batch = next.batch;
+  mask.selected = memory.mask;
+  mask.mask_words = mask_words(call.problem);
+  mask.counts = memory.counts;
+  mask.num_batches = gather.num_batches;
+  mask.num_lists = gather.num_lists;
+  mask.num_kv_heads = gather.num_kv_heads;
+  mask.width = gather.list_width;
+  mask.t0 = gather.t0;
+  mask.stride = gather.stride;
+  mask.node_span = gather.node_span;
+  return launch_list_masks(mask, stream);
+}
+
 cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, const ForwardBuffers& buffers,
                           const Chunk& chunk, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
@@ -95,8 +117,11 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, con
   for (size_t layer_idx = call.layers.size(); layer_idx-- > 0;) {
     const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
     if (layer_idx > 0) {
-      const cudaError_t error = select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1),
-                                             memory.scores, memory.mask, stream);
+      const cudaError_t error = config.lists_given
+                                    ? mask_given(call, memory, gather_of(call, layer_idx, chunk), lists,
+                                                 lists_of(layer_idx - 1), stream)
+                                    : select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1),
+                                                   memory.scores, memory.mask, stream);
       if (error != cudaSuccess) {
         return error;
       }
@@ -196,7 +221,7 @@ cudaError_t walk_rows(const TreeCall& call, const ForwardConfig& c, const Forwar
 cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
                         cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  cudaError_t error = write_full_lists(call, buffers, stream);
+  cudaError_t error = c.lists_given ? cudaSuccess : write_full_lists(call, buffers, stream);
   for (const Piece& piece : p.pieces()) {
     if (dense_queries(piece, c) > 0 && error == cudaSuccess) {
       error = attend_dense_rows(call, piece, buffers, stream);
@@ -265,9 +290,9 @@ Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tens
   return lists;
 }
 
-void general_chunk(const AttentionProblem& problem, const Slice& slice, const Tensor& q, const CudaTree& tree,
-                   const Tensor& span_means, const RopeTables& rope, const Tensor& out, const Tensor& gmax,
-                   const Tensor& gsum, const std::vector<Tensor>& parents) {
+void general_chunk(const AttentionProblem& problem, bool given, const Slice& slice, const Tensor& q,
+                   const CudaTree& tree, const Tensor& span_means, const RopeTables& rope, const Tensor& out,
+                   const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
   const Tensor queries = slice.rows(q);
   const auto options = gmax.options();
   const Tensor max = slice.rows(gmax).fill_(-std::numeric_limits<double>::infinity());
@@ -281,7 +306,7 @@ void general_chunk(const AttentionProblem& problem, const Slice& slice, const Te
   const Tensor means = span_means.defined() ? slice.nodes(span_means) : Tensor();
 
   Tensor lists = top_lists(problem, slice, q);
-  if (!parents.empty()) {
+  if (!parents.empty() && !given) {
     slice.lists(parents.back()).copy_(lists);
   }
   for (int64_t layer = problem.layers() - 1; layer >= 0; --layer) {
@@ -289,8 +314,9 @@ void general_chunk(const AttentionProblem& problem, const Slice& slice, const Te
     const Tensor keys = slice.nodes(tree.keys[layer]), values = slice.nodes(tree.values[layer]);
     if (layer > 0) {
       const Tensor next = parents.empty() ? at::empty_like(lists) : slice.lists(parents[layer - 1]);
-      select_accumulate_cuda(queries, keys, values, means, lists, rope.cos, rope.sin, args, layer_max,
-                             layer_sum, layer_out, next);
+      (given ? accumulate_given_cuda : select_accumulate_cuda)(queries, keys, values, means, lists, rope.cos,
+                                                               rope.sin, args, layer_max, layer_sum,
+                                                               layer_out, next);
       lists = next;
     } else {
       bottom_accumulate_cuda(queries, keys, values, lists, rope.cos, rope.sin, args, layer_max, layer_sum,
@@ -303,19 +329,21 @@ void general_chunk(const AttentionProblem& problem, const Slice& slice, const Te
 
 }  // namespace
 
-void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
-                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                            const std::vector<Tensor>& parents) {
+namespace {
+
+void run(bool lists_given, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+         const Tensor& out, const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
   const LaunchScope scope(q);
   if (gmax.numel() == 0 || k.size(2) == 0) {
     return;
   }
   const AttentionProblem problem = attention_problem(q, k, v, args);
-  const ForwardConfig config = forward_config(problem);
+  ForwardConfig config = forward_config(problem);
+  config.lists_given = lists_given;
   const CudaTree tree = build_cuda_tree(k, v, args);
   if (config.path == AttentionPath::kTensorCore) {
     const TensorCoreTree prepared =
-        prepare_tensor_cores(problem, config, q, tree, /*selects=*/true, scope.stream());
+        prepare_tensor_cores(problem, config, q, tree, /*selects=*/!config.lists_given, scope.stream());
     run_tensor_core_forward(prepared.call, config, out, gmax, gsum, parents, scope.stream());
     return;
   }
@@ -325,10 +353,24 @@ void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, c
     for (int64_t query = 0; query < problem.num_queries;) {
       const Slice slice{batch, std::min(config.batch_chunk, problem.batch - batch), query,
                         problem.chunk_queries(query, config.query_chunk), args.selection_stride};
-      general_chunk(problem, slice, q, tree, span_means, rope, out, gmax, gsum, parents);
+      general_chunk(problem, config.lists_given, slice, q, tree, span_means, rope, out, gmax, gsum, parents);
       query += slice.queries;
     }
   }
+}
+
+}  // namespace
+
+void attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                            const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                            const std::vector<Tensor>& parents) {
+  run(/*lists_given=*/false, q, k, v, args, out, gmax, gsum, parents);
+}
+
+void attention_over_lists_cuda(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
+                               const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                               const std::vector<Tensor>& parents) {
+  run(/*lists_given=*/true, q, k, v, args, out, gmax, gsum, parents);
 }
 
 }  // namespace htree::tree_attention

@@ -2,7 +2,6 @@
 // functions, so that they can be printed and tested without a GPU. No CUDA and no torch.
 #pragma once
 
-#include "ops/tree/plan/dense_rows.h"
 #include "ops/tree_attention/plan/forward.h"
 
 namespace htree::tree_attention {
@@ -21,119 +20,21 @@ constexpr int64_t kBackwardScratchBytes = int64_t{1856} << 20;
 // parent are read and written: with two tasks per SM that is a fifth of all bytes at 131072 tokens.
 constexpr int64_t kPartialSumBytes = int64_t{1584} << 20;
 
-// A thread block of the per-list kernels multiplies kGradientRows rows (query, head), used or not. For lists
-// of fewer rows than this the per-query kernels do less work.
-constexpr int64_t kMinPerListGradientRows = 32;
 // The same limit at the top, where all lists hold the same parents and a thread
 // block takes kGradientRun tokens.
 constexpr int64_t kMinTopGradientRows = 64;
-// G for which parent_gradient.cuh computes dK and dV. Below, kernels that fill a tile with the rows of
-// several queries do less work; above, it would need two tiles.
-constexpr int64_t kMinParentGroup = 4, kMaxParentGroup = 8;
-// The most query heads whose gradients fit the registers of a warp of backward/shared_gather/.
-constexpr int64_t kMaxSharedGatherGroup = 8;
-
 // The part of the scratch for partial sums if only the top runs the per-list kernels: two tasks per SM.
 constexpr int64_t kTopSumBytes = int64_t{1056} << 20;
 
 // The most memory for the query side of dense rows, as long as one batch fits. It is in the memory of the partial sums.
 constexpr int64_t kDenseGradientBytes = kScoreBytes;
 
-struct BackwardConfig : TreeConfig {
-  int64_t dense_batches = 1;           // batches whose dense rows are laid out at the same time
-  bool per_list = false;               // backward/per_list/ computes all layers
-  bool per_list_top = false;           // it computes the top, for any stride, in runs of kGradientRun queries
-  bool shared_gather_queries = false;  // dQ of other layers: backward/shared_gather/, else per_query/
-  bool parent_warps = false;  // dK and dV of other layers: parent_gradient.cuh, else key_gradient.cuh
-  int64_t num_sms = 1;        // a wave of backward/per_list/ has so many thread blocks
+struct BackwardConfig : TreeConfig, GradientKernels {
+  int64_t dense_batches = 1;  // batches whose dense rows are laid out at the same time
+  bool per_list_top =
+      false;  // backward/per_list/ computes the top, for any stride, in runs of kGradientRun queries
+  int64_t num_sms = 1;  // a wave of backward/per_list/ has so many thread blocks
 };
-
-// ---- the rows before config.dense_rows: backward/dense_rows/ computes their gradients
-
-// The tiles of rows of a batch and K/V head in the piece that has most.
-inline int64_t dense_row_tiles(const AttentionProblem& p, const TreeConfig& config) {
-  int64_t tiles = 0;
-  for (const Piece& piece : p.pieces()) {
-    if (const int64_t queries = dense_queries(piece, config); queries > 0) {
-      tiles = std::max(tiles, kRunRows / kRowTileRows * num_runs(piece.start, queries, p.group()));
-    }
-  }
-  return tiles;
-}
-
-struct QueryBounds;
-constexpr int64_t kQueryBoundsBytes = 12;
-
-struct DenseGradientMemory {
-  char *queries, *gradients;  // [batches, H_kv, tiles] tiles
-  float* numbers;             // [batches, H_kv, tiles, kRowNumbers, kRowTileRows]
-  int32_t* scaled;            // [batches, H_kv, tiles]
-  QueryBounds* bounds;        // [batches, H_kv]
-};
-// `tiles` of rows of all `heads`, which are pairs (batch, K/V head).
-inline DenseGradientMemory lay_out_row_tiles(Workspace& space, const AttentionProblem& p, int64_t heads,
-                                             int64_t tiles) {
-  DenseGradientMemory memory;
-  memory.queries = space.take<char>(tiles * row_tile_bytes(p.key_dim));
-  memory.gradients = space.take<char>(tiles * row_tile_bytes(p.value_dim));
-  memory.numbers = space.take<float>(tiles * kRowNumbers * kRowTileRows);
-  memory.scaled = space.take<int32_t>(tiles);
-  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kQueryBoundsBytes);
-  return memory;
-}
-inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
-                                                   const TreeConfig& config, int64_t batches) {
-  const int64_t heads = batches * p.num_kv_heads;
-  return lay_out_row_tiles(space, p, heads, heads * dense_row_tiles(p, config));
-}
-inline int64_t dense_gradient_bytes(const AttentionProblem& p, const TreeConfig& config, int64_t batches) {
-  Workspace space;
-  lay_out_dense_gradients(space, p, config, batches);
-  return space.bytes();
-}
-
-// ---- the rows from there to config.masked_rows: at the tokens backward/masked_rows/ computes their gradients
-
-// Of a chunk, in the memory of the partial sums: the tokens come last, and these rows have no partial sums there.
-struct MaskedGradientMemory {
-  DenseGradientMemory rows;
-  TileMarkMemory marks;
-  uint32_t* inverted_tiles;  // as in InvertedTiles, as is the next
-  int32_t* inverted_tile_counts;
-};
-inline MaskedGradientMemory lay_out_masked_gradients(Workspace& space, const AttentionProblem& p,
-                                                     const TreeConfig& c) {
-  const int64_t heads = c.batch_chunk * p.num_kv_heads, tiles = marked_tiles(p, c);
-  const int64_t row_tiles = kRunRows / kRowTileRows * marked_tasks(p, c);
-  MaskedGradientMemory memory;
-  memory.rows = lay_out_row_tiles(space, p, heads, row_tiles);
-  memory.marks = lay_out_tile_marks(space, p, c);
-  memory.inverted_tiles = space.take<uint32_t>(row_tiles * tiles);
-  memory.inverted_tile_counts = space.take<int32_t>(row_tiles > 0 ? heads * tiles : 0);
-  return memory;
-}
-inline int64_t masked_gradient_bytes(const AttentionProblem& p, const TreeConfig& c) {
-  Workspace space;
-  lay_out_masked_gradients(space, p, c);
-  return space.bytes();
-}
-
-// About the bytes of that for every list of a chunk, and for every batch beside its lists: two runs may be cut.
-struct MaskedGradientCost {
-  int64_t list = 0, batch = 0;
-};
-inline MaskedGradientCost masked_gradient_cost(const AttentionProblem& p, const TreeConfig& config) {
-  if (!masks_tiles(p, config)) {
-    return {};
-  }
-  const int64_t tiles = marked_tiles(p, config);
-  const int64_t row_tile = row_tile_bytes(p.key_dim) + row_tile_bytes(p.value_dim) +
-                           (kRowNumbers * kRowTileRows + 1) * 4 + tiles * 4;
-  const int64_t run =
-      p.num_kv_heads * (kRunRows / kRowTileRows * row_tile + tiles * (mark_bytes(p.group()) + 2) + 4);
-  return {ceil_div(p.args.selection_stride * run, run_tokens(p.group())),
-          2 * run + p.num_kv_heads * (tiles * 4 + kQueryBoundsBytes)};
-}
 
 // ---- the choice
 
@@ -150,25 +51,17 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
         std::clamp<int64_t>(kDenseGradientBytes / batch_bytes, 1, std::max<int64_t>(1, p.batch));
   }
   const int64_t stride = p.args.selection_stride;
-  const bool by_list = config.path == AttentionPath::kTensorCore &&
-                       choose_gather(p, device, gather) == GatherKernel::kPerList &&
-                       stride * p.group() >= kMinPerListGradientRows;
-  config.per_list = by_list;
+  // The general kernels have the chunks of a GPU that is not Hopper.
+  const bool tensor_cores = config.path == AttentionPath::kTensorCore;
+  static_cast<GradientKernels&>(config) = choose_gradients(p, tensor_cores ? device : DeviceFacts{}, gather);
+  const bool by_list = config.per_list;
   const int64_t group = p.group();
-  config.per_list_top = config.path == AttentionPath::kTensorCore && gather != GatherChoice::kPerQuery &&
-                        hopper_kernels(device) && stride < kGradientRun && (group & (group - 1)) == 0 &&
+  config.per_list_top = tensor_cores && gather != GatherChoice::kPerQuery && hopper_kernels(device) &&
+                        stride < kGradientRun && (group & (group - 1)) == 0 &&
                         kGradientRun * group >= kMinTopGradientRows;
-  config.shared_gather_queries = config.path == AttentionPath::kTensorCore &&
-                                 gather != GatherChoice::kPerQuery && hopper_kernels(device) && !by_list &&
-                                 group <= kMaxSharedGatherGroup;
-  config.parent_warps = !by_list && group >= kMinParentGroup && group <= kMaxParentGroup;
   config.fragment_rotations = config.shared_gather_queries && walks(p, config);
   config.dim_rotations = (by_list || config.per_list_top) && walks(p, config);
-  // Bytes of a record per head. Records for parent_gradient.cuh have room for 8 heads, even if
-  // the group has fewer.
-  const int64_t record = by_list               ? 0
-                         : config.parent_warps ? ceil_div(tiled_record_bytes(p.key_dim, p.value_dim), group)
-                                               : 2 * (p.key_dim + p.value_dim);
+  const int64_t record = ceil_div(gradient_record_bytes(p, config), group);  // of a head
   const int64_t shared = by_list ? kPartialSumBytes : config.per_list_top ? kTopSumBytes : kScoreBytes;
   const int64_t scratch =
       kBackwardScratchBytes - std::max(shared, dense_gradient_bytes(p, config, config.dense_batches));
@@ -231,11 +124,6 @@ inline int64_t gradient_sum_row(const AttentionProblem& p, int64_t layer) {
 
 // ---- memory
 
-struct RowMeta;
-struct KeyBound;
-struct TaskPowers;
-constexpr int64_t kRowMetaBytes = 16, kKeyBoundBytes = 2, kTaskPowersBytes = 8;
-
 struct BackwardMemory {
   KeyBound *node_bounds, *parent_bounds, *earlier_bounds;  // of LayerBounds, one layer after another
   QueryBounds* query_bounds;                               // of a chunk, as are all that follow
@@ -294,10 +182,8 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
   const int64_t lists = c.batch_chunk * chunk_lists * p.num_kv_heads;
   const int64_t many = p.layers() > 1 ? 1 : 0;
   const int64_t heads = many * c.batch_chunk * p.num_kv_heads;
-  const int64_t records = layer_per_list(p, c, 0) ? 0
-                          : c.parent_warps
-                              ? queries * p.num_kv_heads * tiled_record_bytes(p.key_dim, p.value_dim)
-                              : rows * 2 * (p.key_dim + p.value_dim);
+  const int64_t records =
+      layer_per_list(p, c, 0) ? 0 : queries * p.num_kv_heads * gradient_record_bytes(p, c);
   BackwardMemory memory;
   const int64_t all_nodes = gradient_sum_row(p, p.layers());
   memory.node_bounds = space.take<KeyBound>(all_nodes, kKeyBoundBytes);

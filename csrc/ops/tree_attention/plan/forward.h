@@ -7,25 +7,14 @@
 #include <numeric>
 
 #include "ops/selection/plan/score_memory.h"
-#include "ops/tree/plan/dense_rows.h"
-#include "ops/tree/plan/tree_config.h"
-#include "ops/tree/plan/workspace.h"
+#include "ops/sparse_attention/plan/lists.h"
+#include "ops/sparse_attention/plan/masked_rows.h"
 
 namespace htree::tree_attention {
 
-// How the tensor-core path computes the softmax over the gathered parents of a list.
-enum class GatherKernel {
-  kPerQuery,      // a warp per (query, kv head) gathers for itself: sm_80 and later
-  kSharedGather,  // neighbouring queries share one gather: sm_90a
-  kPerList,       // all queries of a list in products of warpgroups: sm_90a
-};
-
-// Which of them the caller wants: the fastest one that the GPU has; that one, but with a gather for the rows that would
-// multiply masked tiles; or the one that every GPU has.
-enum class GatherChoice { kAuto, kGathered, kPerQuery };
-
 struct ForwardConfig : TreeConfig {
   GatherKernel gather = GatherKernel::kPerQuery;
+  bool lists_given = false;  // the lists of all layers are read, and nothing is selected
 };
 
 // The temporary memory of the forward, beyond the output, stored parents and one packed copy of K and V,
@@ -35,19 +24,6 @@ struct ForwardConfig : TreeConfig {
 constexpr int64_t kForwardBytes = 1'000'000'000 - (int64_t{16} << 20);
 constexpr int64_t kScratchBytes = int64_t{896} << 20;
 constexpr int64_t kLeastScratchBytes = int64_t{256} << 20;
-// From this stride on the per-list kernels run. Their time hardly depends on how many of a block's rows are
-// used, so they need lists of several queries. For smaller strides the shared-gather kernels were faster than
-// the per-query ones at every length tried on an H200 (4096 ... 524288). The length must not matter here:
-// what a query computes must not depend on how many others are in the call.
-constexpr int64_t kMinPerListStride = 4;
-
-inline GatherKernel choose_gather(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
-  if (!hopper_kernels(device) || choice == GatherChoice::kPerQuery) {
-    return GatherKernel::kPerQuery;
-  }
-  return p.args.selection_stride >= kMinPerListStride ? GatherKernel::kPerList : GatherKernel::kSharedGather;
-}
-
 // A row before max_top_nodes opens every node at every layer, because max_top_nodes <= top_k * r, so its result is dense
 // causal attention. The bound is a multiple of the stride, where a list of queries begins. It must not depend on the
 // length of the sequence.
@@ -101,20 +77,6 @@ inline int64_t even_chunk(int64_t total, int64_t most, int64_t block) {
   }
 }
 
-// Whether some row is a masked one.
-inline bool masks_tiles(const AttentionProblem& p, const TreeConfig& config) {
-  for (const Piece& piece : p.pieces()) {
-    if (queries_before(piece, config.masked_rows) > dense_queries(piece, config)) {
-      return true;
-    }
-  }
-  return false;
-}
-// The most tiles that a masked row can have a listed parent in.
-inline int64_t marked_tiles(const AttentionProblem& p, const TreeConfig& config) {
-  return ceil_div(tiled_tokens(p, config), kDenseTileNodes);
-}
-
 // The memory of the tensor-core forward that grows with T: the layers above the tokens with their packed
 // copies, the scales of the packed keys, the log-sums, the tables, and what the tiles of the dense and the masked rows take
 // beyond one packed copy of the tokens.
@@ -138,15 +100,6 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfi
     bytes += tiles;
   }
   return bytes;
-}
-
-// The bytes of the marks of a list at the tokens, see TileMarks.
-inline int64_t mark_bytes_of_list(const AttentionProblem& p, const TreeConfig& config) {
-  if (!masks_tiles(p, config)) {
-    return 0;
-  }
-  const int64_t tile = p.num_kv_heads * (mark_bytes(p.group()) + 2);
-  return ceil_div(p.args.selection_stride * tile * marked_tiles(p, config), run_tokens(p.group()));
 }
 
 inline ForwardConfig choose_forward_config(const AttentionProblem& p, const DeviceFacts& device,
@@ -234,30 +187,13 @@ inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int6
 
 // ---- memory of a chunk
 
-// The marks of a chunk's masked rows, see TileMarks in forward/attend.h.
-struct TileMarkMemory {
-  uint8_t* marks;
-  uint16_t* tiles;
-  int32_t* counts;
-};
-// The runs of a chunk over all batches and K/V heads: the tasks of its masked rows. Wherever it begins, it lies in no more.
-inline int64_t marked_tasks(const AttentionProblem& p, const TreeConfig& c) {
-  const int64_t runs = masks_tiles(p, c) ? c.query_chunk / run_tokens(p.group()) + 2 : 0;
-  return c.batch_chunk * p.num_kv_heads * runs;
-}
-inline TileMarkMemory lay_out_tile_marks(Workspace& space, const AttentionProblem& p, const TreeConfig& c) {
-  const int64_t tasks = marked_tasks(p, c), tiles = tasks * marked_tiles(p, c);
-  uint8_t* marks = space.take<uint8_t>(tiles * mark_bytes(p.group()));
-  uint16_t* places = space.take<uint16_t>(tiles);
-  return {marks, places, space.take<int32_t>(tasks)};
-}
-
 struct ForwardMemory {
   float* partial;     // states between layers
   int32_t* lists[2];  // of a layer, and of the layer below
   uint32_t* mask;
   float* scores;  // selection_bytes()
   TileMarkMemory marks;
+  int32_t* counts;  // of the parents of a layer's lists, where lists are given
 };
 inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p, const ForwardConfig& c) {
   const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
@@ -269,6 +205,7 @@ inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p
   memory.mask = space.take<uint32_t>(many * lists * mask_words(p));
   memory.scores = space.take<float>(selection_bytes(p, c), 1);
   memory.marks = lay_out_tile_marks(space, p, c);
+  memory.counts = space.take<int32_t>(c.lists_given ? many * lists : 0);
   return memory;
 }
 

@@ -105,6 +105,26 @@ void select_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
   });
 }
 
+void accumulate_given_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
+                           const Tensor& span_k, const Tensor& parents, const Tensor& cos, const Tensor& sin,
+                           const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
+                           const Tensor& next_parents) {
+  const LaunchScope scope(q);
+  if (lmax.numel() == 0) {
+    return;
+  }
+  const LayerCall call = shared_lists_call(q, layer_k, span_k, parents, cos, sin, args, scope.stream());
+  dispatch_device_dtype("accumulate_given", q.scalar_type(), FloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
+      chunk.compute_scores();
+      chunk.find(next_parents);
+      chunk.mask();
+      chunk.accumulate(layer_v, lmax, lsum, lout);
+    });
+  });
+}
+
 void bottom_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                             const Tensor& parents, const Tensor& cos, const Tensor& sin,
                             const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,

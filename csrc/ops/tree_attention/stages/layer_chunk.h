@@ -2,6 +2,10 @@
 // stages in one.
 #pragma once
 
+#include <ATen/ops/searchsorted.h>
+
+#include <limits>
+
 #include "device/work.cuh"
 #include "ops/selection/cuda/any/compute_scores.h"
 #include "ops/selection/cuda/any/select_topk.h"
@@ -123,6 +127,21 @@ class LayerChunk {
     const Tensor scratch = device_scratch(next_parents_scratch_bytes(params), positions_);
     params.scratch = scratch_pointer(scratch);
     C10_CUDA_CHECK(launch_compute_next_parents<FullWork>(params, call_.stream));
+  }
+
+  // Takes the entries of next_parents [B, ceil(T_q/s), S, top_k] of the whole call for selected: writes their positions.
+  void find(const Tensor& next_parents) {
+    const auto rows = [&](const Tensor& lists) {
+      return lists.narrow(0, batch_, box_.num_batches)
+          .narrow(1, query_ / box_.queries_per_list, num_leaders())
+          .narrow(2, list_, box_.num_lists);
+    };
+    const Tensor next = rows(next_parents), lists = rows(call_.parents);
+    const Tensor behind = lists.masked_fill(lists.lt(0), std::numeric_limits<int32_t>::max());
+    const Tensor slots = at::searchsorted(behind, next.floor_divide(box_.rate), /*out_int32=*/true);
+    positions_.narrow(0, 0, next.numel())
+        .view(next.sizes())
+        .copy_(slots.mul_(box_.rate).add_(next.remainder(box_.rate)).masked_fill_(next.lt(0), -1));
   }
 
   // Sets the scores of the selected positions to -inf, for every query of a stride.

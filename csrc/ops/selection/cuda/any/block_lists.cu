@@ -1,6 +1,7 @@
 // The table of sequences, and the exact choice of blocks from the scores of a chunk: a thread block has a row at a time.
 // docs/semantics/selection.md §9.1
 #include "ops/selection/cuda/any/block_documents.cuh"
+#include "ops/selection/cuda/any/row_choice.cuh"
 #include "ops/selection/cuda/any/select_topk.cuh"
 
 namespace htree::tree_attention {
@@ -105,12 +106,25 @@ __device__ __forceinline__ uint32_t key_of_score(float score) {
 
 // The largest of a block's units; -0 becomes +0.
 __device__ __forceinline__ float block_score(const float* units, int64_t block, int32_t units_of_block) {
-  float best = units[block * units_of_block];
-  for (int32_t i = 1; i < units_of_block; ++i) {
-    best = fmaxf(best, units[block * units_of_block + i]);
+  const float* own = units + block * units_of_block;
+  if (units_of_block == 1) {
+    return *own + 0.0f;
+  }
+  float best = device::negative_infinity<float>();
+  int32_t i = 0;
+  if (units_of_block % 4 == 0) {  // rows of scores begin at whole tiles of units
+    for (; i < units_of_block; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(own + i);
+      best = fmaxf(fmaxf(best, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
+    }
+  }
+  for (; i < units_of_block; ++i) {
+    best = fmaxf(best, own[i]);
   }
   return best + 0.0f;
 }
+
+using Choice = RowChoice<SelectTraits::kThreads>;
 
 struct ListRow {
   int32_t* blocks;
@@ -118,28 +132,33 @@ struct ListRow {
 };
 
 __device__ __forceinline__ void choose_row(const BlockListParams& params, const float* units,
-                                           int32_t diagonal, uint32_t* keys, const ListRow& list,
-                                           SelectShared& shared) {
+                                           int32_t diagonal, const ListRow& list, const Choice& row) {
   const BlockOptions& options = params.options;
   const int32_t units_of_block = params.chunk.block_size / params.chunk.unit;
-  const int64_t num_blocks = int64_t{diagonal} + 1;
-  const int64_t taken = min(num_blocks, options.count);
-  if (num_blocks > options.count) {
-    for (int64_t b = threadIdx.x; b < num_blocks; b += SelectTraits::kThreads) {
-      keys[b] = block_is_forced(options, b, diagonal) ? SelectTraits::kRightmost
-                                                      : key_of_score(block_score(units, b, units_of_block));
+  const int taken = static_cast<int>(min(static_cast<int64_t>(row.num), options.count));
+  const auto emit = [&](int rank, int b) {
+    list.blocks[rank] = b;
+    list.scores[rank] = block_is_forced(options, b, diagonal) ? -device::negative_infinity<float>()
+                                                              : block_score(units, b, units_of_block);
+  };
+  if (row.num > options.count) {
+    for (int b = threadIdx.x; b < row.num; b += SelectTraits::kThreads) {
+      row.keys[b] = block_is_forced(options, b, diagonal)
+                        ? SelectTraits::kRightmost
+                        : key_of_score(block_score(units, b, units_of_block));
     }
     __syncthreads();
     // One that is best but for the diagonal block has no block behind it.
-    if (const int64_t best = best_blocks(options, num_blocks); best > 1) {
-      raise_neighbours(keys, num_blocks, best, shared);
+    if (const int64_t best = best_blocks(options, row.num); best > 1) {
+      row.raise_neighbours(row.threshold(static_cast<uint32_t>(best)), SelectTraits::kBest,
+                           SelectTraits::kNeighbour);
+    }
+    row.choose(row.threshold(static_cast<uint32_t>(taken)), emit);
+  } else {
+    for (int b = threadIdx.x; b < row.num; b += SelectTraits::kThreads) {
+      emit(b, b);
     }
   }
-  for_each_selected(keys, num_blocks, taken, shared, [&](int64_t rank, int64_t b) {
-    list.blocks[rank] = static_cast<int32_t>(b);
-    list.scores[rank] = block_is_forced(options, b, diagonal) ? -device::negative_infinity<float>()
-                                                              : block_score(units, b, units_of_block);
-  });
   for (int64_t i = taken + threadIdx.x; i < options.count; i += SelectTraits::kThreads) {
     list.blocks[i] = -1;
     list.scores[i] = device::negative_infinity<float>();
@@ -149,10 +168,12 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
 // Grid: thread blocks take rows (slot, head) in turns; the heads of a slot lie side by side in the lists.
 __global__ void __launch_bounds__(SelectTraits::kThreads) block_lists_kernel(const BlockListParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ SelectShared shared;
+  __shared__ Choice::Shared shared;
   const BlockChunk& chunk = params.chunk;
-  uint32_t* keys = params.keys == nullptr ? reinterpret_cast<uint32_t*>(shared_bytes)
-                                          : params.keys + blockIdx.x * params.key_capacity;
+  auto* words = reinterpret_cast<WordRanks*>(shared_bytes);
+  uint32_t* keys = params.keys == nullptr
+                       ? reinterpret_cast<uint32_t*>(words + (params.key_capacity + 31) / 32)
+                       : params.keys + blockIdx.x * params.key_capacity;
   const int64_t num_rows = static_cast<int64_t>(chunk.num_slots) * chunk.num_heads;
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const int32_t slot = chunk.first_slot + static_cast<int32_t>(row / chunk.num_heads);
@@ -174,8 +195,8 @@ __global__ void __launch_bounds__(SelectTraits::kThreads) block_lists_kernel(con
       }
       continue;
     }
-    choose_row(params, score_row(chunk, head, slot), diagonal_block(chunk, document, leader), keys, list,
-               shared);
+    const int32_t diagonal = diagonal_block(chunk, document, leader);
+    choose_row(params, score_row(chunk, head, slot), diagonal, list, {keys, words, diagonal + 1, shared});
     __syncthreads();
   }
 }
@@ -189,7 +210,7 @@ cudaError_t launch_block_documents(const BlockDocumentParams& params, cudaStream
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream) {
   const LaunchShape shape{.grid = static_cast<unsigned>(params.num_blocks),
                           .threads = SelectTraits::kThreads,
-                          .shared_bytes = params.keys == nullptr ? params.key_capacity * 4 : 0};
+                          .shared_bytes = row_shared_bytes(params.key_capacity, params.keys == nullptr)};
   return launch_kernel(block_lists_kernel, shape, stream, params);
 }
 

@@ -71,11 +71,16 @@ struct BlockListParams {
   float* scores = nullptr;    // [rows, heads, count]
   int32_t heads = 0;          // of the lists
   int32_t row_step = 1;       // rows of the lists from leader to leader
-  // Keys of rows: in shared memory where null, else key_capacity elements for each of num_blocks thread blocks.
+  // Keys of rows, one for each block: in shared memory where null, else key_capacity elements for each of num_blocks thread
+  // blocks.
   uint32_t* keys = nullptr;
   int64_t key_capacity = 0;
   int64_t num_blocks = 0;
 };
+// Shared memory of a thread block that chooses: two numbers for 32 keys, and, where they are there, the keys.
+constexpr int64_t row_shared_bytes(int64_t key_capacity, bool holds_keys) {
+  return (key_capacity + 31) / 32 * 8 + (holds_keys ? key_capacity * 4 : 0);
+}
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

@@ -50,7 +50,9 @@ __global__ void __launch_bounds__(kThreads) visible_lists_kernel(VisibleListPara
       to[copy * p.visible_width + at] = block;
     }
   };
-  const int64_t diagonal = (p.t0 + list * p.stride) / p.block_size;
+  const int64_t token = p.t0 + list * p.stride, diagonal = token / p.block_size;
+  // Of the diagonal block the parts up to the queries' own are written.
+  const int own_part = static_cast<int>(token % p.block_size / (p.block_size / p.parts));
   int64_t written = 0;
   bool holds_diagonal = false;
   for (int64_t base = 0; base <= diagonal; base += int64_t{kWords} * 32) {
@@ -77,7 +79,12 @@ __global__ void __launch_bounds__(kThreads) visible_lists_kernel(VisibleListPara
     int64_t at = written + exclusive_sum(count, totals, all);
     for (int i = first; i < last; ++i) {
       for (uint32_t bits = words[i]; bits != 0; bits &= bits - 1) {
-        write(at++, static_cast<int32_t>(base + i * 32 + __ffs(bits) - 1));
+        const int64_t block = base + i * 32 + __ffs(bits) - 1;
+        const int parts = block == diagonal ? own_part + 1 : static_cast<int>(p.parts);
+        for (int part = 0; part < parts; ++part) {
+          write(at * p.parts + part, static_cast<int32_t>(block * p.parts + part));
+        }
+        ++at;
       }
     }
     if (end == diagonal + 1) {
@@ -86,11 +93,18 @@ __global__ void __launch_bounds__(kThreads) visible_lists_kernel(VisibleListPara
     written += all;
     __syncthreads();  // the window is read before the next one is cleared
   }
-  const bool marks = written > 0 && !holds_diagonal;
-  if (marks && threadIdx.x == 0) {
-    write(written, static_cast<int32_t>(p.num_blocks));
+  const int64_t entries = written * p.parts - (holds_diagonal ? p.parts - 1 - own_part : 0);
+  const bool marks = !p.sizes && written > 0 && !holds_diagonal;
+  if (threadIdx.x == 0) {
+    for (int copy = 0; p.sizes && copy < copies; ++copy) {
+      const int size = static_cast<int>(entries);
+      p.sizes[row * p.num_kv_heads + head + copy] = holds_diagonal || size == 0 ? size : ~size;
+    }
+    if (marks) {
+      write(written, static_cast<int32_t>(p.num_blocks));
+    }
   }
-  for (int64_t i = written + marks + threadIdx.x; i < p.visible_width; i += kThreads) {
+  for (int64_t i = entries + marks + threadIdx.x; i < p.visible_width; i += kThreads) {
     write(i, -1);
   }
 }

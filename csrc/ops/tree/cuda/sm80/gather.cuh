@@ -116,6 +116,21 @@ __device__ __forceinline__ int64_t list_of(const GatherParams& p, int64_t query)
   return query >> (__ffs(p.stride) - 1);
 }
 
+// The number of list `list_row` of a K/V head among those of list_sizes.
+__device__ __forceinline__ int64_t list_number(const GatherParams& p, int batch, int64_t list_row,
+                                               int kv_head) {
+  return (batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + kv_head;
+}
+__device__ __forceinline__ int list_entries(int size) {
+  return size < 0 ? ~size : size;
+}
+// The place, in its list's last parent, of the last child that a query sees, whose own is `node`: all children of a
+// parent that is not the diagonal one.
+__device__ __forceinline__ int last_place(const GatherParams& p, int64_t node, int64_t list_number) {
+  return p.list_sizes && p.list_sizes[list_number] < 0 ? kParentRows - 1
+                                                       : static_cast<int>(node % kParentRows);
+}
+
 struct GatherTask {
   int batch, kv_head;
   int64_t token;
@@ -138,14 +153,15 @@ __device__ __forceinline__ GatherTask gather_task(const GatherParams& p, int hea
   if (p.lists) {
     task.list =
         p.lists + task.batch * p.list_batch + (list_row * p.num_kv_heads + task.kv_head) * p.list_width;
-    task.num_slots = count_entries(task.list, p.list_width);
+    task.num_slots = p.list_sizes
+                         ? list_entries(p.list_sizes[list_number(p, task.batch, list_row, task.kv_head)])
+                         : count_entries(task.list, p.list_width);
   } else {
     task.list = nullptr;
     task.num_slots = static_cast<int>(rightmost / kParentRows) + 1;
   }
-  task.num_candidates =
-      task.num_slots > 0 ? (task.num_slots - 1) * kParentRows + static_cast<int>(rightmost % kParentRows) + 1
-                         : 0;
+  const int last = last_place(p, rightmost, list_number(p, task.batch, list_row, task.kv_head));
+  task.num_candidates = task.num_slots > 0 ? (task.num_slots - 1) * kParentRows + last + 1 : 0;
   return task;
 }
 

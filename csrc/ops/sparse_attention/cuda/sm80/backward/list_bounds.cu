@@ -54,7 +54,7 @@ struct ListQueries {
   int64_t diagonal_parent;
   int own_children;  // of the diagonal parent that take part
 
-  __device__ __forceinline__ ListQueries(const ListBoundParams& params, int list_row) {
+  __device__ __forceinline__ ListQueries(const ListBoundParams& params, int head_index, int list_row) {
     const GatherParams& p = params.gather;
     const int begin = list_row * p.stride - params.lead;
     first = max(begin, 0);
@@ -62,6 +62,11 @@ struct ListQueries {
     const int64_t node = node_of(p, p.t0 + first + count - 1);
     diagonal_parent = node / kParentRows;
     own_children = static_cast<int>(node % kParentRows) + (params.refines_own ? 0 : 1);
+    if (p.list_sizes &&
+        p.list_sizes[list_number(p, head_index / p.num_kv_heads, list_row, head_index % p.num_kv_heads)] <
+            0) {
+      own_children = 0;
+    }
   }
 };
 
@@ -116,7 +121,7 @@ __global__ void __launch_bounds__(kListBoundWarps * 32) list_bounds_kernel(ListB
   }
   const int head_index = static_cast<int>(list_idx / p.num_lists);
   const int list_row = static_cast<int>(list_idx % p.num_lists);
-  const ListQueries queries(params, list_row);
+  const ListQueries queries(params, head_index, list_row);
   KeyBound bound = bound_of_parents(params, head_index, list_row, queries.diagonal_parent);
   if (queries.own_children > 0) {
     const int64_t parent = int64_t{head_index} * p.num_parents + queries.diagonal_parent;

@@ -6,6 +6,7 @@
 #include "device/numeric.cuh"
 #include "device/reduce.cuh"
 #include "ops/sparse_attention/cuda/attend.h"
+#include "ops/sparse_attention/cuda/sm80/forward/output_factor.cuh"
 #include "ops/tree/cuda/sm80/gather.cuh"
 #include "ops/tree/cuda/sm80/running_state.cuh"
 
@@ -149,7 +150,7 @@ __device__ __forceinline__ void write_state(const AttendParams& params, const Ga
         params.max[state_row + column] = params.last ? max * kLn2 : max;
         params.sum[state_row + column] = sum;
       }
-      const float inverse = 1.f / sum;
+      const float inverse = exists ? output_factor(params, first_head + column, max, sum) : 0.f;
       float* partial = params.partial + (partial_row + column) * kValueDim;
       T* out = static_cast<T*>(params.out) + (state_row + column) * kValueDim;
 #pragma unroll

@@ -134,7 +134,7 @@ class RowStream {
     if (next_ > begin_ && next_ - 1 < end_ && lane_ < kParentRows) {
       const GradientParams& common = params_.common;
       const int64_t rightmost = token_ >> inverted_.span_shift;
-      const int place = static_cast<int>(rightmost % kParentRows);
+      const int place = sees_whole_ ? kParentRows - 1 : static_cast<int>(rightmost % kParentRows);
       const int count = params_.entries ? count_ : static_cast<int>(rightmost / kParentRows) + 1;
       const int position = (count - 1 - slot_) * kParentRows + place;
       // Above the bottom a query's diagonal block is always refined.
@@ -164,6 +164,7 @@ class RowStream {
       const int64_t list_idx =
           (inverted_.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + inverted_.kv_head;
       count_ = params_.entries && exists_ ? params_.counts[list_idx] : 0;
+      sees_whole_ = p.list_sizes && exists_ && p.list_sizes[list_idx] < 0;
       mask_ = common.selected && exists_
                   ? reinterpret_cast<const uint16_t*>(common.selected + list_idx * common.mask_words)[slot_]
                   : 0;
@@ -205,6 +206,7 @@ class RowStream {
   int lane_;
   uint32_t entry_;
   bool exists_ = false;
+  bool sees_whole_ = false;  // the last parent of the list, which is not the diagonal one
   int slot_ = 0, count_ = 0;
   unsigned mask_ = 0;
   int64_t token_ = 0;

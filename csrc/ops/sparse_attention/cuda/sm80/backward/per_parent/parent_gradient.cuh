@@ -148,7 +148,7 @@ class QueryStream {
     const int64_t rightmost = node_of(p, p.t0 + query_);
     const int count =
         params_.entries ? params_.counts[list_idx] : static_cast<int>(rightmost / kParentRows) + 1;
-    const int position = (count - 1 - slot) * kParentRows + static_cast<int>(rightmost % kParentRows);
+    const int position = (count - 1 - slot) * kParentRows + last_place(p, rightmost, list_idx);
     // Above the bottom a query's diagonal block is always refined.
     const int64_t rows = min(static_cast<int64_t>(position) + (common.selected ? 0 : 1),
                              rightmost + 1 - parent_ * kParentRows);

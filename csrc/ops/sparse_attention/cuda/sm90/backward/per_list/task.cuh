@@ -26,7 +26,8 @@ struct GradientTask {
   int num_slots;                 // m; 0 when everything is selected and nothing takes part
   int num_tiles;
   int64_t diagonal_parent;
-  // Children of the diagonal parent that take part for the first and for the last query of the list.
+  // Children of the last parent, which is the diagonal one or seen whole, that take part for the first and for the last
+  // query of the list.
   int own_first, own_last;
 };
 
@@ -70,8 +71,9 @@ __device__ __forceinline__ GradientTask gradient_task(const PerListGradientParam
   const int64_t last = node_of(p, p.t0 + task.first_query + task.num_queries - 1);
   task.diagonal_parent = first / kParentRows;
   const int excluded = params.selected ? 1 : 0;  // the query's diagonal block is always selected
-  task.own_first = static_cast<int>(first % kParentRows) + 1 - excluded;
-  task.own_last = static_cast<int>(last % kParentRows) + 1 - excluded;
+  const int64_t number = list_number(p, task.batch, task.list_row, task.kv_head);
+  task.own_first = last_place(p, first, number) + 1 - excluded;
+  task.own_last = last_place(p, last, number) + 1 - excluded;
   task.num_slots = taking_part(params, task.batch, task.kv_head, task.list_row);
   task.num_tiles = (task.num_slots + kGradientSlots - 1) / kGradientSlots;
   return task;
@@ -208,8 +210,8 @@ __device__ __forceinline__ uint32_t gradient_phase(unsigned tile_idx) {
 }
 
 __device__ __forceinline__ int position_of(const GatherParams& p, const GradientTask& task, int query) {
-  const int64_t rightmost = node_of(p, p.t0 + query);
-  return max(task.num_slots - 1, 0) * kParentRows + static_cast<int>(rightmost % kParentRows);
+  const int64_t number = list_number(p, task.batch, task.list_row, task.kv_head);
+  return max(task.num_slots - 1, 0) * kParentRows + last_place(p, node_of(p, p.t0 + query), number);
 }
 
 // Loads the query side of a block into shared memory: queries rotated to their positions, dO and their

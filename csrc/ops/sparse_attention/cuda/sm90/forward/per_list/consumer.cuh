@@ -170,7 +170,10 @@ class PerListConsumer {
       const ListRow row = ListRow::of<Tile>(p, task, row_of(h));
       // A row that stands for no query needs numbers all the same.
       const int query = row.exists ? row.query : task.first_query;
-      limit[h] = static_cast<int>(node_of(p, p.t0 + query) % kParentRows) + (params_.selected ? 0 : 1);
+      // Where the first query sees all children, the others do.
+      limit[h] = task.own_first == kParentRows
+                     ? kParentRows
+                     : static_cast<int>(node_of(p, p.t0 + query) % kParentRows) + (params_.selected ? 0 : 1);
     }
   }
 

@@ -6,8 +6,8 @@
 #include "device/mma.cuh"
 #include "device/reduce.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "ops/sparse_attention/cuda/sm80/forward/output_factor.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/task.cuh"
-#include "ops/tree/cuda/sm80/running_state.cuh"
 
 namespace htree::tree_attention {
 
@@ -374,7 +374,7 @@ class PerListStore {
         params_.max[state_row[h]] = params_.last ? max * kLn2 : max;
         params_.sum[state_row[h]] = sum;
       }
-      const float inverse = 1.f / sum;
+      const float inverse = output_factor(params_, int64_t{kv_head} * p.group + rows[h].head, max, sum);
       uint32_t* out =
           reinterpret_cast<uint32_t*>(static_cast<T*>(params_.out) + state_row[h] * Tile::kValueDim + dim);
 #pragma unroll

@@ -92,7 +92,8 @@ struct ListTask {
   int num_queries;
   int num_slots;  // m; 0 when everything is selected and nothing takes part
   int num_tiles;
-  // Children of the diagonal parent that take part for the first and for the last query of the list.
+  // Children of the last parent, which is the diagonal one or seen whole, that take part for the first and for the last
+  // query of the list.
   int own_first, own_last;
 };
 
@@ -121,6 +122,13 @@ __device__ __forceinline__ ListTask list_task(const AttendParams& params, int ta
   task.own_last = static_cast<int>(last % kParentRows) + 1 - excluded;
   if (params.selected && (task.num_slots - 1) * kParentRows + task.own_last + 1 <= p.list_width) {
     task.num_slots = 0;
+  }
+  if (p.list_sizes) {
+    const int size = p.list_sizes[list_number(p, task.head_index / p.num_kv_heads, task.list_row,
+                                              task.head_index % p.num_kv_heads)];
+    task.num_slots = list_entries(size);
+    task.own_first = size < 0 ? kParentRows : task.own_first;
+    task.own_last = size < 0 ? kParentRows : task.own_last;
   }
   task.num_tiles = (task.num_slots + kTileSlots - 1) / kTileSlots;
   return task;

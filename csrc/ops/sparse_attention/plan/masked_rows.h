@@ -1,0 +1,139 @@
+// Memory of the rows that multiply whole tiles of tokens: dense rows, and rows under the marks of their lists. Pure
+// functions. No CUDA and no torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/sparse_attention/plan/lists.h"
+#include "ops/tree/plan/dense_rows.h"
+#include "ops/tree/plan/workspace.h"
+
+namespace htree::tree_attention {
+
+// Whether some row is a masked one.
+inline bool masks_tiles(const AttentionProblem& p, const TreeConfig& config) {
+  for (const Piece& piece : p.pieces()) {
+    if (queries_before(piece, config.masked_rows) > dense_queries(piece, config)) {
+      return true;
+    }
+  }
+  return false;
+}
+// The most tiles that a masked row can have a listed parent in.
+inline int64_t marked_tiles(const AttentionProblem& p, const TreeConfig& config) {
+  return ceil_div(tiled_tokens(p, config), kDenseTileNodes);
+}
+
+// The bytes of the marks of a list at the tokens, see TileMarks.
+inline int64_t mark_bytes_of_list(const AttentionProblem& p, const TreeConfig& config) {
+  if (!masks_tiles(p, config)) {
+    return 0;
+  }
+  const int64_t tile = p.num_kv_heads * (mark_bytes(p.group()) + 2);
+  return ceil_div(p.args.selection_stride * tile * marked_tiles(p, config), run_tokens(p.group()));
+}
+
+// The marks of a chunk's masked rows, see TileMarks in forward/attend.h.
+struct TileMarkMemory {
+  uint8_t* marks;
+  uint16_t* tiles;
+  int32_t* counts;
+};
+// The runs of a chunk over all batches and K/V heads: the tasks of its masked rows. Wherever it begins, it lies in no more.
+inline int64_t marked_tasks(const AttentionProblem& p, const TreeConfig& c) {
+  const int64_t runs = masks_tiles(p, c) ? c.query_chunk / run_tokens(p.group()) + 2 : 0;
+  return c.batch_chunk * p.num_kv_heads * runs;
+}
+inline TileMarkMemory lay_out_tile_marks(Workspace& space, const AttentionProblem& p, const TreeConfig& c) {
+  const int64_t tasks = marked_tasks(p, c), tiles = tasks * marked_tiles(p, c);
+  uint8_t* marks = space.take<uint8_t>(tiles * mark_bytes(p.group()));
+  uint16_t* places = space.take<uint16_t>(tiles);
+  return {marks, places, space.take<int32_t>(tasks)};
+}
+
+// ---- the rows before config.dense_rows: backward/dense_rows/ computes their gradients
+
+// The tiles of rows of a batch and K/V head in the piece that has most.
+inline int64_t dense_row_tiles(const AttentionProblem& p, const TreeConfig& config) {
+  int64_t tiles = 0;
+  for (const Piece& piece : p.pieces()) {
+    if (const int64_t queries = dense_queries(piece, config); queries > 0) {
+      tiles = std::max(tiles, kRunRows / kRowTileRows * num_runs(piece.start, queries, p.group()));
+    }
+  }
+  return tiles;
+}
+
+struct DenseGradientMemory {
+  char *queries, *gradients;  // [batches, H_kv, tiles] tiles
+  float* numbers;             // [batches, H_kv, tiles, kRowNumbers, kRowTileRows]
+  int32_t* scaled;            // [batches, H_kv, tiles]
+  QueryBounds* bounds;        // [batches, H_kv]
+};
+// `tiles` of rows of all `heads`, which are pairs (batch, K/V head).
+inline DenseGradientMemory lay_out_row_tiles(Workspace& space, const AttentionProblem& p, int64_t heads,
+                                             int64_t tiles) {
+  DenseGradientMemory memory;
+  memory.queries = space.take<char>(tiles * row_tile_bytes(p.key_dim));
+  memory.gradients = space.take<char>(tiles * row_tile_bytes(p.value_dim));
+  memory.numbers = space.take<float>(tiles * kRowNumbers * kRowTileRows);
+  memory.scaled = space.take<int32_t>(tiles);
+  memory.bounds = space.take<QueryBounds>(tiles > 0 ? heads : 0, kQueryBoundsBytes);
+  return memory;
+}
+inline DenseGradientMemory lay_out_dense_gradients(Workspace& space, const AttentionProblem& p,
+                                                   const TreeConfig& config, int64_t batches) {
+  const int64_t heads = batches * p.num_kv_heads;
+  return lay_out_row_tiles(space, p, heads, heads * dense_row_tiles(p, config));
+}
+inline int64_t dense_gradient_bytes(const AttentionProblem& p, const TreeConfig& config, int64_t batches) {
+  Workspace space;
+  lay_out_dense_gradients(space, p, config, batches);
+  return space.bytes();
+}
+
+// ---- the rows from there to config.masked_rows: at the tokens backward/masked_rows/ computes their gradients
+
+// Of a chunk, in the memory of the partial sums: the tokens come last, and these rows have no partial sums there.
+struct MaskedGradientMemory {
+  DenseGradientMemory rows;
+  TileMarkMemory marks;
+  uint32_t* inverted_tiles;  // as in InvertedTiles, as is the next
+  int32_t* inverted_tile_counts;
+};
+inline MaskedGradientMemory lay_out_masked_gradients(Workspace& space, const AttentionProblem& p,
+                                                     const TreeConfig& c) {
+  const int64_t heads = c.batch_chunk * p.num_kv_heads, tiles = marked_tiles(p, c);
+  const int64_t row_tiles = kRunRows / kRowTileRows * marked_tasks(p, c);
+  MaskedGradientMemory memory;
+  memory.rows = lay_out_row_tiles(space, p, heads, row_tiles);
+  memory.marks = lay_out_tile_marks(space, p, c);
+  memory.inverted_tiles = space.take<uint32_t>(row_tiles * tiles);
+  memory.inverted_tile_counts = space.take<int32_t>(row_tiles > 0 ? heads * tiles : 0);
+  return memory;
+}
+inline int64_t masked_gradient_bytes(const AttentionProblem& p, const TreeConfig& c) {
+  Workspace space;
+  lay_out_masked_gradients(space, p, c);
+  return space.bytes();
+}
+
+// About the bytes of that for every list of a chunk, and for every batch beside its lists: two runs may be cut.
+struct MaskedGradientCost {
+  int64_t list = 0, batch = 0;
+};
+inline MaskedGradientCost masked_gradient_cost(const AttentionProblem& p, const TreeConfig& config) {
+  if (!masks_tiles(p, config)) {
+    return {};
+  }
+  const int64_t tiles = marked_tiles(p, config);
+  const int64_t row_tile = row_tile_bytes(p.key_dim) + row_tile_bytes(p.value_dim) +
+                           (kRowNumbers * kRowTileRows + 1) * 4 + tiles * 4;
+  const int64_t run =
+      p.num_kv_heads * (kRunRows / kRowTileRows * row_tile + tiles * (mark_bytes(p.group()) + 2) + 4);
+  return {ceil_div(p.args.selection_stride * run, run_tokens(p.group())),
+          2 * run + p.num_kv_heads * (tiles * 4 + kQueryBoundsBytes)};
+}
+
+}  // namespace htree::tree_attention

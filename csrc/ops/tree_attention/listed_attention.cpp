@@ -1,0 +1,261 @@
+// Tree attention over lists that are given, and the lists that an index chooses: docs/semantics/tree_attention.md §1.17.
+// Schemas, CPU, CUDA and Meta kernels, Autograd.
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+
+#include "host/autograd.h"
+#include "host/op_handle.h"
+#include "host/registration.h"
+#include "ops/selection/select_blocks.h"
+#include "ops/tree_attention/attention.h"
+#include "ops/tree_attention/kernels.h"
+#include "ops/tree_attention/packed_options.h"
+
+namespace htree::tree_attention {
+namespace {
+
+constexpr const char* kOp = "tree_attention";
+
+// ---- the lists of an index
+
+// index_query [B, T_q, H_i, d] of q [B, T_q, H, K], index_key [B, T, H_i, d] of k [B, T, H_kv, K]; H_i is H_kv or 1.
+void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
+                 const Tensor& index_key, c10::SymIntArrayRef starts) {
+  check_attention_rows(kOp, q, k, k, starts, options);
+  TORCH_CHECK_VALUE(!options.selection_span.has_value(), kOp,
+                    ": selection_span must be None beside an index, which has scores of its own, got ",
+                    options.selection_span.value_or(0));
+  TORCH_CHECK_VALUE(options.importance == Importance::kLseCausal, kOp,
+                    ": importance must be lse_causal beside an index, which has scores of its own, got ",
+                    kImportanceNames[static_cast<size_t>(options.importance)]);
+  check_rank(kOp, "index_query", index_query, 4, "[B, T_q, H_i, d]");
+  check_rank(kOp, "index_key", index_key, 4, "[B, T, H_i, d]");
+  check_same_device(kOp, "index_query", index_query, "q", q);
+  check_size(kOp, "index_query", index_query, 0, q.sym_size(0), "B of q");
+  check_size(kOp, "index_query", index_query, 1, q.sym_size(1), "T_q of q");
+  check_size(kOp, "index_key", index_key, 1, k.sym_size(1), "T of k");
+  const SymInt heads = index_query.sym_size(2), kv_heads = k.sym_size(2);
+  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), kOp,
+                    ": index_query must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ",
+                    index_query.sym_sizes());
+}
+
+// The list of every parent up to each leader's own, as layers have it whose nodes all are candidates.
+Tensor full_lists(const Tensor& like, int64_t start, int64_t rows, int64_t stride, int64_t parent_span,
+                  int64_t width) {
+  const Tensor own =
+      at::arange(rows, like.options().dtype(at::kLong)).mul_(stride).add_(start).floor_divide_(parent_span);
+  const Tensor all = at::arange(width, own.options());
+  return all.masked_fill(all.gt(own.unsqueeze(1)), -1).unsqueeze(1);  // [rows, 1, width]
+}
+
+// for each layer l below the top: lists[l] = select_blocks(index_query, index_key, k, block_size=r^(l + 1), ...)[0]
+template <SelectBlocks* kKernel>
+Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
+                   const Tensor& index_key, c10::SymIntArrayRef starts) {
+  check_index(options, q, k, index_query, index_key, starts);
+  const int64_t pieces = static_cast<int64_t>(starts.size()), stride = options.selection_stride;
+  const SymInt piece = q.sym_size(1) / pieces;
+  BlockOptions blocks;
+  blocks.count = options.top_k;
+  blocks.block_size = options.compression_rate;
+  blocks.stride = stride;
+  blocks.open_next = options.open_next;
+  for (int64_t i = 0; i < pieces; ++i) {  // the checks of select_blocks
+    prepare_blocks(kOp, index_query.narrow_symint(1, piece * i, piece),
+                   index_key.narrow_symint(1, 0, starts[i] + piece), blocks);
+  }
+  const Tensor lists = new_tensor(all_lists_shape(q, k, options, /*stored=*/true), at::kInt, q);
+  if constexpr (kKernel != nullptr) {
+    const int64_t queries = piece.expect_int(), depth = depth_of(k.sym_size(1), options);
+    const int64_t rows = ceil_div(q.size(1), stride), piece_rows = ceil_div(queries, stride);
+    for (int64_t layer = 0; layer < depth && lists.numel() > 0; ++layer) {
+      blocks.block_size = node_span(options.compression_rate, layer + 1);
+      for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t start = starts[i].expect_int();
+        const Tensor of_piece = lists.narrow(1, layer * rows + i * piece_rows, piece_rows);
+        if (layer + 1 == depth) {
+          of_piece.copy_(full_lists(lists, start, piece_rows, stride, blocks.block_size, options.top_k));
+          continue;
+        }
+        const Tensor query = index_query.narrow(1, i * queries, queries);
+        const Tensor key = index_key.narrow(1, 0, start + queries);
+        const BlockLists found = prepare_blocks(kOp, query, key, blocks);
+        kKernel(unit_last(query), unit_last(key), blocks, found);
+        of_piece.copy_(std::get<0>(found));
+      }
+    }
+    lists.slice(1, std::min(depth * rows, lists.size(1))).fill_(-1);
+  }
+  return lists;
+}
+
+// ---- attention over them
+
+// q, k and v as the forward takes them, lists as _attention_rows gives them.
+void check_lists(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const Tensor& lists, c10::SymIntArrayRef starts) {
+  check_attention_rows(kOp, q, k, v, starts, options);
+  check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, /*stored=*/true),
+                "[B, max(2, layers * ceil(T_q / selection_stride)), H_kv, top_k]", "q", q);
+}
+
+using Rows = std::tuple<Tensor, Tensor, Tensor>;  // out, gmax, gsum
+
+// _attention_rows with the lists of all layers given.
+template <AttentionForward* kKernel>
+Rows listed_rows(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const Tensor& lists, c10::SymIntArrayRef starts) {
+  check_lists(options, q, k, v, lists, starts);
+  Rows results = new_results(q, v);
+  if constexpr (kKernel != nullptr) {
+    const AttentionArgs args = resolve_options(kOp, options, k, starts, /*lists_given=*/true);
+    const auto& [out, gmax, gsum] = results;
+    if (out.numel() > 0) {
+      kKernel(unit_last(q), unit_last(k), unit_last(v), args, out, gmax, gsum,
+              lists_of_layers(lists.contiguous(), q, k, options));
+    }
+  }
+  return results;
+}
+
+using ListedRowsOp = PackedOp<Rows(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lists,
+                                   c10::SymIntArrayRef starts)>;
+const ListedRowsOp& listed_rows_op() {
+  static const ListedRowsOp op("htree::_listed_attention_rows");
+  return op;
+}
+
+using RowsBackwardOp = PackedOp<Gradients(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
+    const Tensor& gsum, const Tensor& lists, const OptionalTensor& dout, const OptionalTensor& dlse,
+    c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
+const RowsBackwardOp& rows_backward_op() {
+  static const RowsBackwardOp op("htree::_attention_rows_backward");
+  return op;
+}
+
+SymInt suffix_start(const Tensor& q, const Tensor& k) {
+  return k.sym_size(1) - q.sym_size(1);
+}
+
+// (out, gmax + log(gsum)) for queries that are the last tokens.
+template <AttentionForward* kKernel>
+AttentionLse listed_attention(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                              const Tensor& lists) {
+  check_attention(kOp, q, k, v, options);
+  const auto [out, gmax, gsum] = listed_rows<kKernel>(options, q, k, v, lists, {suffix_start(q, k)});
+  return {out, log_sum_exp(gmax, gsum)};
+}
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+struct ListedNode : Function<ListedNode> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const Tensor& lists, const TreeOptions& options) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->set_materialize_grads(false);
+    const auto [out, gmax, gsum] = listed_rows_op()(options, q, k, v, lists, {suffix_start(q, k)});
+    ctx->save_for_backward({q, k, v, out, gmax, gsum, lists});
+    save_options(ctx->saved_data, options);
+    return {out, log_sum_exp(gmax, gsum)};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const OptionalTensor dout = if_defined(grads[0]), dlse = if_defined(grads[1]);
+    if (!dout.has_value() && !dlse.has_value()) {
+      return variable_list(5);
+    }
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+    const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                        ctx->needs_input_grad(2)};
+    auto [dq, dk, dv] = rows_backward_op()(load_options(ctx->saved_data), q, k, v, saved[3], saved[4],
+                                           saved[5], saved[6], dout, dlse, {suffix_start(q, k)}, wanted);
+    return {dq, dk, dv, Tensor(), Tensor()};
+  }
+};
+
+using ListedOp =
+    PackedOp<AttentionLse(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lists)>;
+const ListedOp& listed_op() {
+  static const ListedOp op("htree::_listed_attention");
+  return op;
+}
+
+AttentionLse listed_autograd(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& lists) {
+  if (needs_grad({q, k, v})) {
+    check_attention(kOp, q, k, v, options);
+    const variable_list results = ListedNode::apply(q, k, v, lists, options);
+    return {results[0], results[1]};
+  }
+  at::AutoDispatchBelowAutograd guard;
+  return listed_op()(options, q, k, v, lists);
+}
+
+template <at::DeviceType kDevice>
+AttentionLse listed_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& lists) {
+  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
+  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
+  return listed_op()(options, cast(q), cast(k), cast(v), lists);
+}
+
+template <SelectBlocks* kSelect, AttentionForward* kForward>
+void register_kernels(torch::Library& library) {
+  library.impl("_index_lists", TORCH_FN(kPacked<index_lists<kSelect>>));
+  library.impl("_listed_attention_rows", TORCH_FN(kPacked<listed_rows<kForward>>));
+  library.impl("_listed_attention", TORCH_FN(kPacked<listed_attention<kForward>>));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(htree, library) {
+  const std::string packed = kPackedSchema;
+  const std::string index =
+      "_index_lists(Tensor q, Tensor k, Tensor index_query, Tensor index_key, SymInt[] starts, " + packed +
+      ") -> Tensor";
+  const std::string rows =
+      "_listed_attention_rows(Tensor q, Tensor k, Tensor v, Tensor lists, SymInt[] starts, " + packed +
+      ") -> (Tensor out, Tensor gmax, Tensor gsum)";
+  const std::string listed = "_listed_attention(Tensor q, Tensor k, Tensor v, Tensor lists, " + packed +
+                             ") -> (Tensor out, Tensor lse)";
+  define_ops(library, {index.c_str(), rows.c_str(), listed.c_str()});
+}
+
+TORCH_LIBRARY_IMPL(htree, CPU, library) {
+  register_kernels<&select_blocks_cpu, attention_over_lists_cpu>(library);
+}
+
+#if defined(HTREE_WITH_CUDA)
+TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+  register_kernels<&select_blocks_cuda, attention_over_lists_cuda>(library);
+}
+#endif
+
+TORCH_LIBRARY_IMPL(htree, Meta, library) {
+  register_kernels<nullptr, nullptr>(library);
+}
+
+TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+  register_no_gradient(library, {"_listed_attention_rows"});
+  library.impl("_index_lists", torch::CppFunction::makeFallthrough());
+  library.impl("_listed_attention", TORCH_FN(kPacked<listed_autograd>));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+  library.impl("_listed_attention", TORCH_FN(kPacked<listed_autocast<at::kCPU>>));
+}
+
+TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+  library.impl("_listed_attention", TORCH_FN(kPacked<listed_autocast<at::kCUDA>>));
+}
+
+}  // namespace htree::tree_attention

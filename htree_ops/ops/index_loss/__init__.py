@@ -1,0 +1,6 @@
+"""How an index learns which blocks its queries read (docs/semantics/index_loss.md §9.3)."""
+
+from htree_ops.ops.index_loss.collector import IndexLosses, index_losses
+from htree_ops.ops.index_loss.function import index_loss
+
+__all__ = ["IndexLosses", "index_loss", "index_losses"]

@@ -1,0 +1,349 @@
+"""The index of HTreeAttention, and the losses that index_losses gathers (docs/semantics/index_loss.md §9.5)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import htree_ops
+from htree_ops import HTreeAttention, TreeOptions, index_losses
+from htree_ops.ops.index_loss.function import draw_positions
+
+OPTIONS = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16)
+
+
+def layer_of(device: str, seed: int = 0, **keywords: Any) -> HTreeAttention:
+    torch.manual_seed(seed)
+    given: dict[str, Any] = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "options": OPTIONS,
+        "index_dim": 16,
+        "device": device,
+    }
+    return HTreeAttention(64, **given | keywords)
+
+
+def tokens(device: str, B: int = 2, T: int = 50, width: int = 64) -> Tensor:
+    return torch.randn(B, T, width, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+class Model(nn.Module):
+    """Three layers, two of which have an index."""
+
+    def __init__(self, device: str, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer_of(device, i, index_dim=16 * (i < 2)) for i in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = x + layer(x)
+            else:
+                x = x + checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+# ---- parameters of the layer
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keywords", "wanted"),
+    [
+        (64, {"options": TreeOptions()}, 32),
+        (32, {"options": TreeOptions()}, 32),
+        (24, {"options": TreeOptions()}, 16),
+        (8, {"options": TreeOptions()}, 0),
+        (64, {}, 0),  # spans of 2
+        (64, {"options": TreeOptions(importance="lse")}, 0),
+        (64, {"options": TreeOptions(scope="q_head")}, 0),
+    ],
+)
+def test_a_width_of_none_follows_from_the_options(
+    head_dim: int, keywords: dict[str, Any], wanted: int
+) -> None:
+    layer = HTreeAttention(64, num_heads=2, head_dim=head_dim, index_dim=None, **keywords)
+    assert layer.index_dim == wanted
+    assert (layer.index_key_weight is None) == (wanted == 0)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"index_dim": 24}, "index_dim must be a multiple of 16 up to 128 and up to head_dim = 16, got 24"),
+        ({"index_dim": 32}, "index_dim must be a multiple of 16 up to 128 and up to head_dim = 16, got 32"),
+        ({"index_dim": -16}, "index_dim must be between 0 and"),
+        ({"options": TreeOptions(selection_span=2)}, "index_dim must be 0 beside selection_span = 2, got 16"),
+        ({"options": TreeOptions(importance="lse")}, "index_dim must be 0 beside importance = 'lse', got 16"),
+    ],
+)
+def test_widths_that_are_refused(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^HTreeAttention: {message}"):
+        layer_of("cpu", **keywords)
+
+
+def test_the_first_index_approximates_the_attention(device: str) -> None:
+    """Orthonormal projections, the same for the query heads of a K/V head."""
+    layer = layer_of(device, index_dim=16)  # as wide as the heads: exact
+    q, k = torch.randn(2, 9, 4, 16, device=device), torch.randn(2, 9, 2, 16, device=device)
+    index_query, index_key = layer.index_of(q, k)
+    assert index_query.shape == index_key.shape == (2, 9, 2, 16)
+    products = torch.einsum("bisd,bjsd->bsij", index_query, index_key)
+    scores = torch.einsum("bisgk,bjsk->bsgij", q.unflatten(2, (2, 2)), k) * 16**-0.5
+    torch.testing.assert_close(products, scores.mean(2), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_wait_for_a_loss_and_are_saved(device: str) -> None:
+    layer = layer_of(device)
+    assert not layer.index_query_weight.requires_grad
+    layer(tokens(device)).sum().backward()
+    assert layer.index_query_weight.grad is None
+    state = layer.state_dict()
+    assert {"index_query_weight", "index_key_weight"} < state.keys()
+    other = layer_of(device, seed=5)
+    other.load_state_dict(state)
+    assert torch.equal(other.index_key_weight, layer.index_key_weight)
+    dense = {name: x for name, x in state.items() if "index" not in name}
+    fresh = layer_of(device, seed=6)
+    kept = fresh.index_key_weight.clone()
+    assert fresh.load_state_dict(dense, strict=True).missing_keys == []
+    assert torch.equal(fresh.index_key_weight, kept)
+    with pytest.raises(RuntimeError, match="q_proj"):
+        fresh.load_state_dict({name: x for name, x in dense.items() if "q_proj" not in name})
+
+
+def test_layers_without_an_index_are_as_before() -> None:
+    assert set(HTreeAttention(64, num_heads=4).state_dict()) == {
+        f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    assert HTreeAttention.from_documents(64, num_heads=4).index_dim == 0
+
+
+@pytest.mark.parametrize("positions", ["own", "compact"])
+def test_the_layer_selects_by_its_index(positions: str, device: str) -> None:
+    """The output is that of tree_attention with the index of what it attends with."""
+    layer, x = layer_of(device, positions=positions), tokens(device)
+    q, k, v = layer._project(x)
+    if positions == "own":
+        q, k = layer._rotated(q, k, layer._places(x))
+    index = layer.index_of(q, k)
+    wanted = layer.o_proj(
+        htree_ops.tree_attention(q, k, v, index=index, options=layer._of_attention()).flatten(2)
+    )
+    assert torch.equal(layer(x), wanted)
+    without = layer_of(device, positions=positions, index_dim=0)
+    without.load_state_dict(layer.state_dict(), strict=False)
+    assert not torch.equal(without(x), wanted)
+    torch.testing.assert_close(without(x)[:, :16], wanted[:, :16])  # dense: nothing is selected
+
+
+def test_padding_in_front_moves_nothing(device: str) -> None:
+    layer, x = layer_of(device), tokens(device)
+    mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
+    mask[:, :20] = True
+    torch.testing.assert_close(layer(x, key_padding_mask=mask)[:, 20:], layer(x[:, 20:]))
+
+
+@pytest.mark.parametrize("positions", ["own", "compact"])
+def test_the_loss_is_that_of_the_queries_and_keys_of_the_attention(positions: str, device: str) -> None:
+    layer, x = layer_of(device, positions=positions), tokens(device)
+    q, k = (getattr(layer, f"{name}_proj")(x).unflatten(-1, (-1, 16)) for name in "qk")
+    if positions == "own":
+        q, k = layer._rotated(q, k, torch.arange(50, device=device))
+    torch.manual_seed(3)
+    with index_losses(rows=5) as losses:
+        layer(x)
+    torch.manual_seed(3)
+    drawn = draw_positions(q, k, 5, 4)
+    wanted = htree_ops.index_loss(q, k, *layer.index_of(q, k), positions=drawn, block_size=4)
+    torch.testing.assert_close(losses.mean(), wanted)
+
+
+def test_a_model_learns_its_indexes_and_nothing_else(device: str) -> None:
+    model, x = Model(device), tokens(device)
+    with index_losses(rows=6) as losses:
+        out = model(x)
+    assert len(losses) == 2
+    assert len(list(losses)) == 2
+    torch.testing.assert_close(losses.mean(), torch.stack(list(losses)).mean())
+    losses.mean().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("index" in name), name
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_backward_may_stand_inside(device: str) -> None:
+    model, x = Model(device), tokens(device)
+    with index_losses(rows=6) as losses:
+        (model(x).square().mean() + losses.mean()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpoints_draw_the_same_positions_once(inside: bool, device: str) -> None:
+    x = tokens(device)
+    found = []
+    for use_reentrant in (None, False):
+        model = Model(device, use_reentrant)
+        torch.manual_seed(7)
+        with index_losses(rows=6) as losses:
+            loss = model(x).square().mean() + losses.mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert len(losses) == 2
+        assert all(len(calls) == 1 for calls in losses._of_layers.values())
+        found.append((loss.detach(), *(p.grad for p in model.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_without_losses_behind_one_with(device: str) -> None:
+    """Whether a layer is run again with its loss follows from its last forward, not from an earlier one."""
+    model, x = Model(device, use_reentrant=False), tokens(device)
+    with index_losses(rows=6) as losses:
+        (model(x).sum() + losses.mean()).backward()
+    model(x).sum().backward()
+    with index_losses(rows=6) as losses:
+        out = model(x)
+    (out.sum() + losses.mean()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_reentrant_checkpoints_are_refused(device: str) -> None:
+    model, x = Model(device, use_reentrant=True), tokens(device).requires_grad_()
+    with index_losses(rows=6):
+        out = model(x)
+    with pytest.raises(RuntimeError, match=r"index_losses: .* reentrant"):
+        out.sum().backward()
+
+
+def test_padding_has_no_position(device: str) -> None:
+    """Padding holds NaN, and a loss that counted any of it would too."""
+    layer, x = layer_of(device), tokens(device)
+    mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
+    mask[0, 30:], mask[1, :20] = True, True
+    with index_losses(rows=200) as losses:
+        layer(x.masked_fill(mask[..., None], torch.nan), key_padding_mask=mask)
+    assert losses.mean().isfinite()
+    assert losses.mean() > 0
+
+
+def test_padded_sequences_have_the_loss_of_their_tokens(device: str) -> None:
+    layer, x = layer_of(device), tokens(device, B=1)
+    mask = torch.zeros(1, 50, dtype=torch.bool, device=device)
+    mask[0, :20] = True
+    found = []
+    for call in ({"key_padding_mask": mask}, {}):
+        with index_losses(rows=4000) as losses:
+            layer(x if call else x[:, 20:], **call)
+        found.append(losses.mean())
+    torch.testing.assert_close(*found, rtol=0.03, atol=0)  # positions are drawn anew
+
+
+def test_sequences_of_one_block_add_nothing(device: str) -> None:
+    layer = layer_of(device)
+    mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
+    mask[:, 4:] = True
+    x = tokens(device, T=6)
+    for call in (
+        (x[:, :4], {}),
+        (x, {"key_padding_mask": mask}),
+    ):
+        with index_losses(rows=3) as losses:
+            layer(call[0], **call[1])
+        losses.mean().backward()
+        assert losses.mean().item() == 0.0
+        assert not layer.index_key_weight.grad.any()
+
+
+def test_calls_of_a_layer_are_one_loss_and_collectors_nest(device: str) -> None:
+    layer, x = layer_of(device), tokens(device)
+    with index_losses(rows=4) as outer:
+        layer(x)
+        with index_losses(rows=4) as inner:
+            layer(x)
+            layer(x)
+    assert len(outer) == len(inner) == 1
+    assert [len(calls) for calls in (*outer._of_layers.values(), *inner._of_layers.values())] == [1, 2]
+
+
+def test_no_layer_is_an_error_that_says_so() -> None:
+    with index_losses() as losses:
+        HTreeAttention(64, num_heads=4)(tokens("cpu"))
+    with pytest.raises(RuntimeError, match="no HTreeAttention with index_dim above 0 was called"):
+        losses.mean()
+
+
+def test_without_grad_losses_have_values(device: str) -> None:
+    layer, x = layer_of(device), tokens(device)
+    with torch.no_grad(), index_losses(rows=4) as losses:
+        layer(x)
+    assert losses.mean() > 0
+    assert not losses.mean().requires_grad
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_rows_that_are_refused(rows: int) -> None:
+    with pytest.raises(ValueError, match="index_losses: rows must be between 1 and"), index_losses(rows):
+        pass
+
+
+def test_what_is_not_supported_says_so(device: str) -> None:
+    layer, x = layer_of(device), tokens(device)
+    compiled = torch.compile(lambda x: layer(x), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    with (
+        index_losses(),
+        pytest.raises(Exception, match=r"index_losses is not supported under torch\.compile"),
+    ):
+        compiled(x)
+    with pytest.raises(ValueError, match="index_dim must be above 0"):
+        layer_of(device, index_dim=0).index_of(x, x)
+    ends = torch.tensor([0, 50], dtype=torch.int32, device=device)
+    plain = layer_of(device, index_dim=0)
+    for name, keywords in (
+        ("cu_seqlens", {"cu_seqlens": ends}),
+        ("cache", {"cache": plain.make_cache(1, 64)}),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} is not supported beside an index"):
+            layer(x[:1], **keywords)
+
+
+def test_copies_have_an_index_of_their_own(device: str) -> None:
+    layer = layer_of(device)
+    copied = deepcopy(layer)
+    assert torch.equal(copied.index_key_weight, layer.index_key_weight)
+    assert copied.index_key_weight is not layer.index_key_weight
+
+
+def test_autocast_trains_the_index(device: str) -> None:
+    layer, x = layer_of(device), tokens(device)
+    with torch.autocast(device, dtype=torch.bfloat16), index_losses(rows=8) as losses:
+        layer(x)
+    losses.mean().backward()
+    assert layer.index_query_weight.grad.dtype == torch.float32
+    assert layer.index_query_weight.grad.abs().max() > 0
+
+
+def test_training_lowers_the_loss(device: str) -> None:
+    layer, x = layer_of(device, index_dim=16, num_kv_heads=1), 3 * tokens(device, B=4)
+    with index_losses(rows=64) as losses:
+        layer(x)
+    first = losses.mean().item()
+    optimizer = torch.optim.Adam([layer.index_query_weight, layer.index_key_weight], lr=0.02)
+    for _ in range(60):
+        with index_losses(rows=64) as losses:
+            layer(x)
+        optimizer.zero_grad()
+        losses.mean().backward()
+        optimizer.step()
+    assert losses.mean().item() < 0.8 * first
