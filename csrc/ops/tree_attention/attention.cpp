@@ -63,11 +63,6 @@ Tensor packed_rows(const Tensor& list) {
   return whole ? list : list.contiguous();
 }
 
-// The token of the first query where the queries are the last tokens (§1.13).
-SymInt suffix_start(const Tensor& q, const Tensor& k) {
-  return k.sym_size(1) - q.sym_size(1);
-}
-
 // The body for CPU, CUDA and Meta. Without a kernel it ends after the checks and allocations.
 
 // layers = [(k, v)]; while the last has more than M nodes: layers.append(tree_build(*layers[-1], r))

@@ -23,6 +23,11 @@ using AttentionLse = std::tuple<Tensor, Tensor>;
 using OptionalTensor = std::optional<Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
+// The token of the first query where the queries are the last tokens (§1.13).
+inline SymInt suffix_start(const Tensor& q, const Tensor& k) {
+  return k.sym_size(1) - q.sym_size(1);
+}
+
 // L of §1.2. ceil(T / r^l) > M means T > M * r^l, so a symbolic T is compared with one bound per layer and
 // with nothing else. Code that was compiled for one length therefore serves all lengths of the same depth.
 inline int64_t depth_of(const SymInt& num_tokens, const TreeOptions& options) {

@@ -136,10 +136,6 @@ const RowsBackwardOp& rows_backward_op() {
   return op;
 }
 
-SymInt suffix_start(const Tensor& q, const Tensor& k) {
-  return k.sym_size(1) - q.sym_size(1);
-}
-
 // (out, gmax + log(gsum)) for queries that are the last tokens.
 template <AttentionForward* kKernel>
 AttentionLse listed_attention(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -209,7 +205,7 @@ AttentionLse listed_autocast(const TreeOptions& options, const Tensor& q, const 
 }
 
 template <SelectBlocks* kSelect, AttentionForward* kForward>
-void register_kernels(torch::Library& library) {
+void register_listed_kernels(torch::Library& library) {
   library.impl("_index_lists", TORCH_FN(kPacked<index_lists<kSelect>>));
   library.impl("_listed_attention_rows", TORCH_FN(kPacked<listed_rows<kForward>>));
   library.impl("_listed_attention", TORCH_FN(kPacked<listed_attention<kForward>>));
@@ -231,17 +227,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
 }
 
 TORCH_LIBRARY_IMPL(htree, CPU, library) {
-  register_kernels<&select_blocks_cpu, attention_over_lists_cpu>(library);
+  register_listed_kernels<&select_blocks_cpu, attention_over_lists_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(htree, CUDA, library) {
-  register_kernels<&select_blocks_cuda, attention_over_lists_cuda>(library);
+  register_listed_kernels<&select_blocks_cuda, attention_over_lists_cuda>(library);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(htree, Meta, library) {
-  register_kernels<nullptr, nullptr>(library);
+  register_listed_kernels<nullptr, nullptr>(library);
 }
 
 TORCH_LIBRARY_IMPL(htree, Autograd, library) {

@@ -18,7 +18,7 @@
 namespace htree::tree_attention {
 namespace {
 
-AttentionProblem problem_of(const SparseCall& call) {
+AttentionProblem listed_problem_of(const SparseCall& call) {
   const at::ScalarType type = call.x.query.scalar_type();
   return list_problem(given_problem(call), call.x.query.size(3), type == at::kHalf || type == at::kBFloat16,
                       call.scale);
@@ -30,7 +30,8 @@ class ListedCall {
   ListedCall(const SparseCall& call, const SparseConfig& config, cudaStream_t stream)
       : config(config),
         call_(call),
-        prepared_(prepare_tensor_cores(problem_of(call), config, call.x.query, {{call.x.key}, {call.x.value}},
+        prepared_(prepare_tensor_cores(listed_problem_of(call), config, call.x.query,
+                                       {{call.x.key}, {call.x.value}},
                                        /*selects=*/false, stream)),
         tree(prepared_.call),
         stream(stream) {}
@@ -336,13 +337,13 @@ SparseProblem given_problem(const SparseCall& call) {
 }
 
 bool takes_tensor_cores(const SparseCall& call) {
-  return takes_tensor_cores(given_problem(call), problem_of(call), current_device_facts());
+  return takes_tensor_cores(given_problem(call), listed_problem_of(call), current_device_facts());
 }
 
 void sparse_forward_tensor_cores(const SparseCall& call, const Tensor& out, const Tensor& lse,
                                  cudaStream_t stream) {
-  const ListedCall c(call, choose_sparse_forward(problem_of(call), current_device_facts(), gather_choice()),
-                     stream);
+  const ListedCall c(
+      call, choose_sparse_forward(listed_problem_of(call), current_device_facts(), gather_choice()), stream);
   const AttentionProblem& p = c.tree.problem;
   Workspace sizes;
   lay_out_lists(sizes, p, c.config);
@@ -368,8 +369,8 @@ void sparse_forward_tensor_cores(const SparseCall& call, const Tensor& out, cons
 
 void sparse_backward_tensor_cores(const SparseCall& call, const SparseResults& results, const Tensor& dout,
                                   const Tensor& dlse, const SparseGradients& gradients, cudaStream_t stream) {
-  const ListedCall c(call, choose_sparse_backward(problem_of(call), current_device_facts(), gather_choice()),
-                     stream);
+  const ListedCall c(
+      call, choose_sparse_backward(listed_problem_of(call), current_device_facts(), gather_choice()), stream);
   ListedGradients sums(c, call, results, dout, dlse, gradients);
   c.for_each_chunk([&](const Chunk& chunk) { sums.add(chunk); });
   sums.finish(std::get<1>(gradients), std::get<2>(gradients));
