@@ -3,26 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "host/each_tensor.h"
+
 namespace htree {
 namespace {
-
-// Calls `visit` with the tensor of an argument, or those of a list, and keeps what it assigns to them.
-template <typename Visit>
-void for_each_tensor(c10::IValue& value, const Visit& visit) {
-  if (value.isTensorList()) {
-    std::vector<at::Tensor> list = value.toTensorVector();
-    std::for_each(list.begin(), list.end(), visit);
-    value = std::move(list);
-  } else if (value.isTensor() && value.toTensor().defined()) {
-    at::Tensor x = value.toTensor();
-    visit(x);
-    value = std::move(x);
-  }
-}
 
 void run_on_values(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();

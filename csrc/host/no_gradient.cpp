@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "host/autograd.h"
+#include "host/each_tensor.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
 
@@ -22,20 +23,6 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::isDifferentiableType;
 using torch::autograd::variable_list;
-
-// Calls `visit` with every defined tensor of `value`, those of a list too, and keeps what it assigns to them.
-template <typename Visit>
-void for_each_tensor(c10::IValue& value, const Visit& visit) {
-  if (value.isTensorList()) {
-    std::vector<Tensor> list = value.toTensorVector();
-    std::for_each(list.begin(), list.end(), visit);
-    value = std::move(list);
-  } else if (value.isTensor() && value.toTensor().defined()) {
-    Tensor x = value.toTensor();
-    visit(x);
-    value = std::move(x);
-  }
-}
 
 // What raises is an op, which a compiler can trace without running it.
 struct NoGradient : torch::autograd::Function<NoGradient> {
