@@ -63,11 +63,12 @@ class DenseAttention(HTreeAttention):
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         cache: TreeKVCache | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
         """x [B, T, E] -> [B, T, E]; masks, caches and packed documents are refused."""
-        if any(x is not None for x in (attn_mask, key_padding_mask, cache, cu_seqlens, max_seqlen)):
+        if any(x is not None for x in (attn_mask, key_padding_mask, cache, lengths, cu_seqlens, max_seqlen)):
             raise NotImplementedError("DenseAttention: masks, caches and packed documents are not supported")
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))

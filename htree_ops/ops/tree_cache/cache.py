@@ -512,6 +512,13 @@ class TreeKVCache:
             lengths = [lengths] * self.batch
         request = integers(name, "lengths", lengths, self.batch, self.device)
         wanted = None if is_recorded(self.device) else read_counts(lengths)
+        if wanted is not None and self._is_left_to_the_device(wanted):
+            # A cut into pages that others share takes new pages, which is the host's to do: after the device's part.
+            shared = self._cuts_shared_pages(wanted)
+            if any(shared):
+                self.truncate([-1 if cut else m for m, cut in zip(wanted, shared, strict=True)])
+                self.truncate([m if cut else -1 for m, cut in zip(wanted, shared, strict=True)])
+                return
         self._end_prompts(None if wanted is None else [length + 1 for length in wanted])
         change = None
         if wanted is not None and not self._is_left_to_the_device(wanted):
@@ -537,12 +544,19 @@ class TreeKVCache:
         elif not is_recorded(self.device):
             self.host.exact = False
 
+    def _cuts_shared_pages(self, wanted: list[int]) -> list[bool]:
+        """For each sequence whether a truncation keeps a part of the pages that it shares with others."""
+        return [0 <= m < self.pages.shared(b) * self.page_size for b, m in enumerate(wanted)]
+
     def _is_left_to_the_device(self, wanted: list[int]) -> bool:
         """Whether only the device knows if a truncation is possible: the host would have to wait for it."""
         if self.device.type != "cuda":
             return False
+        if not any(wanted):  # nothing is left of all sequences, whatever they hold
+            return False
+        own = [m for m, cut in zip(wanted, self._cuts_shared_pages(wanted), strict=True) if not cut]
         if not self.host.exact:
-            return any(wanted)  # nothing is left of all sequences, whatever they hold
+            return len(own) == len(wanted) or any(m >= 0 for m in own)
         unit = self.options.compression_rate if self.leaf_bits else self.options.selection_stride
         return any(
             m > 0 and m != n and m % unit and m >= self.pages.shared(b) * self.page_size
