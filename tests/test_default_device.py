@@ -99,6 +99,19 @@ def on_rows(call: Callable[..., Any], *shapes: tuple[int, ...]) -> Prepare:
     return prepare
 
 
+def index_losses(device: str) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    layer, x = indexed(device), rows(device, 1, 40, 64)
+
+    def call() -> Any:
+        torch.manual_seed(1)
+        with htree_ops.index_losses(rows=4) as losses:
+            layer(x)
+        return losses.mean()
+
+    return call
+
+
 NORM = ((2, 3, 8), (8,), (3, 4), (3, 4))
 MLP = ((1, 2, 4), (3, 4), (3, 4))
 FUNCTIONS: dict[str, Prepare] = {
@@ -109,6 +122,7 @@ FUNCTIONS: dict[str, Prepare] = {
             m, activation_scales={"0": 2.0, "1": torch.tensor(3.0, device="cpu")}
         )
     ),
+    "index_losses": index_losses,
     "fp8_scale_inv": on_rows(fp8_scale_inv, (3,)),
     "fp8_quantize by a number": on_rows(lambda x: htree_ops.fp8_quantize(x, 2.0, "block", block=3), (2, 8)),
     "fp8_fake_quant by a number": on_rows(lambda x: htree_ops.fp8_fake_quant(x, 2.0, "channel"), (2, 8)),
@@ -162,6 +176,10 @@ def attention(device: str) -> HTreeAttention:
     return HTreeAttention(32, 4, 2, **TREE, device=device)
 
 
+def indexed(device: str) -> HTreeAttention:
+    return HTreeAttention(64, 4, 2, index_dim=16, selection_span=None, **TREE, device=device)
+
+
 def mustafar(device: str, **options: Any) -> MustafarAttention:
     return MustafarAttention(
         4, 2, 64, window=4, chunk=8, max_positions=64, dtype=torch.float32, device=device, **options
@@ -212,6 +230,9 @@ MODULES: dict[str, Prepare] = {
     ),
     "HTreeAttention.forward": on_module(attention, lambda m, x: m(x), (2, 20, 32)),
     "HTreeAttention.forward masked": on_module(attention, masked, (2, 20, 32)),
+    "HTreeAttention.forward with an index": on_module(indexed, lambda m, x: m(x), (2, 40, 64)),
+    "HTreeAttention.index_of": on_module(indexed, lambda m, *x: m.index_of(*x), (2, 4, 16), (2, 2, 16)),
+    "HTreeAttention.reset_parameters": on_module(indexed, lambda m: seeded(m.reset_parameters)),
     "HTreeAttention.from_documents": lambda device: (
         lambda: made(lambda place: HTreeAttention.from_documents(32, 4, top_k=4, device=place), device)
     ),

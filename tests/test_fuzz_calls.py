@@ -160,10 +160,12 @@ def storage_bytes(x: Tensor) -> Tensor:
 
 
 def to_meta(x: Any, argument: torch.Argument | None = None) -> Any:
+    # For a number torch takes a tensor of one element, which a tensor on meta does not have.
+    numbers = argument is not None and "Tensor" not in str(argument.type)
     if isinstance(x, list):
-        # Among numbers torch takes a tensor of one element for its own, which a tensor on meta does not have.
-        numbers = argument is not None and "Tensor" not in str(argument.type)
         return [y.item() if numbers and isinstance(y, Tensor) else to_meta(y) for y in x]
+    if isinstance(x, Tensor) and numbers:
+        return x.item()
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return torch.device("meta") if isinstance(x, torch.device) else x

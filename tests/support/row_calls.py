@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from htree_ops.ops.tree_attention.options import TreeOptions
 from tests.support.cases import normal
 from tests.support.compressed_kv_cases import DecodeCase
 from tests.support.index_loss_cases import CASES as INDEX_CASES
@@ -47,6 +48,7 @@ def row_calls(device: str) -> list[Call]:
         *varlen_calls(device),
         *select_calls(device),
         *index_loss_calls(device),
+        *listed_calls(device),
         *sparse_calls(device),
         *(Call(op, arguments, op_options(options)) for op, (arguments, options) in op_calls(device).items()),
     ]
@@ -108,6 +110,19 @@ def select_calls(device: str) -> list[Call]:
     return [
         Call("select_blocks", case.make_inputs(device)),
         Call("select_blocks_varlen", documents.make_inputs(device)),
+    ]
+
+
+def listed_calls(device: str) -> list[Call]:
+    """The lists that an index chooses for tree attention, and the attention over them."""
+    q, k, v = (normal((1, 60, heads, 8), torch.float32, device, 13 + i) for i, heads in enumerate((4, 2, 2)))
+    index = [normal((1, 60, 2, 16), torch.float32, device, seed) for seed in (16, 17)]
+    packed = TreeOptions(compression_rate=4, top_k=2, max_top_nodes=8).packed()
+    lists = torch.ops.htree._index_lists(q, k, *index, [0], *packed)
+    return [
+        Call("_index_lists", (q, k, *index, [0], *packed)),
+        Call("_listed_attention", (q, k, v, lists, *packed), differentiable=(0, 1, 2)),
+        Call("_listed_attention_rows", (q, k, v, lists, [0], *packed)),
     ]
 
 
