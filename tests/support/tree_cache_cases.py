@@ -548,6 +548,8 @@ def step_arguments(case: TreeCacheCase, device: str) -> tuple[Any, ...]:
     batch, n, capacity = len(case.lengths), 3, 30
     sizes = (batch, case.kv_heads, case.key_dim, capacity)
     cache = TreeKVCache(*sizes, value_dim=case.value_dim, dtype=case.dtype, device=device, **case.options())
+    for pool in (cache.k_pool, cache.v_pool):
+        pool.zero_()  # two caches are compared, and what no token has written is whatever was in memory
     heads = ((case.heads, case.key_dim), (case.kv_heads, case.key_dim), (case.kv_heads, case.value_dim))
     q, k, v = (normal((batch, n, *x), case.dtype, device, seed) for seed, x in enumerate(heads))
     cache.decode(q, k, v)  # their leaders' lists are there
