@@ -175,7 +175,7 @@ def _raw_layer(
     q, k, v = (proj(x) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
     q, k, v = (y.view(2, 1, -1, 64) for y in (q, k, v))
     if layer.positions == "own":
-        frequencies = layer.frequencies(x.device)
+        frequencies = layer._rotation_frequencies(x.device)
         angles = lengths[:, None] * frequencies
         cos, sin = angles.cos().float(), angles.sin().float()
         rows = torch.arange(2, device=x.device).view(2, 1)

@@ -478,13 +478,13 @@ class HTreeAttention(nn.Module):
             return q, k
         # A table of just these rows: that of a whole cache would be made again in each step that a graph records.
         device = places.device
-        angles = places.flatten()[:, None] * self.frequencies(device)
+        angles = places.flatten()[:, None] * self._rotation_frequencies(device)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         rows = torch.arange(places.numel(), device=device).view(places.shape)
         cos, sin, rows = (beside(x, q) for x in (angles.cos().to(dtype), angles.sin().to(dtype), rows))
         return rope(q, cos, sin, rows), rope(k, cos, sin, rows)
 
-    def frequencies(self, device: torch.device) -> Tensor:
+    def _rotation_frequencies(self, device: torch.device) -> Tensor:
         """The rotation frequencies [K/2] of a layer that rotates, float64; kept for the next call outside of graphs."""
         half, base, given = self.head_dim // 2, self.options.rope_base, self.options.inv_freq
         key = (base, given, half, device)
