@@ -265,18 +265,19 @@ class Pages:
         counted = Counter(page for row in rows for page in row)
         self.users = [counted[page] for page in range(self.num_pages)]
         self.free = [page for page in range(self.num_pages) if not counted[page]][::-1]
-        self.block_table.copy_(torch.tensor(self._table(), dtype=torch.int32, device="cpu"))
+        self.block_table.copy_(torch.tensor(self.table_of(self.rows), dtype=torch.int32, device="cpu"))
         if self.is_whole:
             self.make("load_state_dict", self.growth([self.capacity] * len(self.rows)))
 
-    def _table(self) -> list[list[int]]:
-        return [row + [-1] * (self.max_pages - len(row)) for row in self.rows]
+    def table_of(self, rows: Sequence[list[int]]) -> list[list[int]]:
+        """The block table of sequences that have these pages."""
+        return [row + [-1] * (self.max_pages - len(row)) for row in rows]
 
     def clear(self) -> None:
         """Forgets every sequence."""
         batch = len(self.rows)
-        given = batch * self.max_pages if self.is_whole else 0
         count = self.max_pages if self.is_whole else 0
+        given = batch * count
         self.rows = [list(range(b * count, (b + 1) * count)) for b in range(batch)]
         self.users = [1] * given + [0] * (self.num_pages - given)
         self.free = list(range(given, self.num_pages))[::-1]

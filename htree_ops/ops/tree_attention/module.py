@@ -685,9 +685,6 @@ class HTreeAttention(nn.Module):
                 "HTreeAttention: attn_mask is not supported: the attention is causal over the whole sequence. "
                 "key_padding_mask leaves out padding, cu_seqlens separates packed documents"
             )
-        if cache is not None and key_padding_mask is cu_seqlens is max_seqlen is self.cp_group is None:
-            self._check_x(x, is_packed=False)
-            return self._attend_from(cache, x, lengths)
         given = {"key_padding_mask": key_padding_mask, "cache": cache, "cu_seqlens": cu_seqlens}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
@@ -713,6 +710,8 @@ class HTreeAttention(nn.Module):
         self._check_x(x, is_packed=cu_seqlens is not None)
         if cu_seqlens is not None:
             return self._attend_documents(x.flatten(0, -2), cu_seqlens, max_seqlen).view(x.shape)
+        if cache is not None:
+            return self._attend_from(cache, x, lengths)
         if key_padding_mask is None:
             return self._attend(x)
         padding = self._padding_of(x, key_padding_mask)

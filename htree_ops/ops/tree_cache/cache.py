@@ -512,7 +512,8 @@ class TreeKVCache:
             lengths = [lengths] * self.batch
         request = integers(name, "lengths", lengths, self.batch, self.device)
         wanted = None if is_recorded(self.device) else read_counts(lengths)
-        if wanted is not None and self._is_left_to_the_device(wanted):
+        left = wanted is None or self._is_left_to_the_device(wanted)
+        if wanted is not None and left:
             # A cut into pages that others share takes new pages, which is the host's to do: after the device's part.
             shared = self._cuts_shared_pages(wanted)
             if any(shared):
@@ -521,7 +522,7 @@ class TreeKVCache:
                 return
         self._end_prompts(None if wanted is None else [length + 1 for length in wanted])
         change = None
-        if wanted is not None and not self._is_left_to_the_device(wanted):
+        if wanted is not None and not left:
             held = self.host.read()
             self._check_truncation(name, wanted, held)
             change = self.pages.cut(held, [n if m < 0 else m for n, m in zip(held, wanted, strict=True)])
@@ -554,14 +555,11 @@ class TreeKVCache:
             return False
         if not any(wanted):  # nothing is left of all sequences, whatever they hold
             return False
-        own = [m for m, cut in zip(wanted, self._cuts_shared_pages(wanted), strict=True) if not cut]
+        own = [-1 if cut else m for m, cut in zip(wanted, self._cuts_shared_pages(wanted), strict=True)]
         if not self.host.exact:
-            return len(own) == len(wanted) or any(m >= 0 for m in own)
+            return own == wanted or any(m >= 0 for m in own)
         unit = self.options.compression_rate if self.leaf_bits else self.options.selection_stride
-        return any(
-            m > 0 and m != n and m % unit and m >= self.pages.shared(b) * self.page_size
-            for b, (m, n) in enumerate(zip(wanted, self.host.read(), strict=True))
-        )
+        return any(m > 0 and m != n and m % unit for m, n in zip(own, self.host.read(), strict=True))
 
     def _check_truncation(self, name: str, wanted: list[int], held: list[int]) -> None:
         """Raises ValueError for a truncation that the op would refuse; ring and tails are read on the CPU alone."""
@@ -596,6 +594,10 @@ class TreeKVCache:
         if not change.rows:
             return
         self.pools.copy_pages(self.pages.make(method, change))
+        self._mark_shared_pages()
+
+    def _mark_shared_pages(self) -> None:
+        """Tells the device where the pages of each sequence begin that are its own."""
         own_from = [self.pages.shared(b) * self.page_size for b in range(self.batch)]
         self._own_from.copy_(on_device(own_from, self.device))
 
@@ -763,10 +765,9 @@ class TreeKVCache:
     def _state_of(self, rows: list[list[int]]) -> dict[str, Tensor]:
         """The state with these pages of the sequences alone."""
         pages = sorted({page for row in rows for page in row})
-        table = [row + [-1] * (self.pages.max_pages - len(row)) for row in rows]
         return {
             **self.pools.state_of(torch.tensor(pages, dtype=torch.int64, device=self.device)),
-            "block_table": torch.tensor(table, dtype=torch.int32, device=self.device),
+            "block_table": torch.tensor(self.pages.table_of(rows), dtype=torch.int32, device=self.device),
             "lengths": self.lengths.clone(),
             "lists": self.ring.lists.clone(),
             "list_pos": self.ring.list_pos.clone(),
@@ -797,9 +798,7 @@ class TreeKVCache:
         self._end_prompts(None)
         self.pools.load(state, torch.tensor(placed.pages, dtype=torch.int64, device=self.device))
         self.pages.load(placed.rows)
-        self._own_from.copy_(
-            on_device([self.pages.shared(b) * self.page_size for b in range(self.batch)], self.device)
-        )
+        self._mark_shared_pages()
         self.lengths.copy_(state["lengths"])
         self.ring.list_pos.copy_(state["list_pos"])
         self._errors.zero_()
