@@ -4,6 +4,8 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <type_traits>
+
 #include "host/cpu/simd_prelude.h"
 
 namespace htree {
@@ -23,5 +25,20 @@ struct StorageOf<c10::BFloat16> {
 
 template <typename T>
 using Storage = typename StorageOf<T>::type;
+
+// The loops for torch's element type T in a table that has them for_float, for_half, for_bfloat16 and for_double.
+template <typename T, typename Tables>
+const auto& loops_of(const Tables& tables) {
+  if constexpr (std::is_same_v<T, float>) {
+    return tables.for_float;
+  } else if constexpr (std::is_same_v<T, c10::Half>) {
+    return tables.for_half;
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    return tables.for_bfloat16;
+  } else {
+    static_assert(std::is_same_v<T, double>);
+    return tables.for_double;
+  }
+}
 
 }  // namespace htree

@@ -18,24 +18,6 @@
 namespace htree::index_loss {
 namespace {
 
-const IndexTables& tables() {
-  return HTREE_PICK_ISA(kIndexTables);
-}
-
-// The loops for torch's element type.
-const auto& rows_for(float) {
-  return tables().for_float;
-}
-const auto& rows_for(c10::Half) {
-  return tables().for_half;
-}
-const auto& rows_for(c10::BFloat16) {
-  return tables().for_bfloat16;
-}
-const auto& rows_for(double) {
-  return tables().for_double;
-}
-
 // A drawn position: row `row` of batch `batch`, whose document begins at token `start`.
 struct Position {
   int64_t batch, row, token, start, blocks;
@@ -94,7 +76,7 @@ class Loss {
   using Stored = Storage<T>;
 
   explicit Loss(const Call& call)
-      : loops_(rows_for(T{})),
+      : loops_(loops_of<T>(HTREE_PICK_ISA(kIndexTables))),
         call_(call),
         positions_(resolve_positions(call)),
         kv_per_index_(call.kv_heads() / call.index_heads()) {}

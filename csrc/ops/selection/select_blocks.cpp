@@ -95,8 +95,8 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-BlockLists prepare_blocks(const char* op, const Tensor& index_query, const Tensor& index_key,
-                          const BlockOptions& options) {
+void check_blocks(const char* op, const Tensor& index_query, const Tensor& index_key,
+                  const BlockOptions& options) {
   check_block_options(op, options);
   check_index(op, index_query, index_key, 4);
   const SymInt queries = index_query.sym_size(1), tokens = index_key.sym_size(1);
@@ -108,7 +108,12 @@ BlockLists prepare_blocks(const char* op, const Tensor& index_query, const Tenso
                     "selection_stride = ",
                     options.stride, ", got ", tokens - queries, " from ", index_key.sym_sizes(), " and ",
                     index_query.sym_sizes());
-  return new_lists(index_query, {index_query.sym_size(0), list_rows(queries, options.stride),
+}
+
+BlockLists prepare_blocks(const char* op, const Tensor& index_query, const Tensor& index_key,
+                          const BlockOptions& options) {
+  check_blocks(op, index_query, index_key, options);
+  return new_lists(index_query, {index_query.sym_size(0), list_rows(index_query.sym_size(1), options.stride),
                                  index_query.sym_size(2), options.count});
 }
 

@@ -304,10 +304,6 @@ using RowsOp = PackedOp<AttentionRows(const Tensor& q, const Tensor& k, const Te
 using BackwardOp = PackedOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                                       at::TensorList parents, std::array<bool, 3> output_mask)>;
-using RowsBackwardOp = PackedOp<Gradients(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
-    const Tensor& gsum, const Tensor& lists, const OptionalTensor& dout, const OptionalTensor& dlse,
-    c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
 
 const AttentionOp& attention_op() {
   static const AttentionOp op("htree::_attention");
@@ -331,11 +327,6 @@ const RowsOp& attention_rows_op() {
 
 const BackwardOp& attention_backward_op() {
   static const BackwardOp op("htree::_attention_backward");
-  return op;
-}
-
-const RowsBackwardOp& attention_rows_backward_op() {
-  static const RowsBackwardOp op("htree::_attention_rows_backward");
   return op;
 }
 

@@ -9,6 +9,7 @@
 
 #include "ops/tree/options.h"
 #include "ops/tree/tree_checks.h"
+#include "ops/tree_attention/packed_options.h"
 
 namespace htree::tree_attention {
 
@@ -22,6 +23,16 @@ using AttentionRows = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using AttentionLse = std::tuple<Tensor, Tensor>;
 using OptionalTensor = std::optional<Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+// The gradients of attention over given lists, as an op that autograd calls.
+using RowsBackwardOp = PackedOp<Gradients(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
+    const Tensor& gsum, const Tensor& lists, const OptionalTensor& dout, const OptionalTensor& dlse,
+    c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
+inline const RowsBackwardOp& attention_rows_backward_op() {
+  static const RowsBackwardOp op("htree::_attention_rows_backward");
+  return op;
+}
 
 // The token of the first query where the queries are the last tokens (§1.13).
 inline SymInt suffix_start(const Tensor& q, const Tensor& k) {

@@ -62,9 +62,9 @@ Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k,
   blocks.block_size = options.compression_rate;
   blocks.stride = stride;
   blocks.open_next = options.open_next;
-  for (int64_t i = 0; i < pieces; ++i) {  // the checks of select_blocks
-    prepare_blocks(kOp, index_query.narrow_symint(1, piece * i, piece),
-                   index_key.narrow_symint(1, 0, starts[i] + piece), blocks);
+  for (int64_t i = 0; i < pieces; ++i) {
+    check_blocks(kOp, index_query.narrow_symint(1, piece * i, piece),
+                 index_key.narrow_symint(1, 0, starts[i] + piece), blocks);
   }
   const Tensor lists = new_tensor(all_lists_shape(q, k, options, /*stored=*/true), at::kInt, q);
   if constexpr (kKernel != nullptr) {
@@ -127,15 +127,6 @@ const ListedRowsOp& listed_rows_op() {
   return op;
 }
 
-using RowsBackwardOp = PackedOp<Gradients(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
-    const Tensor& gsum, const Tensor& lists, const OptionalTensor& dout, const OptionalTensor& dlse,
-    c10::SymIntArrayRef starts, std::array<bool, 3> output_mask)>;
-const RowsBackwardOp& rows_backward_op() {
-  static const RowsBackwardOp op("htree::_attention_rows_backward");
-  return op;
-}
-
 // (out, gmax + log(gsum)) for queries that are the last tokens.
 template <AttentionForward* kKernel>
 AttentionLse listed_attention(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -171,8 +162,9 @@ struct ListedNode : Function<ListedNode> {
     const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
-    auto [dq, dk, dv] = rows_backward_op()(load_options(ctx->saved_data), q, k, v, saved[3], saved[4],
-                                           saved[5], saved[6], dout, dlse, {suffix_start(q, k)}, wanted);
+    auto [dq, dk, dv] =
+        attention_rows_backward_op()(load_options(ctx->saved_data), q, k, v, saved[3], saved[4], saved[5],
+                                     saved[6], dout, dlse, {suffix_start(q, k)}, wanted);
     return {dq, dk, dv, Tensor(), Tensor()};
   }
 };

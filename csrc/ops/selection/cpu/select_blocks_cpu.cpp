@@ -15,24 +15,6 @@
 namespace htree::tree_attention {
 namespace {
 
-const BlockTables& tables() {
-  return HTREE_PICK_ISA(kBlockTables);
-}
-
-// The loops for torch's element type.
-const auto& rows_for(float) {
-  return tables().for_float;
-}
-const auto& rows_for(c10::Half) {
-  return tables().for_half;
-}
-const auto& rows_for(c10::BFloat16) {
-  return tables().for_bfloat16;
-}
-const auto& rows_for(double) {
-  return tables().for_double;
-}
-
 // One call over sequences of equal length.
 template <typename T, typename Real>
 class BlockSelection {
@@ -41,7 +23,7 @@ class BlockSelection {
 
   BlockSelection(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
                  const BlockLists& lists)
-      : loops_(rows_for(T{})),
+      : loops_(loops_of<T>(HTREE_PICK_ISA(kBlockTables))),
         query_(index_query),
         key_(index_key),
         options_(options),
