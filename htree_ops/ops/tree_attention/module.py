@@ -1,4 +1,7 @@
-"""The attention layer around tree attention (docs/semantics/tree_attention.md §1)."""
+"""The attention layer around tree attention (docs/semantics/tree_attention.md §1).
+
+Longer than 700 lines because it is one layer: whole sequences, documents, padding, ranks, caches and its index.
+"""
 
 from __future__ import annotations
 
