@@ -156,7 +156,6 @@ class HTreeAttention(nn.Module):
     """
 
     _frequencies: tuple[Any, Tensor] | None = None
-    _unrotated: tuple[TreeOptions, TreeOptions] | None = None
     index_query_weight: nn.Parameter  # None without an index
     index_key_weight: nn.Parameter
 
@@ -435,7 +434,7 @@ class HTreeAttention(nn.Module):
         """A projection of x [..., E] as [..., heads, head_dim], with the heads that this rank has."""
         rows: Tensor = getattr(self, name)(x)
         if type(rows) is Tensor and rows.shape[-1] % self.head_dim == 0:
-            return rows.view(*rows.shape[:-1], -1, self.head_dim)
+            return rows.view(*rows.shape[:-1], rows.shape[-1] // self.head_dim, self.head_dim)
         # A DTensor has the channels of all ranks, and may say itself that a head would be cut.
         mesh = getattr(rows, "device_mesh", None)
         if rows.shape[-1] % self.head_dim == 0:
@@ -464,12 +463,17 @@ class HTreeAttention(nn.Module):
 
     def _of_attention(self) -> TreeOptions:
         """The options of the attention: what the layer has rotated is not rotated there."""
-        if self.positions == "compact":
-            return self.options
-        if self._unrotated is None or self._unrotated[0] is not self.options:
-            plain = tree_options("HTreeAttention", self.options, {"rope_base": None, "inv_freq": None})
-            self._unrotated = (self.options, plain)
-        return self._unrotated[1]
+        return self.options if self.positions == "compact" else self._unrotated_options
+
+    @property
+    def options(self) -> TreeOptions:
+        return self._options
+
+    @options.setter
+    def options(self, options: TreeOptions) -> None:
+        # Both are made here: what a forward call added to the layer would compile it a second time.
+        self._options = options
+        self._unrotated_options = tree_options("HTreeAttention", options, {"rope_base": None, "inv_freq": None})
 
     @property
     def _rotates(self) -> bool:
