@@ -172,13 +172,13 @@ def tree_cache(**options: Any) -> Make:
 
 def compressed_cache(device: str) -> CompressedKVCache:
     cache = CompressedKVCache(2, 2, 64, 64, 20, 8, 4, 8, dtype=torch.float32, device=device)
-    cache.prefill(*(normal((2, 2, 21, 64), torch.float32, device, seed) for seed in (0, 1)))
+    cache.prefill(*(normal((2, 21, 2, 64), torch.float32, device, seed) for seed in (0, 1)))
     return cache
 
 
 def compressed_step(device: str) -> Subject:
     cache = compressed_cache(device)
-    tensors = [normal((2, heads, 1, 64), torch.float32, device, 3 + heads) for heads in (4, 2, 2)]
+    tensors = [normal((2, 1, heads, 64), torch.float32, device, 3 + heads) for heads in (4, 2, 2)]
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Any:
         cache.write_token(k, v)
@@ -199,7 +199,7 @@ def mustafar(device: str) -> MustafarAttention:
     )
 
 
-HEADS = ((2, 4, 20, 64), (2, 2, 20, 64), (2, 2, 20, 64))
+HEADS = ((2, 20, 4, 64), (2, 20, 2, 64), (2, 20, 2, 64))
 SUBJECTS: dict[str, Make] = {
     **{f"op {name}": of_op(name, 0) for name in OPS},
     **{f"op {name}, other": of_op(name, 1) for name, found in OPS.items() if len(found) > 1},
@@ -362,7 +362,7 @@ COUNTING: dict[str, Callable[[CompressedKVCache, list[Tensor]], Any]] = {
 def test_counts_on_the_host_are_refused_in_a_graph(method: str, strict: bool | None) -> None:
     """They would hold for the traced counts alone. The cache is left as it was."""
     cache, layer = compressed_cache("cpu"), mustafar("cpu")
-    tensors = [normal((2, heads, 1, 64), torch.float32, "cpu", heads) for heads in (4, 2, 2)]
+    tensors = [normal((2, 1, heads, 64), torch.float32, "cpu", heads) for heads in (4, 2, 2)]
     before = cache.state_dict()
 
     class Step(nn.Module):
@@ -427,6 +427,6 @@ def test_a_layer_with_such_a_cache_runs_beside_graphs() -> None:
     fast = torch.compile(lambda *x: layer(*x, cache=cache), backend="aot_eager")
     with torch.no_grad():
         for n in (9, 1, 1, 3, 1, 20):
-            x = [normal((2, heads, n, 64), torch.float32, "cpu", n + heads) for heads in (4, 2, 2)]
+            x = [normal((2, n, heads, 64), torch.float32, "cpu", n + heads) for heads in (4, 2, 2)]
             torch.testing.assert_close(fast(*x), layer(*x, cache=other))
     assert cache.host_lengths() == other.host_lengths() == [35, 35]

@@ -128,7 +128,7 @@ FUNCTIONS: dict[str, Prepare] = {
     "fp8_fake_quant by a number": on_rows(lambda x: htree_ops.fp8_fake_quant(x, 2.0, "channel"), (2, 8)),
     "handle_fp8_overflow": on_rows(lambda x: compat.handle_fp8_overflow(x, 1000.0), (2, 8)),
     "key_weight_from_queries": on_rows(
-        lambda q: key_weight_from_queries(q, 2, lengths=[2, 3]), (2, 4, 3, 64)
+        lambda q: key_weight_from_queries(q, 2, lengths=[2, 3]), (2, 3, 4, 64)
     ),
     "tree_attention with frequencies": on_rows(
         lambda q, k: htree_ops.tree_attention(q, k, k, inv_freq=[1.0, 0.5], return_lse=True),
@@ -202,8 +202,8 @@ def masked(layer: nn.Module, x: Tensor) -> Any:
     return layer(x, key_padding_mask=mask), layer(x[:1], cu_seqlens=documents)
 
 
-HEADS = ((2, 4, 20, 64), (2, 2, 20, 64), (2, 2, 20, 64))
-ONE = ((2, 4, 1, 64), (2, 2, 1, 64), (2, 2, 1, 64))
+HEADS = ((2, 20, 4, 64), (2, 20, 2, 64), (2, 20, 2, 64))
+ONE = ((2, 1, 4, 64), (2, 1, 2, 64), (2, 1, 2, 64))
 LINEAR = NAMED["FP8Linear dynamic"], NAMED["FP8Linear static"]
 MODULES: dict[str, Prepare] = {
     **{f"{name} made": lambda device, make=make: lambda: made(make, device) for name, make in NAMED.items()},
@@ -345,9 +345,9 @@ COMPRESSED_CACHES: dict[str, dict[str, Any]] = {
     "weighted": {},
 }
 COMPRESSED_METHODS: dict[str, Callable[[CompressedKVCache, Any, Any], Any]] = {
-    "advance": lambda c, x, _: (c.settle(), c.write_token(x[1][:, :, :1], x[2][:, :, :1]), c.advance()),
+    "advance": lambda c, x, _: (c.settle(), c.write_token(x[1][:, :1], x[2][:, :1]), c.advance()),
     "append": lambda c, x, _: c.append(*x[1:], [9, 4]),
-    "attend": lambda c, x, _: c.attend(x[0][:, :, :3], lengths=[2, 3]),
+    "attend": lambda c, x, _: c.attend(x[0][:, :3], lengths=[2, 3]),
     "config": lambda c, *_: c.config(),
     "decode": lambda c, x, _: c.decode(*x, [9, 4]),
     "load_state_dict": lambda c, _, state: c.load_state_dict(state),
@@ -362,7 +362,7 @@ COMPRESSED_METHODS: dict[str, Callable[[CompressedKVCache, Any, Any], Any]] = {
     "to": lambda c, *_: c.to(torch.bfloat16),
     "to_dense": lambda c, *_: c.to_dense(),
     "truncate": lambda c, *_: c.truncate([11, 17]),
-    "write_token": lambda c, x, _: (c.settle(), c.write_token(x[1][:, :, :1], x[2][:, :, :1])),
+    "write_token": lambda c, x, _: (c.settle(), c.write_token(x[1][:, :1], x[2][:, :1])),
     "made": lambda c, *_: compressed_cache(str(c.device), page_size=4),
 }
 
@@ -371,14 +371,14 @@ def filled_compressed_cache(device: str, kind: str, lengths: list[int]) -> Compr
     cache = compressed_cache(device, **COMPRESSED_CACHES[kind])
     if kind == "weighted":
         cache.key_weight = rows(device, 2, 2, 64, seed=8).abs()
-    cache.prefill(rows(device, 2, 2, 30, 64, seed=1), rows(device, 2, 2, 30, 64, seed=2), lengths)
+    cache.prefill(rows(device, 2, 30, 2, 64, seed=1), rows(device, 2, 30, 2, 64, seed=2), lengths)
     return cache
 
 
 def on_compressed_cache(method: str, kind: str) -> Prepare:
     def prepare(device: str) -> Callable[[], Any]:
         cache = filled_compressed_cache(device, kind, [30, 21])
-        new = [rows(device, 2, heads, 9, 64, seed=9 + heads) for heads in (4, 2, 2)]
+        new = [rows(device, 2, 9, heads, 64, seed=9 + heads) for heads in (4, 2, 2)]
         state = filled_compressed_cache(device, kind, [12, 3]).state_dict()
         return lambda: (COMPRESSED_METHODS[method](cache, new, state), cache)
 

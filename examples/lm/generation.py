@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from htree_ops import CompressedKVCache, MustafarAttention
-from htree_ops.compat import apply_rotary_pos_emb_q
+from htree_ops.ops.tree_attention.stages import rope
 
 from .model import Block, ByteLM
 from .training import wait_for
@@ -42,7 +42,7 @@ class Storage(Protocol):
     """The cache of one layer."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Adds k, v [1, H_kv, S, D] and returns the attention of q [1, H, S, D], causal, as q; not rotated."""
+        """Adds k, v [1, S, H_kv, D] and returns the attention of q [1, S, H, D], causal, as q; not rotated."""
 
     def num_bytes(self) -> float:
         """The bytes in use."""
@@ -52,26 +52,27 @@ class DenseStorage:
     """Keys and values uncompressed; attention by torch."""
 
     def __init__(self, rotation: MustafarAttention, capacity: int, dtype: torch.dtype, device: str) -> None:
-        shape = (1, rotation.num_kv_heads, capacity, rotation.head_dim)
+        shape = (1, capacity, rotation.num_kv_heads, rotation.head_dim)
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.tables = rotation.tables
         self.length = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         first = self.length
-        self.length += q.shape[2]
+        self.length += q.shape[1]
         cos, sin = self.tables
         places = torch.arange(first, self.length, device=q.device)
-        self.k[:, :, first : self.length] = apply_rotary_pos_emb_q(k, cos, sin, places)
-        self.v[:, :, first : self.length] = v
-        keys, values = (x[:, :, : self.length] for x in (self.k, self.v))
-        q = apply_rotary_pos_emb_q(q, cos, sin, places)
+        self.k[:, first : self.length] = rope(k, cos, sin, places)
+        self.v[:, first : self.length] = v
+        rows = (rope(q, cos, sin, places), self.k[:, : self.length], self.v[:, : self.length])
+        queries, keys, values = (x.transpose(1, 2) for x in rows)
         # cuDNN's attention, torch's choice on an H100, plans anew for every length: 30 ms per byte
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, keys, values, is_causal=first == 0, enable_gqa=True)
+            out = F.scaled_dot_product_attention(queries, keys, values, is_causal=first == 0, enable_gqa=True)
+        return out.transpose(1, 2)
 
     def num_bytes(self) -> float:
-        return 2 * self.k[:, :, : self.length].numel() * self.k.element_size()
+        return 2 * self.k[:, : self.length].numel() * self.k.element_size()
 
 
 class CompressedStorage:
@@ -132,14 +133,14 @@ class Decoder:
         for block, storage in zip(self.blocks, self.layers, strict=True):
             layer, h = block.attention, block.attention_norm(x)
             q, k, v = (
-                project(h).unflatten(-1, (heads, layer.head_dim)).transpose(1, 2).to(self.dtype)
+                project(h).unflatten(-1, (heads, layer.head_dim)).to(self.dtype)
                 for project, heads in (
                     (layer.q_proj, layer.num_heads),
                     (layer.k_proj, layer.num_kv_heads),
                     (layer.v_proj, layer.num_kv_heads),
                 )
             )
-            x = x + layer.o_proj(storage.attend(q, k, v).transpose(1, 2).flatten(2).to(x.dtype))
+            x = x + layer.o_proj(storage.attend(q, k, v).flatten(2).to(x.dtype))
             x = x + block.down(F.gelu(block.up(block.mlp_norm(x)), approximate="tanh"))
         self.length += tokens.numel()
         return F.linear(self.model.norm(x[0, -1]), self.model.embedding.weight).float()

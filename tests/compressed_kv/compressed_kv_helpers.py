@@ -34,8 +34,14 @@ def make(device: str, batch: int = BATCH, **changes: Any) -> CompressedKVCache:
 
 
 def tokens(device: str, length: int, seed: int = 0, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, S, H_kv, D]."""
     k = rows_with_outliers((batch, HEADS, length, WIDTH), torch.float16, device, seed)
-    return k, normal((batch, HEADS, length, WIDTH), torch.float16, device, seed + 1)
+    return heads_last(k), normal((batch, length, HEADS, WIDTH), torch.float16, device, seed + 1)
+
+
+def heads_last(x: Tensor) -> Tensor:
+    """x [B, H, S, D] as [B, S, H, D], and the reverse: what caches take, and what ops and the reference take."""
+    return x.transpose(1, 2).contiguous()
 
 
 def assert_same_content(a: CompressedKVCache, b: CompressedKVCache) -> None:

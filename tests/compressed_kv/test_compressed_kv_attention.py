@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compressed_kv_helpers import heads_last
 from torch import Tensor
 
 import htree_ops
@@ -25,30 +26,37 @@ BATCH, HEADS, KV_HEADS, WIDTH = 2, 8, 4, 64
 
 
 def layer(device: str, **changes: Any) -> MustafarAttention:
-    options: dict[str, Any] = {"window": 4, "chunk": 8, "max_positions": 200} | changes
+    options = {"window": 4, "chunk": 8, "max_positions": 200, "dtype": torch.float16} | changes
     return MustafarAttention(HEADS, KV_HEADS, WIDTH, device=device, **options)
 
 
 def qkv(
     device: str, length: int, dtype: torch.dtype = torch.float16, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, S, H, D], k and v [B, S, H_kv, D]."""
     return (
-        normal((BATCH, HEADS, length, WIDTH), dtype, device, seed),
-        rows_with_outliers((BATCH, KV_HEADS, length, WIDTH), dtype, device, seed + 1),
-        normal((BATCH, KV_HEADS, length, WIDTH), dtype, device, seed + 2),
+        normal((BATCH, length, HEADS, WIDTH), dtype, device, seed),
+        heads_last(rows_with_outliers((BATCH, KV_HEADS, length, WIDTH), dtype, device, seed + 1)),
+        normal((BATCH, length, KV_HEADS, WIDTH), dtype, device, seed + 2),
     )
 
 
 def rotated(x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """x [B, H, S, D] in float64, rotated by the module's table to 0, 1, ... or to ``positions``."""
+    """x [B, S, H, D] in float64, rotated by the module's table to 0, 1, ... or to ``positions``."""
     cos, sin = rope_cache(200, WIDTH, dtype=torch.float32, device=x.device)
-    places = torch.arange(x.shape[2], device=x.device) if positions is None else positions
-    return rope(x.double().transpose(1, 2), cos, sin, places).transpose(1, 2)
+    places = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+    return rope(x.double(), cos, sin, places)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in float64 of rotated q, k [B, H, S, D]."""
-    return F.scaled_dot_product_attention(rotated(q), rotated(k), v.double(), is_causal=True, enable_gqa=True)
+    """Causal attention in float64 of q [B, S, H, D], k and v, rotated."""
+    return plain_attention(rotated(q), rotated(k), v)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in float64 of q [B, S, H, D], k and v as they are."""
+    rows = (heads_last(x.double()) for x in (q, k, v))
+    return heads_last(F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True))
 
 
 EXACT: dict[str, dict[str, Any]] = {
@@ -67,13 +75,13 @@ def test_decoding_continues_dense_attention(name: str, device: str) -> None:
     q, k, v = qkv(device, 50)
     expected = dense(q, k, v)
     cache = module.make_cache(BATCH, 64)
-    out = [module(q[:, :, :30], k[:, :, :30], v[:, :, :30], cache=cache)]
+    out = [module(q[:, :30], k[:, :30], v[:, :30], cache=cache)]
     for t in range(30, 50):
-        out.append(module(*(x[:, :, t : t + 1] for x in (q, k, v)), cache=cache))
+        out.append(module(*(x[:, t : t + 1] for x in (q, k, v)), cache=cache))
     assert cache.compressed_lengths == [40, 40]
     # a rotated or transformed key is rounded to float16: scores of outliers move by D channels of 10 * 2^-11
-    assert_close_spec(torch.cat(out, dim=2), expected, 2e-3, 4e-2, dtype=torch.float16)
-    error = (torch.cat(out, dim=2).double() - expected).abs().mean()
+    assert_close_spec(torch.cat(out, dim=1), expected, 2e-3, 4e-2, dtype=torch.float16)
+    error = (torch.cat(out, dim=1).double() - expected).abs().mean()
     assert error < 1e-3
 
 
@@ -82,15 +90,15 @@ def test_decoding_sees_what_the_cache_holds(bits: int, device: str) -> None:
     module = layer(device, bits=bits)
     q, k, v = qkv(device, 41)
     cache = module.make_cache(BATCH, 64)
-    module(q[:, :, :40], k[:, :, :40], v[:, :, :40], cache=cache)
+    module(q[:, :40], k[:, :40], v[:, :40], cache=cache)
     assert module.keep == (32, 32)
-    out = module(*(x[:, :, 40:] for x in (q, k, v)), cache=cache)
+    out = module(*(x[:, 40:] for x in (q, k, v)), cache=cache)
     keys, values = cache.to_dense()
     everything = torch.ones(BATCH, 41, dtype=torch.bool, device=device)
-    query = rotated(q)[:, :, 40].half()
-    expected, _ = reference.attention(query, keys, values, everything)
-    assert_close_spec(out[:, :, 0], expected, 2e-3, 2e-3 * float(v.abs().max()))
-    assert (out[:, :, 0].double() - dense(q, k, v)[:, :, 40]).abs().max() > 1e-3, "nothing was dropped"
+    query = rotated(q)[:, 40].half()
+    expected, _ = reference.attention(query, heads_last(keys), heads_last(values), everything)
+    assert_close_spec(out[:, 0], expected, 2e-3, 2e-3 * float(v.abs().max()))
+    assert (out[:, 0].double() - dense(q, k, v)[:, 40]).abs().max() > 1e-3, "nothing was dropped"
 
 
 def test_prompts_of_different_length(device: str) -> None:
@@ -98,14 +106,14 @@ def test_prompts_of_different_length(device: str) -> None:
     q, k, v = qkv(device, 40)
     cache = module.make_cache(BATCH, 64)
     lengths = [33, 9]
-    module(q[:, :, :33], k[:, :, :33], v[:, :, :33], cache=cache, lengths=lengths)
+    module(q[:, :33], k[:, :33], v[:, :33], cache=cache, lengths=lengths)
     assert cache.host_lengths() == lengths
     for step in range(5):
-        own = [torch.stack([x[i, :, n + step] for i, n in enumerate(lengths)])[:, :, None] for x in (q, k, v)]
+        own = [torch.stack([x[i, n + step] for i, n in enumerate(lengths)])[:, None] for x in (q, k, v)]
         out = module(*own, cache=cache)
         for i, n in enumerate(lengths):
-            expected = dense(*(x[i : i + 1, :, : n + step + 1] for x in (q, k, v)))[0, :, -1]
-            assert_close_spec(out[i, :, 0], expected, 2e-3, 4e-2)
+            expected = dense(*(x[i : i + 1, : n + step + 1] for x in (q, k, v)))[0, -1]
+            assert_close_spec(out[i, 0], expected, 2e-3, 4e-2)
 
 
 def test_several_tokens_and_sequences_that_join(device: str) -> None:
@@ -113,30 +121,30 @@ def test_several_tokens_and_sequences_that_join(device: str) -> None:
     module = layer(device, output_aware=True, split_size=256)
     q, k, v = qkv(device, 60)
     several, single = (module.make_cache(BATCH, 64) for _ in range(2))
-    module(*(x[:, :, :20] for x in (q, k, v)), cache=several, lengths=[20, 0])
-    module(*(x[:, :, :20] for x in (q, k, v)), cache=single, lengths=[20, 0])
+    module(*(x[:, :20] for x in (q, k, v)), cache=several, lengths=[20, 0])
+    module(*(x[:, :20] for x in (q, k, v)), cache=single, lengths=[20, 0])
     held = [20, 0]
     for counts in ([5, 31], [0, 1], [17, 0], [3, 3]):
-        parts = [torch.full_like(x[:, :, : max(counts) + 1], math.nan) for x in (q, k, v)]
+        parts = [torch.full_like(x[:, : max(counts) + 1], math.nan) for x in (q, k, v)]
         for part, x in zip(parts, (q, k, v), strict=True):
             for b, (start, n) in enumerate(zip(held, counts, strict=True)):
-                part[b, :, :n] = x[b, :, start : start + n]
+                part[b, :n] = x[b, start : start + n]
         out = module(*parts, cache=several, lengths=counts)
         if single.key_weight is not None:
             single.key_weight = several.key_weight  # those of a whole prompt, which single tokens do not know
         for i in range(max(counts)):
             ones = [int(i < n) for n in counts]
-            expected = module(*(x[:, :, i : i + 1] for x in parts), cache=single, lengths=ones)
+            expected = module(*(x[:, i : i + 1] for x in parts), cache=single, lengths=ones)
             single.key_weight = several.key_weight
             for b, one in enumerate(ones):
                 if one and device == "cpu":
-                    assert torch.equal(out[b, :, i], expected[b, :, 0])
+                    assert torch.equal(out[b, i], expected[b, 0])
                 elif one:
-                    assert_close_spec(out[b, :, i], expected[b, :, 0].double(), 2e-3, 1e-2)
+                    assert_close_spec(out[b, i], expected[b, 0].double(), 2e-3, 1e-2)
         held = [n + count for n, count in zip(held, counts, strict=True)]
         assert several.host_lengths() == single.host_lengths() == held
     assert several.key_weight is not None
-    own = key_weight_from_queries(rotated(q[1:, :, :31]).half(), KV_HEADS, 4)
+    own = key_weight_from_queries(rotated(q[1:, :31]).half(), KV_HEADS, 4)
     assert_close_spec(several.key_weight[1:], own.double(), 1e-2, 1e-2)
 
 
@@ -144,11 +152,11 @@ def test_padding_does_not_need_positions(device: str) -> None:
     module = layer(device, max_positions=12)
     q, k, v = qkv(device, 8)
     cache = module.make_cache(BATCH, 12)
-    module(*(x[:, :, :7] for x in (q, k, v)), cache=cache, lengths=[7, 3])
+    module(*(x[:, :7] for x in (q, k, v)), cache=cache, lengths=[7, 3])
     module(q, k, v, cache=cache, lengths=[5, 8])
     assert cache.host_lengths() == [12, 11]
     with pytest.raises(ValueError, match=r"max_positions = 12 must be at least the tokens .*, got 13"):
-        module(*(x[:, :, :2] for x in (q, k, v)), cache=cache, lengths=[0, 2])
+        module(*(x[:, :2] for x in (q, k, v)), cache=cache, lengths=[0, 2])
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(192, 128), (64, 192)])
@@ -164,16 +172,15 @@ def test_values_of_another_size(width: int, value_width: int, device: str) -> No
         window=4,
         chunk=8,
         device=device,
+        dtype=torch.float16,
     )
     assert module.keep == (width, value_width)
-    q, k = (normal((BATCH, heads, 30, width), torch.float16, device, heads) for heads in (4, 2))
-    v = normal((BATCH, 2, 30, value_width), torch.float16, device, 3)
-    expected = F.scaled_dot_product_attention(
-        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
-    )
+    q, k = (normal((BATCH, 30, heads, width), torch.float16, device, heads) for heads in (4, 2))
+    v = normal((BATCH, 30, 2, value_width), torch.float16, device, 3)
+    expected = plain_attention(q, k, v)
     cache = module.make_cache(BATCH, 30)
-    out = [module(*(x[:, :, part] for x in (q, k, v)), cache=cache) for part in (slice(0, 17), slice(17, 30))]
-    assert_close_spec(torch.cat(out, dim=2), expected, 2e-3, 1e-2)
+    out = [module(*(x[:, part] for x in (q, k, v)), cache=cache) for part in (slice(0, 17), slice(17, 30))]
+    assert_close_spec(torch.cat(out, dim=1), expected, 2e-3, 1e-2)
     with pytest.raises(ShapeMismatchError, match=f"D of value must be {value_width}, got"):
         module(q, k, k)
     with pytest.raises(ShapeMismatchError, match="value_dim must be a multiple of 64"):
@@ -184,6 +191,7 @@ def test_values_of_another_size(width: int, value_width: int, device: str) -> No
 
 def test_caches_have_the_dtype_of_the_module(device: str) -> None:
     module = layer(device)
+    assert MustafarAttention(HEADS, device=device).dtype == torch.bfloat16
     assert module.dtype == module.make_cache(1, 8).dtype == torch.float16
     assert module.bfloat16().make_cache(1, 8).dtype == torch.bfloat16
     assert torch.nn.Sequential(module).float()[0].make_cache(1, 8).dtype == torch.float32
@@ -206,12 +214,8 @@ def test_a_cache_made_under_autocast_serves_under_autocast(dtype: torch.dtype, d
         cache = module.make_cache(BATCH, 30)
         assert cache.dtype == dtype
         for n in (9, 1, 2):
-            x = (
-                projection(torch.randn(BATCH, n, 32, device=device))
-                .unflatten(2, (heads, WIDTH))
-                .transpose(1, 2)
-            )
-            assert module(*x.split((HEADS, KV_HEADS, KV_HEADS), dim=1), cache=cache).dtype == dtype
+            x = projection(torch.randn(BATCH, n, 32, device=device)).unflatten(2, (heads, WIDTH))
+            assert module(*x.split((HEADS, KV_HEADS, KV_HEADS), dim=2), cache=cache).dtype == dtype
         assert module.make_cache(1, 8, dtype=torch.float16).dtype == torch.float16
 
 
@@ -221,19 +225,15 @@ def test_positions_are_the_callers_or_counted(device: str) -> None:
     counted, given = module.make_cache(BATCH, 64), module.make_cache(BATCH, 64)
     places = torch.arange(20, device=device)
     for start, stop in ((0, 18), (18, 19), (19, 20)):
-        part = [x[:, :, start:stop] for x in (q, k, v)]
+        part = [x[:, start:stop] for x in (q, k, v)]
         one = module(*part, cache=counted)
         for position_ids in (places[start:stop], places[start:stop].expand(BATCH, -1)):
-            assert torch.equal(
-                module(*part, position_ids, None)[:, :, :1], module(*part, position_ids)[:, :, :1]
-            )
+            assert torch.equal(module(*part, position_ids, None)[:, :1], module(*part, position_ids)[:, :1])
         assert torch.equal(module(*part, places[start:stop], given), one)
     far = module(q, k, v, places + 100)  # scores depend on distances alone
     assert_close_spec(far, dense(q, k, v), 2e-3, 4e-2)
     plain = layer(device, rope_base=None)
-    expected = F.scaled_dot_product_attention(
-        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
-    )
+    expected = plain_attention(q, k, v)
     assert_close_spec(plain(q, k, v), expected, 2e-3, 4e-2)
 
 
@@ -276,20 +276,20 @@ def test_rows_behind_the_lengths_are_ignored(filling: float, device: str) -> Non
     outs = []
     for inputs, cache in zip((clean, dirty), caches, strict=True):
         for x in inputs:
-            x[0, :, 7:] = filling if inputs is dirty else 1.0
+            x[0, 7:] = filling if inputs is dirty else 1.0
         leaves = [x.requires_grad_() for x in inputs]
         out = module(*leaves, cache=cache, lengths=lengths)
-        outs.append(torch.cat([out[0, :, :7], out[1]], dim=1))
+        outs.append(torch.cat([out[0, :7], out[1]]))
         grads.append(torch.autograd.grad(outs[-1].square().sum(), leaves))
     assert torch.equal(*outs)
     assert outs[0].isfinite().all()
     for a, e in zip(*grads, strict=True):
         torch.testing.assert_close(a, e)
         assert a.isfinite().all()
-        assert not a[0, :, 7:].any()
+        assert not a[0, 7:].any()
     for a, e in zip(*(cache.to_dense() for cache in caches), strict=True):
         assert torch.equal(a, e)
-    assert torch.equal(module(*dirty, lengths=torch.tensor(lengths))[1], outs[0][:, 7:])
+    assert torch.equal(module(*dirty, lengths=torch.tensor(lengths))[1], outs[0][7:])
     weights = [key_weight_from_queries(x[0], KV_HEADS, 4, lengths) for x in (clean, dirty)]
     assert torch.equal(*weights)
 
@@ -299,8 +299,8 @@ def test_a_decoded_token_refuses_a_backward(which: int, device: str) -> None:
     module = layer(device)
     cache = module.make_cache(BATCH, 64)
     q, k, v = qkv(device, 6)
-    module(q[:, :, :5], k[:, :, :5], v[:, :, :5], cache=cache)
-    step = [x[:, :, 5:].clone() for x in (q, k, v)]
+    module(q[:, :5], k[:, :5], v[:, :5], cache=cache)
+    step = [x[:, 5:].clone() for x in (q, k, v)]
     step[which].requires_grad_()
     before = copy.deepcopy(cache)
     out = module(*step, cache=cache)
@@ -316,18 +316,19 @@ def test_output_aware_keys(device: str) -> None:
     q, k, v = qkv(device, 30)
     weight = key_weight_from_queries(q, KV_HEADS, 8)
     assert_close_spec(
-        weight, reference.key_weight_from_queries(q, KV_HEADS, 8), 1e-5, 1e-6, dtype=torch.float32
+        weight, reference.key_weight_from_queries(heads_last(q), KV_HEADS, 8), 1e-5, 1e-6, dtype=torch.float32
     )
     ragged = key_weight_from_queries(q, KV_HEADS, 8, [30, 3])
     assert torch.equal(ragged[0], weight[0])
-    expected = reference.key_weight_from_queries(q[1:, :, :3], KV_HEADS, 8)
+    expected = reference.key_weight_from_queries(heads_last(q[1:, :3]), KV_HEADS, 8)
     assert_close_spec(ragged[1:], expected, 1e-5, 1e-6)
     module = layer(device, output_aware=True, rope_base=None)
     cache = module.make_cache(BATCH, 64)
     module(q, k, v, cache=cache)
-    rows = htree_ops.kv_compress(k[:, :, :24], 32, 8, key_weight_from_queries(q, KV_HEADS, 4))
+    oldest = heads_last(k[:, :24])
+    rows = htree_ops.kv_compress(oldest, 32, 8, key_weight_from_queries(q, KV_HEADS, 4))
     assert torch.equal(cache.state_dict()["k_bitmap"], rows.bitmap)
-    assert not torch.equal(rows.bitmap, htree_ops.kv_compress(k[:, :, :24], 32, 8).bitmap)
+    assert not torch.equal(rows.bitmap, htree_ops.kv_compress(oldest, 32, 8).bitmap)
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -380,7 +381,7 @@ def test_wrong_calls() -> None:
     with pytest.raises(ShapeMismatchError, match=r"H, H_kv and D must be \(8, 4, 64\)"):
         module(k, k, v)
     with pytest.raises(ShapeMismatchError, match="S of query"):
-        module(q, k[:, :, :3], v[:, :, :3])
+        module(q, k[:, :3], v[:, :3])
     with pytest.raises(UnsupportedDtypeError, match="query must have dtype"):
         module(q.double(), k.double(), v.double())
     with pytest.raises(UnsupportedDtypeError, match="prefill: k must have dtype"):
@@ -390,9 +391,9 @@ def test_wrong_calls() -> None:
         ValueError, match="decode: sequence 0 holds 5 tokens; 5 more exceed the capacity of 6"
     ):
         module(q, k, v, cache=cache)
-    module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
+    module(q[:, :1], k[:, :1], v[:, :1], cache=cache)
     with pytest.raises(ValueError, match="exceed the capacity of 6"):
-        module(q[:, :, :1], k[:, :, :1], v[:, :, :1], cache=cache)
+        module(q[:, :1], k[:, :1], v[:, :1], cache=cache)
     with pytest.raises(IndexError):
         module(q, k, v, torch.arange(198, 203))
     places = torch.arange(5)
@@ -450,9 +451,9 @@ def test_positions_beyond_the_rotary_table_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match=message):
         module(q, k, v, cache=cache)
     assert cache.host_lengths() == [0, 0], "nothing may be stored"
-    module(*(x[:, :, :8] for x in (q, k, v)), cache=cache, lengths=[8, 3])
+    module(*(x[:, :8] for x in (q, k, v)), cache=cache, lengths=[8, 3])
     before = copy.deepcopy(cache.state_dict())
-    last = [x[:, :, 8:] for x in (q, k, v)]
+    last = [x[:, 8:] for x in (q, k, v)]
     with pytest.raises(ValueError, match=message):
         module(*last, cache=cache)
     assert cache.host_lengths() == [8, 3]

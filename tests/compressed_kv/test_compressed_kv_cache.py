@@ -18,6 +18,7 @@ from compressed_kv_helpers import (
     WIDTH,
     assert_same_content,
     compressed_length,
+    heads_last,
     make,
     tokens,
 )
@@ -39,7 +40,7 @@ def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:
     whole.prefill(k, v)
     for sizes in ([1] * 117, [117], [20, 1, 21, 75], [5, 16, 16, 80], [0, 37, 0, 80]):
         pieces = make(device, **KINDS[kind])
-        for part in zip(k.split(sizes, dim=2), v.split(sizes, dim=2), strict=True):
+        for part in zip(k.split(sizes, dim=1), v.split(sizes, dim=1), strict=True):
             pieces.append(*part)
         pieces.settle()
         assert pieces.host_lengths() == [117] * BATCH
@@ -68,10 +69,10 @@ def test_property_the_content_follows_the_length_alone(
     k, v = tokens(device, 50 + sum(sizes), seed)
     cache = make(device, **options)
     if start is not None:
-        cache.prefill(k[:, :, :50], v[:, :, :50], start)
+        cache.prefill(k[:, :50], v[:, :50], start)
     at = 50
     for size in sizes:
-        cache.append(k[:, :, at : at + size], v[:, :, at : at + size])
+        cache.append(k[:, at : at + size], v[:, at : at + size])
         at += size
     cache.settle()
     assert cache.host_lengths() == [n + sum(sizes) for n in begin]
@@ -80,7 +81,7 @@ def test_property_the_content_follows_the_length_alone(
     assert (cache.comp_len + cache.win_len).tolist() == cache.host_lengths()
     for i, n in enumerate(begin):
         alone = make(device, batch=1, **options)
-        own = [torch.cat((x[i : i + 1, :, :n], x[i : i + 1, :, 50:]), dim=2) for x in (k, v)]
+        own = [torch.cat((x[i : i + 1, :n], x[i : i + 1, 50:]), dim=1) for x in (k, v)]
         alone.prefill(*own)
         assert_same_content(cache.select([i]), alone)
 
@@ -92,6 +93,7 @@ def test_rows_are_those_of_the_packer(kind: str, device: str) -> None:
     cache = make(device, **KINDS[kind])
     cache.prefill(k, v)
     group = int(options.get("hadamard_group", 0))
+    k, v = heads_last(k), heads_last(v)  # states hold rows head by head
     stored = htree_ops.grouped_hadamard(k, group) if group else k
     state = cache.state_dict()
     for x, prefix, side in ((stored, "k", 0), (v, "v", 1)):
@@ -106,38 +108,38 @@ def test_rows_are_those_of_the_packer(kind: str, device: str) -> None:
 def test_attention_is_that_of_the_dense_content(kind: str, device: str) -> None:
     k, v = tokens(device, 120)
     cache = make(device, **KINDS[kind])
-    cache.prefill(k[:, :, :100], v[:, :, :100], [100, 3, 60])
-    q = normal((BATCH, 8, 1, WIDTH), torch.float16, device, seed=4)
+    cache.prefill(k[:, :100], v[:, :100], [100, 3, 60])
+    q = normal((BATCH, 1, 8, WIDTH), torch.float16, device, seed=4)
     for t in range(100, 120):
-        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        cache.append(k[:, t : t + 1], v[:, t : t + 1])
         out, lse = cache.attend(q)
         keys, values = cache.to_dense()
-        assert keys.shape[2] == max(cache.host_lengths())
+        assert keys.shape[1] == max(cache.host_lengths())
         present = (
-            torch.arange(keys.shape[2], device=device)
+            torch.arange(keys.shape[1], device=device)
             < torch.tensor(cache.host_lengths(), device=device)[:, None]
         )
-        expected, expected_lse = reference.attention(q[:, :, 0], keys, values, present)
+        expected, expected_lse = reference.attention(q[:, 0], heads_last(keys), heads_last(values), present)
         # transformed keys come back with one more rounding of 64 channels
         slack = 2e-2 if cache.hadamard_group else 2e-3
         rtol, atol = decode_tolerance(q, float(values.abs().max()))
-        assert_close_spec(out[:, :, 0], expected, rtol, atol + slack)
-        assert_close_spec(lse[:, :, 0], expected_lse, 1e-4, slack)
-        assert not keys[~present[:, None].expand(keys.shape[:3])].any()
+        assert_close_spec(out[:, 0], expected, rtol, atol + slack)
+        assert_close_spec(lse[:, 0], expected_lse, 1e-4, slack)
+        assert not keys[~present].any()
 
 
 def test_the_newest_tokens_are_exact_and_the_chunk_is_compressed_after_its_step(device: str) -> None:
     k, v = tokens(device, 40)
     cache = make(device, capacity=64)
-    cache.append(k[:, :, :20], v[:, :, :20])
+    cache.append(k[:, :20], v[:, :20])
     assert cache.compressed_lengths == [0] * BATCH
-    cache.append(k[:, :, 20:21], v[:, :, 20:21])
+    cache.append(k[:, 20:21], v[:, 20:21])
     assert cache.compressed_lengths == [0] * BATCH, "the step that fills the window still sees it dense"
-    assert torch.equal(cache.to_dense()[0], k[:, :, :21])
-    cache.append(k[:, :, 21:22], v[:, :, 21:22])
+    assert torch.equal(cache.to_dense()[0], k[:, :21])
+    cache.append(k[:, 21:22], v[:, 21:22])
     assert cache.compressed_lengths == [16] * BATCH
-    assert torch.equal(cache.to_dense()[1][:, :, 16:], v[:, :, 16:22])
-    assert not torch.equal(cache.to_dense()[1][:, :, :16], v[:, :, :16])
+    assert torch.equal(cache.to_dense()[1][:, 16:], v[:, 16:22])
+    assert not torch.equal(cache.to_dense()[1][:, :16], v[:, :16])
 
 
 def test_sixteen_bits_of_all_channels_lose_nothing(device: str) -> None:
@@ -147,9 +149,8 @@ def test_sixteen_bits_of_all_channels_lose_nothing(device: str) -> None:
     for actual, expected in zip(cache.to_dense(), (k, v), strict=True):
         assert torch.equal(actual, expected)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=5)
-    expected = F.scaled_dot_product_attention(
-        q[:, :, None].double(), k.double(), v.double(), enable_gqa=True
-    )[:, :, 0]
+    keys, values = (heads_last(x).double() for x in (k, v))
+    expected = F.scaled_dot_product_attention(q[:, :, None].double(), keys, values, enable_gqa=True)[:, :, 0]
     assert_close_spec(cache.attend(q)[0], expected, *decode_tolerance(q, float(v.abs().max())))
 
 
@@ -181,11 +182,11 @@ def test_unused_pages_may_hold_anything(page_size: int, bits: int, device: str) 
     poison_free_pages(poisoned)
     caches = (plain, clean, poisoned)
     for cache in caches:
-        cache.prefill(k[:, :, :70], v[:, :, :70], [70, 0, 33])
+        cache.prefill(k[:, :70], v[:, :70], [70, 0, 33])
     poison_free_pages(poisoned)
     for t in range(70, 120):
         for cache in caches:
-            cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+            cache.append(k[:, t : t + 1], v[:, t : t + 1])
         for a, e in zip(poisoned.attend(q), clean.attend(q), strict=True):
             assert torch.equal(a, e)
         poison_free_pages(poisoned)
@@ -198,19 +199,19 @@ def test_unused_pages_may_hold_anything(page_size: int, bits: int, device: str) 
 def test_beams_share_pages_and_give_them_back(device: str) -> None:
     k, v = tokens(device, 100)
     cache = make(device, page_size=8, num_pages=3 * 10)
-    cache.prefill(k[:, :, :85], v[:, :, :85])  # 80 compressed tokens each: every page is taken
+    cache.prefill(k[:, :85], v[:, :85])  # 80 compressed tokens each: every page is taken
     assert not cache.storage.pages.free  # type: ignore[union-attr]
     with pytest.raises(OutOfPagesError, match=r"append: 6 more pages of 8 tokens are needed than are free"):
-        cache.append(k[:, :, 83:], v[:, :, 83:])
+        cache.append(k[:, 83:], v[:, 83:])
     assert cache.host_lengths() == [85] * BATCH
     cache.reorder_([1, 1, 1])
     assert len(cache.storage.pages.free) == 20  # type: ignore[union-attr]
-    cache.append(k[:, :, 83:], v[:, :, 83:])
+    cache.append(k[:, 83:], v[:, 83:])
     cache.settle()
     assert len(cache.storage.pages.free) == 14  # type: ignore[union-attr]
     for i in range(BATCH):
         alone = make(device, batch=1)
-        alone.prefill(*(torch.cat((x[1:2, :, :85], x[i : i + 1, :, 83:]), dim=2) for x in (k, v)))
+        alone.prefill(*(torch.cat((x[1:2, :85], x[i : i + 1, 83:]), dim=1) for x in (k, v)))
         assert_same_content(cache.select([i]), alone)
     cache.reset()
     assert sorted(cache.storage.pages.free) == list(range(30))  # type: ignore[union-attr]
@@ -246,7 +247,7 @@ def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
     k, v = tokens(device, 100)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=7)
     cache = make(device, split_size=256, **KINDS[kind])
-    cache.prefill(k[:, :, :90], v[:, :, :90], [90, 37, 2])
+    cache.prefill(k[:, :90], v[:, :90], [90, 37, 2])
     cache.key_weight = normal((BATCH, HEADS, WIDTH), torch.float32, device, seed=8).abs()
     chosen = cache.select(torch.tensor(index, device=device))
     out, lse = cache.attend(q)
@@ -258,7 +259,7 @@ def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
         assert torch.equal(after, out[index])
         assert torch.equal(after_lse, lse[index])
     for a in (cache, chosen):
-        a.append(k[:, :, 90:], v[:, :, 90:])
+        a.append(k[:, 90:], v[:, 90:])
     assert_same_content(cache, chosen)
     assert cache.select([0, 2, 2, 0]).host_lengths() == [cache.host_lengths()[i] for i in (0, 2, 2, 0)]
     assert cache.select([]).host_lengths() == []
@@ -289,11 +290,11 @@ def test_states_travel_between_layouts(kind: str, device: str) -> None:
 def test_weights_decide_what_is_kept_from_now_on(device: str) -> None:
     k, v = tokens(device, 60)
     cache = make(device)
-    cache.append(k[:, :, :21], v[:, :, :21])
+    cache.append(k[:, :21], v[:, :21])
     cache.settle()
     cache.key_weight = torch.zeros(BATCH, HEADS, WIDTH, device=device)
     cache.key_weight[..., 40:60] = 1.0
-    cache.append(k[:, :, 21:], v[:, :, 21:])
+    cache.append(k[:, 21:], v[:, 21:])
     kept = reference.unpack_bits(cache.state_dict()["k_bitmap"])
     expected = torch.zeros(64, dtype=torch.bool, device=device)
     expected[40:60] = True
@@ -324,9 +325,9 @@ def test_the_parts_of_a_step_for_graphs(device: str) -> None:
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=11)
     eager, parts = make(device), make(device)
     for cache in (eager, parts):
-        cache.prefill(k[:, :, :30], v[:, :, :30], [30, 7, 19])
+        cache.prefill(k[:, :30], v[:, :30], [30, 7, 19])
     for t in range(30, 90):
-        new = (k[:, :, t : t + 1], v[:, :, t : t + 1])
+        new = (k[:, t : t + 1], v[:, t : t + 1])
         eager.append(*new)
         parts.write_token(*new)
         for a, e in zip(parts.attend(q), eager.attend(q), strict=True):
@@ -343,8 +344,8 @@ def test_a_captured_step_replays(kind: str) -> None:
     q = normal((120, BATCH, 8, WIDTH), torch.float16, "cuda", seed=12)
     eager, replayed = (make("cuda", split_size=256, **KINDS[kind]) for _ in range(2))
     for cache in (eager, replayed):
-        cache.prefill(k[:, :, :30], v[:, :, :30], [30, 7, 19])
-    k_new, v_new, q_new = k[:, :, :1].clone(), v[:, :, :1].clone(), q[0].clone()
+        cache.prefill(k[:, :30], v[:, :30], [30, 7, 19])
+    k_new, v_new, q_new = k[:, :1].clone(), v[:, :1].clone(), q[0].clone()
     warm = copy.deepcopy(replayed)
     warm.write_token(k_new, v_new)
     warm.attend(q_new)
@@ -354,10 +355,10 @@ def test_a_captured_step_replays(kind: str) -> None:
         replayed.write_token(k_new, v_new)
         out, lse = replayed.attend(q_new)
     for t in range(30, 120):
-        for buffer, x in ((k_new, k[:, :, t : t + 1]), (v_new, v[:, :, t : t + 1]), (q_new, q[t])):
+        for buffer, x in ((k_new, k[:, t : t + 1]), (v_new, v[:, t : t + 1]), (q_new, q[t])):
             buffer.copy_(x)
         graph.replay()
-        eager.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        eager.append(k[:, t : t + 1], v[:, t : t + 1])
         expected, expected_lse = eager.attend(q[t])
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)

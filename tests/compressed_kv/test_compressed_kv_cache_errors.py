@@ -110,29 +110,29 @@ def test_key_weights_are_checked_before_anything_happens(device: str) -> None:
         return  # on a GPU the sign is not checked
     with pytest.raises(ValueError, match="key_weight must not be negative, got -1"):
         cache.key_weight = -good
-    cache.append(k[:, :, :15], v[:, :, :15])
+    cache.append(k[:, :15], v[:, :15])
     cache.key_weight = good
     good.neg_()
     before = copy.deepcopy(cache)
     with pytest.raises(ValueError, match=r"append: key_weight must not be negative"):
-        cache.append(k[:, :, 15:], v[:, :, 15:])
+        cache.append(k[:, 15:], v[:, 15:])
     assert_same_content(cache, before)
-    cache.append(k[:, :, 15:18], v[:, :, 15:18])  # compresses nothing
+    cache.append(k[:, 15:18], v[:, 15:18])  # compresses nothing
 
 
 def test_a_single_token_is_checked(device: str) -> None:
     cache = make(device)
     k, v = tokens(device, 22)
-    one, other = k[:, :, :1], v[:, :, :1]
+    one, other = k[:, :1], v[:, :1]
     for new, kind, message in (
-        ((one[:, :1], other[:, :1]), ShapeMismatchError, r"write_token: k must be \[3, 4, S, 64\]"),
-        ((one[..., :1], other[..., :1]), ShapeMismatchError, r"write_token: k must be \[3, 4, S, 64\]"),
-        ((one[:2], other[:2]), ShapeMismatchError, r"write_token: k must be \[3, 4, S, 64\]"),
+        ((one[:, :, :1], other[:, :, :1]), ShapeMismatchError, r"write_token: k must be \[3, S, 4, 64\]"),
+        ((one[..., :1], other[..., :1]), ShapeMismatchError, r"write_token: k must be \[3, S, 4, 64\]"),
+        ((one[:2], other[:2]), ShapeMismatchError, r"write_token: k must be \[3, S, 4, 64\]"),
         ((one[0, 0, 0], other), ShapeMismatchError, "write_token: k must be 4-D"),
         (
-            (k[:, :, :2], v[:, :, :2]),
+            (k[:, :2], v[:, :2]),
             ShapeMismatchError,
-            r"k must be one token \[3, 4, 1, 64\], got \(3, 4, 2, 64\)",
+            r"k must be one token \[3, 1, 4, 64\], got \(3, 2, 4, 64\)",
         ),
         ((one.float(), other.float()), UnsupportedDtypeError, "write_token: k must have dtype"),
         (
@@ -144,19 +144,19 @@ def test_a_single_token_is_checked(device: str) -> None:
     ):
         with pytest.raises(kind, match=message):
             cache.write_token(*new)
-    cache.append(k[:, :, :21], v[:, :, :21])
+    cache.append(k[:, :21], v[:, :21])
     with pytest.raises(ValueError, match=r"write_token: the window is full; settle\(\)"):
         cache.write_token(one, other)
     assert cache.win_len.tolist() == [21] * BATCH
     cache.settle()
-    cache.write_token(k[:, :, 21:], v[:, :, 21:])
+    cache.write_token(k[:, 21:], v[:, 21:])
     cache.advance()
     whole = make(device)
     whole.prefill(k, v)
     assert_same_content(cache, whole)
     for capacity in (3, 22):
         small = make(device, capacity=capacity)
-        small.append(k[:, :, :capacity], v[:, :, :capacity])
+        small.append(k[:, :capacity], v[:, :capacity])
         small.settle()
         with pytest.raises(ValueError, match=f"write_token: sequence 0 holds {capacity} tokens; 1 more"):
             small.write_token(one, other)
@@ -173,7 +173,7 @@ def test_sparse_tokens_do_not_settle_the_cache(name: str) -> None:
     new = dict(zip("kv", tokens("cpu", 1, seed=3), strict=True))
     new[name] = new[name].to_sparse()
     before = copy.deepcopy(cache)
-    q = normal((BATCH, 8, 1, WIDTH), torch.float16, "cpu", seed=15)
+    q = normal((BATCH, 1, 8, WIDTH), torch.float16, "cpu", seed=15)
     for method, call in (
         ("append", cache.append),
         ("decode", lambda k, v: cache.decode(q, k, v)),
@@ -192,12 +192,12 @@ def test_numbers_that_cannot_be_read() -> None:
     k, v = tokens("cpu", 21)
     cache.append(k, v)
     before = copy.deepcopy(cache)
-    q = normal((BATCH, 8, 21, WIDTH), torch.float16, "cpu", seed=15)
+    q = normal((BATCH, 21, 8, WIDTH), torch.float16, "cpu", seed=15)
     calls: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "append": ("lengths", lambda n: cache.append(k, v, n)),
         "decode": ("lengths", lambda n: cache.decode(q, k, v, n)),
         "prefill": ("lengths", lambda n: cache.prefill(k, v, n)),
-        "attend": ("lengths", lambda n: cache.attend(q[:, :, :1], lengths=n)),
+        "attend": ("lengths", lambda n: cache.attend(q[:, :1], lengths=n)),
         "truncate": ("lengths", cache.truncate),
         "reorder_": ("beams", cache.reorder_),
         "select": ("index", cache.select),
@@ -248,16 +248,16 @@ def test_a_full_cache_says_so_and_stays_as_it_was(device: str) -> None:
         ValueError, match=r"prefill: sequence 0 holds 0 tokens; 131 more exceed the capacity of 130"
     ):
         cache.prefill(k, v)
-    cache.prefill(k[:, :, :120], v[:, :, :120], [3, 120, 7])
+    cache.prefill(k[:, :120], v[:, :120], [3, 120, 7])
     before = copy.deepcopy(cache)
     with pytest.raises(ValueError, match=r"append: sequence 1 holds 120 tokens; 11 more exceed the capacity"):
-        cache.append(k[:, :, :11], v[:, :, :11])
+        cache.append(k[:, :11], v[:, :11])
     assert_same_content(cache, before)
-    cache.append(k[:, :, :10], v[:, :, :10])
+    cache.append(k[:, :10], v[:, :10])
     with pytest.raises(ValueError, match=r"advance: sequence 1 holds 130 tokens; 1 more"):
         cache.advance()
     with pytest.raises(RuntimeError, match="the cache holds tokens already"):
-        cache.prefill(k[:, :, :1], v[:, :, :1])
+        cache.prefill(k[:, :1], v[:, :1])
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 20, 21, 22])
@@ -267,9 +267,9 @@ def test_small_capacities(capacity: int, device: str) -> None:
     cache = make(device, capacity=capacity)
     assert not cache.attend(q)[0].any()
     for t in range(capacity):
-        cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        cache.append(k[:, t : t + 1], v[:, t : t + 1])
     with pytest.raises(ValueError, match="capacity"):
-        cache.append(k[:, :, :1], v[:, :, :1])
+        cache.append(k[:, :1], v[:, :1])
     cache.settle()
     assert cache.compressed_lengths == [compressed_length(capacity)] * BATCH
     assert cache.attend(q)[0].isfinite().all()
@@ -311,9 +311,9 @@ def test_wrong_tokens_and_indices() -> None:
     ):
         CompressedKVCache(1, 1, 80, 10, 40)
     for call, kind, message in (
-        (lambda: cache.append(k[:2], v[:2]), ShapeMismatchError, r"append: k must be \[3, 4, S, 64\], got"),
-        (lambda: cache.append(k, v[:, :, :3]), ShapeMismatchError, r"size 2 of v must be S of k = 4"),
-        (lambda: cache.append(k[:, :, :, :32], v[..., :32]), ShapeMismatchError, r"k must be \[3, 4, S, 64\]"),
+        (lambda: cache.append(k[:2], v[:2]), ShapeMismatchError, r"append: k must be \[3, S, 4, 64\], got"),
+        (lambda: cache.append(k, v[:, :3]), ShapeMismatchError, r"size 1 of v must be S of k = 4"),
+        (lambda: cache.append(k[..., :32], v[..., :32]), ShapeMismatchError, r"k must be \[3, S, 4, 64\]"),
         (lambda: cache.append(k[0], v[0]), ShapeMismatchError, r"k must be 4-D"),
         (lambda: cache.append(k.float(), v.float()), UnsupportedDtypeError, r"k must have dtype torch\.float16"),
         (lambda: cache.append(k, v.to("meta")), DeviceError, r"v must be on the device of k"),
@@ -330,15 +330,15 @@ def test_wrong_tokens_and_indices() -> None:
         (lambda: cache.reorder_(torch.zeros(3, 1).int()), TypeError, r"reorder_: beams must be a list of ints"),
         (lambda: cache.select(None), TypeError, r"select: index must be a list of ints, got None"),
         (lambda: cache.prefill(k, v, [1.5, 2, 3]), TypeError, r"prefill: lengths must be a list of ints"),
-        (lambda: cache.attend(k[:, :, 0].float()), UnsupportedDtypeError, r"attend: q must have dtype"),
-        (lambda: cache.attend(k[:2, :, 0]), ShapeMismatchError, r"q must be \[3, H, 64\] or .*, got \(2, 4, 64\)"),
-        (lambda: cache.attend(k[:, :3, 0]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4, got 3"),
-        (lambda: cache.attend(k[:, :, 0].to("meta")), DeviceError, r"q must be on the device of the cache"),
+        (lambda: cache.attend(k[:, 0].float()), UnsupportedDtypeError, r"attend: q must have dtype"),
+        (lambda: cache.attend(k[:2, 0]), ShapeMismatchError, r"q must be \[3, H, 64\] or .*, got \(2, 4, 64\)"),
+        (lambda: cache.attend(k[:, 0, :3]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4, got 3"),
+        (lambda: cache.attend(k[:, 0].to("meta")), DeviceError, r"q must be on the device of the cache"),
         (lambda: cache.to("ab"), DeviceError, r"CompressedKVCache\.to: device must be a device of .*, got 'ab'"),
         (lambda: cache.to(device=3.5), TypeError, r"\.to: device must be a torch\.device, a str or .*, got float"),
         (lambda: cache.to(3.5), TypeError, r"\.to: takes a device and a dtype, got float"),
-        (lambda: cache.attend(k[:, :, 0], "a"), TypeError, r"scale must be a number, got str"),
-        (lambda: cache.attend(k[:, :, 0], 1e300), ValueError, r"scale must be finite"),
+        (lambda: cache.attend(k[:, 0], "a"), TypeError, r"scale must be a number, got str"),
+        (lambda: cache.attend(k[:, 0], 1e300), ValueError, r"scale must be finite"),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()

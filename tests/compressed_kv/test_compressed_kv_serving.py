@@ -16,6 +16,7 @@ from compressed_kv_helpers import (
     WIDTH,
     assert_same_content,
     compressed_length,
+    heads_last,
     make,
     tokens,
 )
@@ -35,7 +36,7 @@ LONGEST, GROUP = 120, 2
 
 
 def queries(device: str, length: int, seed: int, batch: int = BATCH) -> Tensor:
-    return normal((batch, GROUP * HEADS, length, WIDTH), torch.float16, device, seed)
+    return normal((batch, length, GROUP * HEADS, WIDTH), torch.float16, device, seed)
 
 
 def assert_rows(a: tuple[Tensor, Tensor], e: tuple[Tensor, Tensor], device: str) -> None:
@@ -65,20 +66,20 @@ class Schedule:
         q, (k, v) = queries(self.device, size, seed + 2), tokens(self.device, size, seed)
         for b, n in enumerate(counts):
             for x in (q, k, v):
-                x[b, :, n:] = torch.nan  # what is padded must not matter
+                x[b, n:] = torch.nan  # what is padded must not matter
         out, lse = self.batch.decode(q, k, v, counts)
         for b, n in enumerate(counts):
-            own = [x[b : b + 1, :, :n] for x in (q, k, v)]
+            own = [x[b : b + 1, :n] for x in (q, k, v)]
             expected = self.alone[b].decode(*own)
-            assert_rows((out[b : b + 1, :, :n], lse[b : b + 1, :, :n]), expected, self.device)
-            assert not out[b, :, n:].any()
-            assert (lse[b, :, n:] == -torch.inf).all()
+            assert_rows((out[b : b + 1, :n], lse[b : b + 1, :n]), expected, self.device)
+            assert not out[b, n:].any()
+            assert (lse[b, n:] == -torch.inf).all()
 
     def append(self, counts: Sequence[int], seed: int) -> None:
         k, v = tokens(self.device, max(counts), seed)
         self.batch.append(k, v, counts)
         for b, n in enumerate(counts):
-            self.alone[b].append(*(x[b : b + 1, :, :n] for x in (k, v)))
+            self.alone[b].append(*(x[b : b + 1, :n] for x in (k, v)))
 
     def truncate(self, lengths: Sequence[int]) -> None:
         self.batch.truncate(lengths)
@@ -125,16 +126,16 @@ def test_several_tokens_are_as_one_at_a_time(kind: str, device: str) -> None:
     q, (k, v) = queries(device, 100, 2), tokens(device, 100)
     single, several = (make(device, split_size=256, **KINDS[kind]) for _ in range(2))
     for cache in (single, several):
-        cache.prefill(k[:, :, :30], v[:, :, :30], [30, 7, 19])
+        cache.prefill(k[:, :30], v[:, :30], [30, 7, 19])
     at = 30
     for size in (1, 3, 7, 0, 15, 44):
         part = slice(at, at + size)
-        out, lse = several.decode(q[:, :, part], k[:, :, part], v[:, :, part])
+        out, lse = several.decode(q[:, part], k[:, part], v[:, part])
         for i in range(size):
             one = slice(at + i, at + i + 1)
-            single.append(k[:, :, one], v[:, :, one])
-            expected = single.attend(q[:, :, one])
-            assert_rows((out[:, :, i : i + 1], lse[:, :, i : i + 1]), expected, device)
+            single.append(k[:, one], v[:, one])
+            expected = single.attend(q[:, one])
+            assert_rows((out[:, i : i + 1], lse[:, i : i + 1]), expected, device)
         assert_same_content(several, single)
         at += size
 
@@ -147,14 +148,14 @@ def test_several_queries_of_what_the_cache_holds(device: str) -> None:
     assert cache.compressed_lengths == [48, 0, 32]
     q = queries(device, 5, 3)
     out, lse = cache.attend(q, 0.25, [5, 5, 3])
-    keys, values = cache.to_dense()
+    keys, values = map(heads_last, cache.to_dense())
     places = torch.arange(60, device=device)
     for i in range(5):
         last = torch.tensor([55 + i, i - 3, 37 + i], device=device)  # the token of each query
-        expected, expected_lse = reference.attention(q[:, :, i], keys, values, places <= last[:, None], 0.25)
+        expected, expected_lse = reference.attention(q[:, i], keys, values, places <= last[:, None], 0.25)
         expected[2], expected_lse[2] = (expected[2], expected_lse[2]) if i < 3 else (0.0, -torch.inf)
-        assert_close_spec(out[:, :, i], expected, *decode_tolerance(q, float(values.abs().max())))
-        assert_close_spec(lse[:, :, i], expected_lse, 1e-4, 1e-2)  # to_dense() rounds keys to float16
+        assert_close_spec(out[:, i], expected, *decode_tolerance(q, float(values.abs().max())))
+        assert_close_spec(lse[:, i], expected_lse, 1e-4, 1e-2)  # to_dense() rounds keys to float16
     with pytest.raises(
         ValueError, match=r"attend: the queries must be those of dense tokens, got 13 queries for the 12"
     ):
@@ -176,9 +177,9 @@ def test_drafts_leave_no_trace(kind: str, rollback: int, device: str) -> None:
     plain, drafted = make(device, **options), make(device, **options)
     for length in range(100):
         for cache in (plain, drafted):
-            cache.append(k[:, :, length : length + 1], v[:, :, length : length + 1])
+            cache.append(k[:, length : length + 1], v[:, length : length + 1])
         count = (5 * length) % (rollback + 1)
-        drafted.append(*(x[:, :, :count] for x in drafts))
+        drafted.append(*(x[:, :count] for x in drafts))
         drafted.truncate(length + 1)
         assert drafted.host_lengths() == [length + 1] * BATCH
         kept = copy.deepcopy(drafted)
@@ -196,9 +197,9 @@ def test_a_prompt_can_be_cut_back(device: str) -> None:
     k, v = tokens(device, 90)
     for cut in range(6):
         cache, shorter = make(device), make(device)
-        cache.prefill(k[:, :, :85], v[:, :, :85], [85, 53, 20])
+        cache.prefill(k[:, :85], v[:, :85], [85, 53, 20])
         cache.truncate([85 - cut, 53 - cut, -1])
-        shorter.prefill(k[:, :, :85], v[:, :, :85], [85 - cut, 53 - cut, 20])
+        shorter.prefill(k[:, :85], v[:, :85], [85 - cut, 53 - cut, 20])
         assert_same_content(cache, shorter)
 
 
@@ -207,7 +208,7 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
     """What is kept stays as it is; new tokens go to the window, and chunks end at multiples of C again."""
     k, v = tokens(device, 110)
     cache = make(device, rollback=0, **KINDS[kind])
-    cache.append(k[:, :, :90], v[:, :, :90])
+    cache.append(k[:, :90], v[:, :90])
     cache.settle()
     before = cache.to_dense()
     lengths = [3, 50, 82]
@@ -215,60 +216,60 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
     assert cache.host_lengths() == lengths
     assert cache.compressed_lengths == [3, 50, 80]
     cache.truncate(-1)
-    cache.append(k[:, :, 90:], v[:, :, 90:])
+    cache.append(k[:, 90:], v[:, 90:])
     cache.settle()
     assert cache.compressed_lengths == [compressed_length(n + 20) for n in lengths]
     for x, old in zip(cache.to_dense(), before, strict=True):
         for b, same in enumerate((3, 50, 80)):
-            assert torch.equal(x[b, :, :same], old[b, :, :same])
+            assert torch.equal(x[b, :same], old[b, :same])
     q = queries(device, 1, 9)
     out, lse = cache.attend(q)
-    keys, values = cache.to_dense()
+    keys, values = map(heads_last, cache.to_dense())
     ends = torch.tensor(cache.host_lengths(), device=device)
     present = torch.arange(keys.shape[2], device=device) < ends[:, None]
-    expected, expected_lse = reference.attention(q[:, :, 0], keys, values, present)
+    expected, expected_lse = reference.attention(q[:, 0], keys, values, present)
     slack = 2e-2 if cache.hadamard_group else 2e-3
     rtol, atol = decode_tolerance(q, float(values.abs().max()))
-    assert_close_spec(out[:, :, 0], expected, rtol, atol + slack)
-    assert_close_spec(lse[:, :, 0], expected_lse, 1e-4, slack)
+    assert_close_spec(out[:, 0], expected, rtol, atol + slack)
+    assert_close_spec(lse[:, 0], expected_lse, 1e-4, slack)
     cache.truncate(0)
     assert cache.host_lengths() == [0] * BATCH
     again = make(device, **KINDS[kind])
     for one in (cache, again):
-        one.append(k[:, :, :70], v[:, :, :70])
+        one.append(k[:, :70], v[:, :70])
     assert_same_content(cache, again)
 
     whole = make(device, **KINDS[kind])  # the rows of its last chunk are still there
-    whole.append(k[:, :, :90], v[:, :, :90])
+    whole.append(k[:, :90], v[:, :90])
     whole.settle()
     whole.truncate(lengths)
     assert whole.compressed_lengths == [3, 50, 64]
     for x, new in zip(whole.to_dense(), (k, v), strict=True):
-        same = torch.equal(x[2, :, 64:82], new[2, :, 64:82])
+        same = torch.equal(x[2, 64:82], new[2, 64:82])
         assert same or (whole.hadamard_group and x is not new), "dense again"
 
 
 def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
     k, v = tokens(device, 60)
     cache = make(device, page_size=8, num_pages=12, rollback=0)
-    cache.append(k[:, :, :38], v[:, :, :38])  # 32 compressed tokens, 4 pages each
+    cache.append(k[:, :38], v[:, :38])  # 32 compressed tokens, 4 pages each
     cache.reorder_([0, 0, 0])
     assert len(cache.storage.pages.free) == 8  # type: ignore[union-attr]
     cache.truncate(20)
     assert len(cache.storage.pages.free) == 8 + 1 - 2  # type: ignore[union-attr]
     kept = cache.to_dense()
-    cache.append(k[:, :, 30:55], v[:, :, 30:55])
+    cache.append(k[:, 30:55], v[:, 30:55])
     cache.settle()
     assert cache.compressed_lengths == [32] * BATCH
     assert len(cache.storage.pages.free) == 12 - 2 - 3 * 2  # type: ignore[union-attr]
     for x, old, new in zip(cache.to_dense(), kept, (k, v), strict=True):
-        assert torch.equal(x[:, :, :20], old[:, :, :20])
-        assert torch.equal(x[:, :, 32:], new[:, :, 42:55])
-        assert not torch.equal(x[0, :, 20:32], x[1, :, 20:32])
+        assert torch.equal(x[:, :20], old[:, :20])
+        assert torch.equal(x[:, 32:], new[:, 42:55])
+        assert not torch.equal(x[0, 20:32], x[1, 20:32])
     small = make(device, page_size=8, num_pages=6, rollback=0)
-    small.append(k[:, :, :22], v[:, :, :22])
+    small.append(k[:, :22], v[:, :22])
     small.reorder_([0, 0, 2])
-    small.append(k[:, :, :17], v[:, :, :17], [0, 0, 17])
+    small.append(k[:, :17], v[:, :17], [0, 0, 17])
     assert not small.storage.pages.free  # type: ignore[union-attr]
     before = small.state_dict()
     with pytest.raises(OutOfPagesError, match="truncate: 1 more pages of 8 tokens are needed"):
@@ -276,8 +277,8 @@ def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
     assert all(torch.equal(x, before[name]) for name, x in small.state_dict().items())
     small.truncate([12, 8, -1])  # the last user of a page keeps it
     with pytest.raises(OutOfPagesError, match="append: 2 more pages of 8 tokens are needed"):
-        small.append(k[:, :, :30], v[:, :, :30], [30, 0, 0])
-    small.append(k[:, :, :10], v[:, :, :10], [10, 0, 0])
+        small.append(k[:, :30], v[:, :30], [30, 0, 0])
+    small.append(k[:, :10], v[:, :10], [10, 0, 0])
     assert small.compressed_lengths == [16, 8, 32]
 
 
@@ -302,10 +303,10 @@ def test_graphs_and_beams_keep_what_can_be_taken_back(device: str) -> None:
     k, v = tokens(device, 40)
     for index in ([0, 1, 2], [2, 2, 0]):
         cache = make(device)
-        cache.prefill(k[:, :, :18], v[:, :, :18])
+        cache.prefill(k[:, :18], v[:, :18])
         expected = cache.select(index)
         for t in range(18, 24):
-            cache.write_token(k[:, :, t : t + 1], v[:, :, t : t + 1])
+            cache.write_token(k[:, t : t + 1], v[:, t : t + 1])
             cache.advance()
         assert cache.compressed_lengths == [16] * BATCH
         chosen = cache.select(index)
@@ -322,17 +323,17 @@ def test_a_refused_call_changes_nothing(device: str) -> None:
     cache = make(device, capacity=50)
     k, v = tokens(device, 60)
     q = queries(device, 60, 4)
-    cache.append(k[:, :, :20], v[:, :, :20], [20, 0, 9])
+    cache.append(k[:, :20], v[:, :20], [20, 0, 9])
     before = copy.deepcopy(cache)
-    ones = [x[:, :, :1] for x in (q, k, v)]
+    ones = [x[:, :1] for x in (q, k, v)]
     for call, kind, message in (
         (lambda: cache.append(k, v, [30, 51, 1]), ValueError, r"append: sequence 1 holds 0 tokens; 51 more exceed"),
         (lambda: cache.decode(q, k, v, [31, 1, 1]), ValueError, r"decode: sequence 0 holds 20 tokens; 31 more exceed"),
         (lambda: cache.append(k, v, [61, 0, 0]), ValueError, r"append: lengths must be 3 numbers between 0 and 60"),
         (lambda: cache.append(k, v, [1, 0]), ValueError, r"append: lengths must be 3 numbers"),
-        (lambda: cache.decode(q[:, :, :2], *ones[1:]), ShapeMismatchError, r"decode: q must be \[B, H, S of k, D\]"),
-        (lambda: cache.decode(q[:, :, 0], *ones[1:]), ShapeMismatchError, r"decode: q must be"),
-        (lambda: cache.decode(q[:, :3, :1], *ones[1:]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4"),
+        (lambda: cache.decode(q[:, :2], *ones[1:]), ShapeMismatchError, r"decode: q must be \[B, S of k, H, D\]"),
+        (lambda: cache.decode(q[:, 0], *ones[1:]), ShapeMismatchError, r"decode: q must be"),
+        (lambda: cache.decode(q[:, :1, :3], *ones[1:]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4"),
         (lambda: cache.decode(q.float(), k, v), UnsupportedDtypeError, r"decode: q must have dtype"),
         (lambda: cache.decode(*ones, scale=torch.inf), ValueError, r"decode: scale must be finite"),
     ):  # fmt: skip
@@ -340,11 +341,11 @@ def test_a_refused_call_changes_nothing(device: str) -> None:
             call()
     assert_same_content(cache, before)
     few = make(device, page_size=8, num_pages=4)
-    few.append(k[:, :, :20], v[:, :, :20])
+    few.append(k[:, :20], v[:, :20])
     with pytest.raises(OutOfPagesError, match=r"decode: 2 more pages of 8 tokens are needed than are free"):
-        few.decode(*(x[:, :, :2] for x in (q, k, v)))
+        few.decode(*(x[:, :2] for x in (q, k, v)))
     assert few.host_lengths() == [20] * BATCH
-    few.decode(*(x[:, :, :2] for x in (q, k, v)), [2, 0, 2])
+    few.decode(*(x[:, :2] for x in (q, k, v)), [2, 0, 2])
 
 
 # ---- states, moves and words
@@ -367,7 +368,7 @@ def test_a_state_fits_safetensors(kind: str, device: str) -> None:
         assert_same_content(other, cache)
         assert (other.key_weight is None) is (weight is None)
         for one in (cache, other):
-            one.append(k[:, :, :30], v[:, :, :30], [30, 5, 30])
+            one.append(k[:, :30], v[:, :30], [30, 5, 30])
         assert_same_content(other, cache)
 
 
@@ -443,18 +444,18 @@ def test_values_of_another_size(width: int, value_width: int, device: str) -> No
     options: dict[str, Any] = {"keep": (width // 3, value_width), "bits": (8, 4), "window": 5, "chunk": 16}
     options["dtype"] = torch.float16
     cache = CompressedKVCache(2, 2, width, 70, value_dim=value_width, device=device, page_size=8, **options)
-    q, k = (normal((2, heads, 60, width), torch.float16, device, heads) for heads in (4, 2))
-    v = normal((2, 2, 60, value_width), torch.float16, device, 3)
-    cache.prefill(k[:, :, :50], v[:, :, :50], [50, 20])
-    out, lse = cache.decode(q[:, :, 50:], k[:, :, 50:], v[:, :, 50:], [10, 0])
-    assert out.shape == (2, 4, 10, value_width)
-    keys, values = cache.to_dense()
+    q, k = (normal((2, 60, heads, width), torch.float16, device, heads) for heads in (4, 2))
+    v = normal((2, 60, 2, value_width), torch.float16, device, 3)
+    cache.prefill(k[:, :50], v[:, :50], [50, 20])
+    out, lse = cache.decode(q[:, 50:], k[:, 50:], v[:, 50:], [10, 0])
+    assert out.shape == (2, 10, 4, value_width)
+    keys, values = map(heads_last, cache.to_dense())
     assert keys.shape == (2, 2, 60, width)
     present = torch.ones(2, 60, dtype=torch.bool, device=device)
-    expected, expected_lse = reference.attention(q[:, :, 59], keys, values, present)
-    assert_close_spec(out[0, :, 9], expected[0], *decode_tolerance(q, float(values.abs().max())))
-    assert_close_spec(lse[0, :, 9], expected_lse[0], 1e-4, 1e-2)
-    assert not cache.decode(q[:, :, :0], k[:, :, :0], v[:, :, :0])[0].numel()
+    expected, expected_lse = reference.attention(q[:, 59], keys, values, present)
+    assert_close_spec(out[0, 9], expected[0], *decode_tolerance(q, float(values.abs().max())))
+    assert_close_spec(lse[0, 9], expected_lse[0], 1e-4, 1e-2)
+    assert not cache.decode(q[:, :0], k[:, :0], v[:, :0])[0].numel()
     other = CompressedKVCache(2, 2, width, 70, value_dim=value_width, device=device, **options)
     other.load_state_dict(load(save(cache.state_dict())))
     assert_same_content(other.to(torch.bfloat16).select([1, 0]), cache.to(torch.bfloat16).select([1, 0]))
@@ -462,7 +463,7 @@ def test_values_of_another_size(width: int, value_width: int, device: str) -> No
     one = CompressedKVCache(2, 2, width, 70, device=device, **{**options, "keep": 20})
     with pytest.raises(ValueError, match=f"value_dim of the state must be that of the cache, {width}, got"):
         one.load_state_dict(cache.state_dict())
-    with pytest.raises(ShapeMismatchError, match=rf"append: v must be \[2, 2, S, {width}\]"):
+    with pytest.raises(ShapeMismatchError, match=rf"append: v must be \[2, S, 2, {width}\]"):
         one.append(k, v)
     with pytest.raises(
         ShapeMismatchError, match="value_dim must be a multiple of 64 between 64 and 512, got 100"

@@ -39,7 +39,7 @@ def key_weight_from_queries(
     ``kv_compress``, or to a cache as its ``key_weight``.
 
     Args:
-        q: [B, H, S, D], S at least 1, rotated; H a multiple of num_kv_heads.
+        q: [B, S, H, D], S at least 1, rotated; H a multiple of num_kv_heads.
         lengths: number of queries of each sequence, which come first in its row; None is S for all.
 
     Returns:
@@ -50,25 +50,24 @@ def key_weight_from_queries(
         TypeError, ValueError: numbers or lengths of the wrong kind or out of range.
     """
     op = "key_weight_from_queries"
-    check_tensors(op, q=(q, "B H S D"))
+    check_tensors(op, q=(q, "B S H D"))
     check_int(op, "num_kv_heads", num_kv_heads, 1)
     check_int(op, "last", last, 1)
-    if q.shape[1] % num_kv_heads or not q.shape[2]:
+    if q.shape[2] % num_kv_heads or not q.shape[1]:
         refuse(
             ShapeMismatchError,
-            f"{op}: q must be [B, a multiple of {num_kv_heads}, S >= 1, D], got {tuple(q.shape)}",
+            f"{op}: q must be [B, S >= 1, a multiple of {num_kv_heads}, D], got {tuple(q.shape)}",
             expected=f"a multiple of {num_kv_heads} heads",
             actual=tuple(q.shape),
             tensor_name="q",
         )
-    stop = torch.tensor(prompt_lengths(op, lengths, q.shape[0], q.shape[2]), device=q.device)[:, None]
-    rows = torch.arange(q.shape[2], device=q.device)
+    stop = torch.tensor(prompt_lengths(op, lengths, q.shape[0], q.shape[1]), device=q.device)[:, None]
+    rows = torch.arange(q.shape[1], device=q.device)
     share = ((rows < stop) & (rows >= stop - last)).float()
     share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
-    sizes = (
-        q.detach().float().abs().masked_fill((share == 0)[:, None, :, None], 0.0)
-    )  # a NaN there has no weight
-    heads = torch.einsum("bhsd,bs->bhd", sizes, share)
+    # a NaN in a row without a share has no weight
+    sizes = q.detach().float().abs().masked_fill((share == 0)[..., None, None], 0.0)
+    heads = torch.einsum("bshd,bs->bhd", sizes, share)
     return heads.unflatten(1, (num_kv_heads, -1)).sum(dim=2)
 
 
@@ -109,10 +108,10 @@ class MustafarAttention(nn.Module):
         >>> layer = MustafarAttention(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float32)
         >>> cache = layer.make_cache(batch=1, capacity=1024)
         >>> for tokens in (100, 1):  # a prompt, then a token
-        ...     q, k, v = (torch.randn(1, heads, tokens, 64) for heads in (8, 2, 2))
+        ...     q, k, v = (torch.randn(1, tokens, heads, 64) for heads in (8, 2, 2))
         ...     out = layer(q, k, v, cache=cache)
         >>> out.shape, cache.host_lengths()
-        (torch.Size([1, 8, 1, 64]), [101])
+        (torch.Size([1, 1, 8, 64]), [101])
     """
 
     tables: Tensor
@@ -138,7 +137,7 @@ class MustafarAttention(nn.Module):
         page_size: int | None = None,
         split_size: int = 0,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
         check_option_dtype(OP, dtype, FLOATING)
@@ -259,7 +258,7 @@ class MustafarAttention(nn.Module):
     def _positions(self, query: Tensor, cache: CompressedKVCache | None) -> Tensor:
         """[S] or [B, S]: the positions after those that the cache holds; rows behind the lengths may have the last."""
         held = [0] if cache is None else cache.host_lengths()
-        tokens = torch.arange(query.shape[2], device=query.device)
+        tokens = torch.arange(query.shape[1], device=query.device)
         if held == held[:1] * len(held):
             tokens = tokens + (held[0] if held else 0)
         else:
@@ -284,15 +283,15 @@ class MustafarAttention(nn.Module):
         position_ids: Tensor | None,
         cache: CompressedKVCache | None,
     ) -> None:
-        check_tensors(OP, query=(query, "B H S D"), key=(key, "B H_kv S D"), value=(value, "B H_kv S V"))
+        check_tensors(OP, query=(query, "B S H D"), key=(key, "B S H_kv D"), value=(value, "B S H_kv V"))
         check_dtype(OP, FLOATING, query=query, key=key, value=value)
         wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
-        if (query.shape[1], key.shape[1], query.shape[3]) != wanted:
+        if (query.shape[2], key.shape[2], query.shape[3]) != wanted:
             refuse(
                 ShapeMismatchError,
                 f"{OP}: H, H_kv and D must be {wanted}, got query {tuple(query.shape)} and key {tuple(key.shape)}",
                 expected=wanted,
-                actual=(query.shape[1], key.shape[1], query.shape[3]),
+                actual=(query.shape[2], key.shape[2], query.shape[3]),
                 tensor_name="query",
             )
         if value.shape[3] != self.value_dim:
@@ -305,7 +304,7 @@ class MustafarAttention(nn.Module):
             )
         if position_ids is not None:
             rows = "S" if isinstance(position_ids, Tensor) and position_ids.dim() == 1 else "B S"
-            check_tensors(OP, query=(query, "B H S D"), position_ids=(position_ids, rows))
+            check_tensors(OP, query=(query, "B S H D"), position_ids=(position_ids, rows))
             check_dtype(OP, (torch.int32, torch.int64), position_ids=position_ids)
         if cache is None:
             return
@@ -335,7 +334,7 @@ class MustafarAttention(nn.Module):
         a time, to what the cache then holds: to compressed rows of all but the latest tokens.
 
         Args:
-            query: [B, H, S, D]; key, value: [B, H_kv, S, D], each with its D; one dtype, float32, float16 or bfloat16;
+            query: [B, S, H, D]; key, value: [B, S, H_kv, D], each with its D; one dtype, float32, float16 or bfloat16;
                 not rotated.
             position_ids: [S] or [B, S], int32 or int64, below ``max_positions``; None counts on from the cache.
                 One outside is an IndexError on the CPU, and on CUDA the last position is taken.
@@ -344,7 +343,7 @@ class MustafarAttention(nn.Module):
                 ignored, whatever they hold, and the results there mean nothing. None is S for all.
 
         Returns:
-            [B, H, S, D of values] in the dtype of query; differentiable for a prompt. A backward through a decoded
+            [B, S, H, D of values] in the dtype of query; differentiable for a prompt. A backward through a decoded
             token raises RuntimeError, and what the cache holds never has a gradient. A NaN or an infinity in the value
             of a token of a prompt may also reach the rows before it: torch multiplies it by the weight 0.
 
@@ -355,18 +354,18 @@ class MustafarAttention(nn.Module):
         """
         self._check_call(query, key, value, position_ids, cache)
         decoding = cache is not None and any(cache.host_lengths())
-        stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[2])
+        stops = prompt_lengths(OP, lengths, query.shape[0], query.shape[1])
         if position_ids is None:
             self._check_positions(stops, cache)
         if lengths is not None:
-            places = torch.arange(query.shape[2], device=query.device)
+            places = torch.arange(query.shape[1], device=query.device)
             behind = places >= torch.tensor(stops, device=query.device)[:, None]
             # A weight or a gradient of 0 is not enough: 0 * NaN is NaN.
-            query, key, value = (x.masked_fill(behind[:, None, :, None], 0.0) for x in (query, key, value))
+            query, key, value = (x.masked_fill(behind[..., None, None], 0.0) for x in (query, key, value))
         if self.rope_base is not None:
             places = self._positions(query, cache) if position_ids is None else position_ids
             cos, sin = self.tables
-            query, key = (rope(x.transpose(1, 2), cos, sin, places).transpose(1, 2) for x in (query, key))
+            query, key = (rope(x, cos, sin, places) for x in (query, key))
         if cache is not None and decoding:
             if self.output_aware and 0 in cache.host_lengths():
                 self._weigh_new_sequences(cache, query, stops)
@@ -374,23 +373,24 @@ class MustafarAttention(nn.Module):
             if asks and not query.requires_grad:
                 query = query.detach().requires_grad_()  # so that a backward raises and does not leave zeros
             return cache.decode(query, key, value, stops, self.scale)[0]
-        if cache is not None and query.shape[2]:
+        if cache is not None and query.shape[1]:
             if self.output_aware:
                 cache.key_weight = key_weight_from_queries(
                     query, self.num_kv_heads, max(1, self.window), lengths
                 )
             cache.prefill(key.detach(), value.detach(), lengths)
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             is_causal=True,
             scale=self.scale,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
+        return out.transpose(1, 2)
 
     def _weigh_new_sequences(self, cache: CompressedKVCache, query: Tensor, stops: Sequence[int]) -> None:
-        """Gives sequences that begin beside others the weights of their own queries; rotated query [B, H, S, D]."""
+        """Gives sequences that begin beside others the weights of their own queries; rotated query [B, S, H, D]."""
         new = [held == 0 and stop > 0 for held, stop in zip(cache.host_lengths(), stops, strict=True)]
         if any(new):
             own = key_weight_from_queries(query, self.num_kv_heads, max(1, self.window), stops)

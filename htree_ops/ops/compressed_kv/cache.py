@@ -65,16 +65,15 @@ class CacheBytes(NamedTuple):
 
 
 def take_rows(x: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
-    """Rows [B, H, n, ...] of x [B, H, S, ...]: row i of sequence b is its row places[b][i], or the last one."""
-    index = torch.tensor([list(row) for row in places], device="cpu").clamp_(max=x.shape[2] - 1).to(x.device)
-    index = index.view(index.shape[0], 1, -1, *[1] * (x.dim() - 3))
-    return x.gather(2, index.expand(x.shape[0], x.shape[1], -1, *x.shape[3:]))
+    """Rows [B, n, ...] of x [B, S, ...]: row i of sequence b is its row places[b][i], or the last one."""
+    index = torch.tensor([list(row) for row in places], device="cpu").clamp_(max=x.shape[1] - 1).to(x.device)
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], index]
 
 
 def hide_rows(out: Tensor, lse: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Sets out [B, H, n, D] to 0 and lse [B, H, n] to -inf in rows counts[b] and following of sequence b."""
+    """Sets out [B, n, H, D] to 0 and lse [B, n, H] to -inf in rows counts[b] and following of sequence b."""
     stops = torch.tensor(counts, device="cpu").to(out.device)
-    hidden = (torch.arange(out.shape[2], device=out.device) >= stops[:, None])[:, None]
+    hidden = (torch.arange(out.shape[1], device=out.device) >= stops[:, None])[..., None]
     return out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -math.inf)
 
 
@@ -121,10 +120,10 @@ class CompressedKVCache:
 
     Example:
         >>> cache = CompressedKVCache(1, 2, 64, capacity=1024, keep=32, dtype=torch.float32)
-        >>> q, k, v = (torch.randn(1, heads, 100, 64) for heads in (8, 2, 2))
+        >>> q, k, v = (torch.randn(1, 100, heads, 64) for heads in (8, 2, 2))
         >>> cache.prefill(k, v)
-        >>> cache.decode(q[:, :, :1], k[:, :, :1], v[:, :, :1])[0].shape, cache.host_lengths()
-        (torch.Size([1, 8, 1, 64]), [101])
+        >>> cache.decode(q[:, :1], k[:, :1], v[:, :1])[0].shape, cache.host_lengths()
+        (torch.Size([1, 1, 8, 64]), [101])
     """
 
     def __init__(
@@ -283,11 +282,11 @@ class CompressedKVCache:
                 )
 
     def _stored(self, k: Tensor) -> Tensor:
-        """Keys as they are stored: transformed, where the cache transforms them."""
+        """Keys [B, H_kv, S, D] as they are stored: transformed, where the cache transforms them."""
         return grouped_hadamard(k, self.hadamard_group) if self.hadamard_group else k
 
     def _compress(self, k: Tensor, v: Tensor, sequences: Sequence[int]) -> list[CompressedKV]:
-        """Compresses rows of k, v [n, H_kv, S, ...], which belong to ``sequences``."""
+        """Compresses rows of stored k, v [n, H_kv, S, ...], which belong to ``sequences``."""
         weight = None
         if self.key_weight is not None:
             weight = self.key_weight[torch.tensor(sequences, dtype=torch.int64, device=self.device)]
@@ -306,7 +305,7 @@ class CompressedKVCache:
         """Takes the prompts into an empty cache. The caller attends to them, on the dense tensors.
 
         Args:
-            k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
+            k, v: [B, S, H_kv, D] in the dtype of the cache, keys rotated.
             lengths: number of tokens of each sequence, which come first in its row; None is S for all.
 
         Raises:
@@ -318,14 +317,14 @@ class CompressedKVCache:
         """
         self._refuse_graph("prefill")
         self._check_new(f"{OP}.prefill", k, v)
-        size = k.shape[2]
+        size = k.shape[1]
         totals = prompt_lengths(f"{OP}.prefill", lengths, self.batch, size)
         if any(self.host_lengths()):
             raise RuntimeError(f"{OP}.prefill: the cache holds tokens already; append them, or reset() it")
         compressed = [self._compressed_tokens(n) for n in totals]
         self._check_room("prefill", totals)
         self.storage.check_room("prefill", compressed)
-        k = self._stored(k)
+        k, v = self._stored(k.transpose(1, 2)), v.transpose(1, 2)
         most = max(compressed, default=0)
         if most:
             rows = self._compress(k[:, :, :most], v[:, :, :most], range(self.batch))
@@ -366,7 +365,7 @@ class CompressedKVCache:
             done = [n + size for n, size in zip(done, sizes, strict=True)]
 
     def _put(self, k: Tensor, v: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Writes rows start ... start + size - 1 of stored keys and values behind the windows, and counts them."""
+        """Writes rows start ... start + size - 1 of stored k, v [B, H_kv, S, D] behind the windows, and counts them."""
         after = [n + size for n, size in zip(self._dense, sizes, strict=True)]
         if len(set(starts)) == len(set(sizes)) == 1 < len(set(self._dense)):
             part = slice(starts[0], starts[0] + sizes[0])
@@ -387,7 +386,7 @@ class CompressedKVCache:
         What leaves a full window is compressed. A sequence without new tokens does not change.
 
         Args:
-            k, v: [B, H_kv, S, D] in the dtype of the cache, keys rotated.
+            k, v: [B, S, H_kv, D] in the dtype of the cache, keys rotated.
             lengths: tokens of each sequence that count, 0 ... S; None is S for all.
 
         Raises:
@@ -396,9 +395,9 @@ class CompressedKVCache:
         """
         self._refuse_graph("append")
         self._check_new(f"{OP}.append", k, v)
-        counts = prompt_lengths(f"{OP}.append", lengths, self.batch, k.shape[2])
+        counts = prompt_lengths(f"{OP}.append", lengths, self.batch, k.shape[1])
         self._check_append("append", counts)
-        k = self._stored(k)
+        k, v = self._stored(k.transpose(1, 2)), v.transpose(1, 2)
         for starts, sizes in self._pieces(counts):
             self._put(k, v, starts, sizes)
 
@@ -415,7 +414,7 @@ class CompressedKVCache:
         Where a chunk has to be compressed between two of them, the later ones see its compressed rows.
 
         Args:
-            q: [B, H, S, D]; k, v: [B, H_kv, S, D]; in the dtype of the cache, rotated, not transformed.
+            q: [B, S, H, D]; k, v: [B, S, H_kv, D]; in the dtype of the cache, rotated, not transformed.
             lengths: tokens of each sequence that count, 0 ... S, which come first in its row; None is S for all.
             scale: factor of the scores; None is D^-1/2.
 
@@ -429,18 +428,18 @@ class CompressedKVCache:
         self._refuse_graph("decode")
         self._check_new(op, k, v)
         self._check_q(op, q, scale)
-        size = k.shape[2]
-        check_shape(op, "q", q, (self.batch, q.shape[1], size, q.shape[-1]), "[B, H, S of k, D]")
+        size = k.shape[1]
+        check_shape(op, "q", q, (self.batch, size, *q.shape[-2:]), "[B, S of k, H, D]")
         counts = prompt_lengths(op, lengths, self.batch, size)
         self._check_append("decode", counts)
-        stored = self._stored(k.detach())
+        stored, values = self._stored(k.detach().transpose(1, 2)), v.detach().transpose(1, 2)
         places = [[0] * size for _ in range(self.batch)]  # of each row among those of all pieces
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         first = 0
         for starts, sizes in self._pieces(counts):
             with torch.no_grad():
-                self._put(stored, v.detach(), starts, sizes)
+                self._put(stored, values, starts, sizes)
             if sizes == [size] * self.batch:
                 return self.attend(q, scale)
             part = take_rows(q, [range(n, n + max(sizes)) for n in starts])
@@ -453,7 +452,7 @@ class CompressedKVCache:
         if not outs:
             out = q.new_zeros(*q.shape[:3], self.formats[1].head_dim)
             return out, q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
-        out, lse = (take_rows(torch.cat(parts, dim=2), places) for parts in (outs, lses))
+        out, lse = (take_rows(torch.cat(parts, dim=1), places) for parts in (outs, lses))
         return hide_rows(out, lse, counts)
 
     @torch.no_grad()
@@ -465,14 +464,14 @@ class CompressedKVCache:
         capacity, for a write behind the window is an error of the device.
 
         Args:
-            k, v: [B, H_kv, 1, D] in the dtype of the cache, keys rotated.
+            k, v: [B, 1, H_kv, D] in the dtype of the cache, keys rotated.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
             ValueError: a sequence is at the capacity, or a window is full, as far as the host has counted.
         """
         self._check_new(f"{OP}.write_token", k, v)
-        wanted = (*k.shape[:2], 1, k.shape[3])
+        wanted = (k.shape[0], 1, *k.shape[2:])
         check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
         if not torch.compiler.is_compiling():  # a graph is not to depend on the counts of its trace
             self._check_room("write_token", [n + 1 for n in self.host_lengths()])
@@ -480,7 +479,7 @@ class CompressedKVCache:
                 raise ValueError(
                     f"{OP}.write_token: the window is full; settle() compresses its oldest chunk"
                 )
-        self._dense_rows.put_at(self._stored(k), v, self.win_len)
+        self._dense_rows.put_at(self._stored(k.transpose(1, 2)), v.transpose(1, 2), self.win_len)
         # What depends on no argument torch.export would do at once, to the cache itself.
         one = k.new_ones((), dtype=torch.int32) if torch.compiler.is_compiling() else 1
         self.win_len += one
@@ -540,14 +539,14 @@ class CompressedKVCache:
         """:func:`htree_ops.kv_decode_attention` of q over what the cache holds now.
 
         Args:
-            q: [B, H, D] or [B, H, n, D] in the dtype of the cache, rotated, not transformed. Several queries are those
+            q: [B, H, D] or [B, n, H, D] in the dtype of the cache, rotated, not transformed. Several queries are those
                 of the last n tokens, which must all be dense still: query i sees the tokens up to its own.
             scale: factor of the scores; None is D^-1/2.
             lengths: how many of the n queries of each sequence count, 0 ... n, which come first in its row and are
                 those of its last tokens; None is n for all.
 
         Returns:
-            out, of the shape and dtype of q but with the D of values, and lse float32 [B, H] or [B, H, n]. Rows at or
+            out, of the shape and dtype of q but with the D of values, and lse float32 [B, H] or [B, n, H]. Rows at or
             behind ``lengths[b]``, and rows that a shorter sequence lacks, have 0 and -inf. No gradient: where q
             requires one, a backward through them raises RuntimeError.
 
@@ -560,7 +559,7 @@ class CompressedKVCache:
         self._check_q(op, q, scale)
         if q.dim() == 3:
             return self._attend(q, scale)
-        size = q.shape[2]
+        size = q.shape[1]
         counts = prompt_lengths(op, lengths, self.batch, size)
         held = [] if torch.compiler.is_compiling() else self._dense
         for b, (count, dense) in enumerate(zip(counts, held, strict=False)):
@@ -579,15 +578,16 @@ class CompressedKVCache:
     def _attend(self, q: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         keys, values = self.formats
         k, v = self.storage.parts
-        return torch.ops.htree.kv_decode_attention(
-            q, *k, *v, self.k_win, self.v_win, self.comp_len, self.win_len, scale, self.storage.block_table,
-            k_keep=keys.keep, v_keep=values.keep, k_bits=keys.bits, v_bits=values.bits,
+        out, lse = torch.ops.htree.kv_decode_attention(
+            q.transpose(1, -2), *k, *v, self.k_win, self.v_win, self.comp_len, self.win_len, scale,
+            self.storage.block_table, k_keep=keys.keep, v_keep=values.keep, k_bits=keys.bits, v_bits=values.bits,
             hadamard_group=self.hadamard_group, split_size=self.split_size,
         )  # fmt: skip
+        return out.transpose(1, -2), lse.transpose(1, -1)
 
     @torch.no_grad()
     def to_dense(self) -> tuple[Tensor, Tensor]:
-        """Keys [B, H_kv, L, D] and values [B, H_kv, L, D] as attention sees them, L the longest sequence.
+        """Keys [B, L, H_kv, D] and values [B, L, H_kv, D] as attention sees them, L the longest sequence.
 
         In the dtype of the cache; keys are transformed back (one more rounding), and rows past a sequence are 0.
         """
@@ -606,7 +606,8 @@ class CompressedKVCache:
                 )[0]
                 target[i, :, compressed:length] = window[i, :, : length - compressed]
         keys, values = dense
-        return self._stored(keys), values  # the transform is its own inverse
+        # the transform is its own inverse
+        return self._stored(keys).transpose(1, 2), values.transpose(1, 2)
 
     def num_bytes(self) -> CacheBytes:
         """The report of bytes; it does not wait for a device."""

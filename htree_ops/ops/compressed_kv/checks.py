@@ -63,7 +63,7 @@ def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: s
 def check_new_tokens(
     op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Checks k and v [B, H_kv, S, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values.
+    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming k or v.
@@ -74,17 +74,17 @@ def check_new_tokens(
         and isinstance(v, Tensor)
         and k.layout == v.layout == torch.strided
         and k.dim() == 4
-        and k.shape == (batch, heads, k.shape[2], width)
-        and v.shape == (batch, heads, k.shape[2], value_width)
+        and k.shape == (batch, k.shape[1], heads, width)
+        and v.shape == (batch, k.shape[1], heads, value_width)
         and k.dtype == v.dtype == dtype
         and k.device == v.device == device
     ):
         return  # fast path: a model's step comes here twice per layer; the rest only finds the words
-    check_tensors(op, k=(k, "B H_kv S D"), v=(v, "B H_kv S V"))
+    check_tensors(op, k=(k, "B S H_kv D"), v=(v, "B S H_kv V"))
     check_dtype(op, (dtype,), k=k, v=v)
     check_place(op, "k", k, device)
     for name, x, size in (("k", k, width), ("v", v, value_width)):
-        check_shape(op, name, x, (batch, heads, x.shape[2], size), f"[{batch}, {heads}, S, {size}]")
+        check_shape(op, name, x, (batch, x.shape[1], heads, size), f"[{batch}, S, {heads}, {size}]")
 
 
 def check_query(
@@ -95,7 +95,7 @@ def check_query(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Checks q [B, H, D] or [B, H, n, D] and the scale for a cache of ``sizes`` B, H_kv and D.
+    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming q.
@@ -105,9 +105,9 @@ def check_query(
     check_tensor(op, "q", q)
     check_dtype(op, (dtype,), q=q)
     check_place(op, "q", q, device)
-    heads = q.shape[1] if q.dim() > 1 else 0
-    wanted = (batch, heads, *(q.shape[2:3] if q.dim() == 4 else ()), width)
-    check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, H, n, {width}]")
+    heads = q.shape[-2] if q.dim() > 1 else 0
+    wanted = (batch, *(q.shape[1:2] if q.dim() == 4 else ()), heads, width)
+    check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, n, H, {width}]")
     if heads % kv_heads:
         refuse(
             ShapeMismatchError,
