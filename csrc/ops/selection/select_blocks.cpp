@@ -104,10 +104,8 @@ void check_blocks(const char* op, const Tensor& index_query, const Tensor& index
                     ": T_q of index_query must be at most T of index_key (", tokens, "), got ", queries,
                     " in ", index_query.sym_sizes());
   TORCH_CHECK_VALUE(same_size((tokens - queries) % options.stride, 0), op,
-                    ": T - T_q, the tokens of index_key before index_query, must be a multiple of "
-                    "selection_stride = ",
-                    options.stride, ", got ", tokens - queries, " from ", index_key.sym_sizes(), " and ",
-                    index_query.sym_sizes());
+                    ": T - T_q must be a multiple of selection_stride = ", options.stride,
+                    ", got T = ", tokens, " and T_q = ", queries);
 }
 
 BlockLists prepare_blocks(const char* op, const Tensor& index_query, const Tensor& index_key,

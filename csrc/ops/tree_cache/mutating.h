@@ -1,4 +1,4 @@
-// Autograd and ADInplaceOrView of the ops of the room that write. docs/semantics/conventions.md §0.5
+// Autograd and ADInplaceOrView of the ops of this folder that write. docs/semantics/conventions.md §0.5
 #pragma once
 
 #include <ATen/core/Tensor.h>
