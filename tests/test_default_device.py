@@ -350,6 +350,8 @@ COMPRESSED_METHODS: dict[str, Callable[[CompressedKVCache, Any, Any], Any]] = {
     "attend": lambda c, x, _: c.attend(x[0][:, :3], lengths=[2, 3]),
     "config": lambda c, *_: c.config(),
     "decode": lambda c, x, _: c.decode(*x, [9, 4]),
+    "fork": lambda c, *_: c.fork(1, 0),
+    "free": lambda c, *_: c.free(1),
     "load_state_dict": lambda c, _, state: c.load_state_dict(state),
     "num_bytes": lambda c, *_: c.num_bytes(),
     "prefill": lambda c, x, _: (c.reset(), c.prefill(*x[1:], [9, 4])),

@@ -137,7 +137,7 @@ class Pages:
         if lacking > 0:
             raise OutOfPagesError(
                 f"{self.op}.{method}: {lacking} more pages of {self.page_size} tokens are needed than are free of the "
-                f"{self.num_pages}: give num_pages a larger value, or free() a sequence",
+                f"{self.num_pages}: give num_pages a larger value, or free a sequence",
                 pages=lacking,
             )
 

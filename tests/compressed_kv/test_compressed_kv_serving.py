@@ -282,6 +282,22 @@ def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
     assert small.compressed_lengths == [16, 8, 32]
 
 
+def test_a_sequence_ends_and_another_begins_as_a_copy(device: str) -> None:
+    k, v = tokens(device, 60)
+    cache = make(device, page_size=8, num_pages=12)
+    cache.append(k[:, :38], v[:, :38])  # 32 compressed tokens, 4 pages each
+    expected = cache.select([1, 1, 2])
+    cache.free(0)
+    assert cache.host_lengths() == [0, 38, 38]
+    assert len(cache.storage.pages.free) == 4  # type: ignore[union-attr]
+    cache.fork(source=1, target=0)
+    assert len(cache.storage.pages.free) == 4, "shared"  # type: ignore[union-attr]
+    assert_same_content(cache, expected)
+    for name, call in (("fork: target", lambda: cache.fork(0, 3)), ("free: sequence", lambda: cache.free(-1))):
+        with pytest.raises(ValueError, match=name):
+            call()
+
+
 def test_what_is_taken_back_may_not_be_more(device: str) -> None:
     cache = make(device)
     cache.append(*tokens(device, 30), [30, 3, 0])

@@ -847,6 +847,17 @@ class CompressedKVCache:
             self.key_weight = self.key_weight.index_select(0, places)
         self._count([self._compressed[i] for i in numbers], [self._dense[i] for i in numbers])
 
+    def fork(self, source: int, target: int) -> None:
+        """Sequence ``target`` becomes a copy of ``source``, whose pages it shares. The old ``target`` is freed."""
+        for name, sequence in (("source", source), ("target", target)):
+            check_int(f"{OP}.fork", name, sequence, 0, self.batch - 1)
+        self.reorder_([source if b == target else b for b in range(self.batch)])
+
+    def free(self, sequence: int) -> None:
+        """Empties a sequence and gives back the pages that nobody else uses."""
+        check_int(f"{OP}.free", "sequence", sequence, 0, self.batch - 1)
+        self.truncate([0 if b == sequence else -1 for b in range(self.batch)])
+
     @torch.no_grad()
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
         """A new cache whose sequence i is a copy of sequence index[i]; any number of them, repeats allowed."""
