@@ -348,8 +348,8 @@ class TreeCache(Cache):
         config: of the model.
         max_cache_len: most tokens of a sequence, its padding included.
         page_size, num_pages, leaf_bits, prompt_bytes: as in :class:`htree_ops.TreeKVCache`; each layer has a cache of
-            its own. leaf_bits = 8 takes 0.54 to 0.63 of the memory; what it costs in time and quality: docs/performance.md and
-            docs/quality.md (g).
+            its own. leaf_bits = 8 takes 0.54 to 0.63 of the memory; what it costs in time and quality:
+            docs/performance.md and docs/quality.md (g).
 
     Raises:
         NotImplementedError: a config with other layers than those of full attention, or with a window.

@@ -293,7 +293,10 @@ def test_a_sequence_ends_and_another_begins_as_a_copy(device: str) -> None:
     cache.fork(source=1, target=0)
     assert len(cache.storage.pages.free) == 4, "shared"  # type: ignore[union-attr]
     assert_same_content(cache, expected)
-    for name, call in (("fork: target", lambda: cache.fork(0, 3)), ("free: sequence", lambda: cache.free(-1))):
+    for name, call in (
+        ("fork: target", lambda: cache.fork(0, 3)),
+        ("free: sequence", lambda: cache.free(-1)),
+    ):
         with pytest.raises(ValueError, match=name):
             call()
 
