@@ -262,6 +262,8 @@ def tree_cache_attention(
         k_scales,
         v_codes,
         v_scales,
+        None,  # an index is that of TreeKVCache
+        None,
         page_size,
         *chosen.packed(),
     )
