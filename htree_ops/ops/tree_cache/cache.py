@@ -107,8 +107,8 @@ class TreeKVCache:
         index_dim: d of an index, a multiple of 16 up to 128: nodes are chosen by it in place of scores, as with
             ``index`` of :func:`htree_ops.tree_attention`, and the pages keep the index keys of all tokens. 0 is no
             index. index_heads: H_i, num_kv_heads or 1; None is num_kv_heads. index_dtype: of the index keys, float32,
-            float16 or bfloat16; None is ``dtype`` where that has 16 bits, else bfloat16. Index keys and index queries of
-            another dtype are rounded to it.
+            float16 or bfloat16; None is ``dtype`` where that has 16 bits, else bfloat16. Index keys and index queries
+            of another dtype are rounded to it.
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
@@ -281,8 +281,9 @@ class TreeKVCache:
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            ValueError: index_key is missing, or there is no index; on the CPU, if the capacity or the pages do not suffice. On CUDA such a sequence does not change
-                and the others get their tokens; :meth:`check` reports it.
+            ValueError: index_key is missing, or there is no index. On the CPU, if the capacity or the pages do not
+                suffice. On CUDA such a sequence does not change and the others get their tokens; :meth:`check` reports
+                it.
         """
         name = f"{OP}.append"
         n = _num_rows(name, "k", k)

@@ -236,12 +236,14 @@ class Prompts:
         table: Tensor,
         return_lse: bool,
     ) -> tuple[Tensor, ...]:
-        """:meth:`_group_rows` by an index: tokens are gathered from the pages, and lists made for some rows at a time."""
+        """:meth:`_group_rows` by an index: tokens are gathered from the pages, lists made for some rows at a time."""
         index = self.pools.index
         assert index is not None
         n, stride, packed = q.shape[1], self.options.selection_stride, self.options.packed()
         keys = index.tokens(table, length)
-        k, v = (torch.stack(x) for x in zip(*(self.pools.layer(row, 0, length) for row in table), strict=True))
+        k, v = (
+            torch.stack(x) for x in zip(*(self.pools.layer(row, 0, length) for row in table), strict=True)
+        )
         layers = cache_layers(length, self.options.compression_rate, self.options.top_nodes)
         step = max(LISTED_ROWS, RING * stride)
         last = max(0, (n - step) // stride * stride)  # the ring needs the lists of these leaders together
