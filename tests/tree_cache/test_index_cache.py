@@ -16,6 +16,7 @@ from torch import Tensor
 
 from htree_ops import HTreeAttention, TreeKVCache, tree_attention
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.tree_cache.functions import tree_cache_attention
 from tests.support.cases import normal
 from tests.support.opcheck import opcheck
 
@@ -415,6 +416,50 @@ def test_opcheck(stride: int, heads: int, device: str) -> None:
             *cache.options.packed(),
         ),
     )
+
+
+def test_attention_from_pools_of_a_caller(device: str) -> None:
+    cache = make(device)
+    rows, (query, key) = tokens(cache, 70)
+    served(cache, rows, (query, key), [70])
+    pool = torch.zeros_like(cache.pools.index_pool[0])
+    place = torch.arange(70, device=device)
+    for b in range(2):
+        pool[cache.block_table[b].long()[place // 8], :, place % 8] = key[b]
+    arguments = {
+        "q": rows[0][:, 60:].flatten(0, 1),
+        "k_pool": cache.k_pool,
+        "v_pool": cache.v_pool,
+        "block_table": cache.block_table,
+        "lengths": cache.lengths,
+        "cu_q": torch.tensor([0, 10, 20], dtype=torch.int32, device=device),
+        "page_size": 8,
+        "index_query": query[:, 60:].flatten(0, 1),
+        "index_pool": pool,
+        "options": cache.options,
+    }
+    out = tree_cache_attention(**arguments)[0]
+    assert_near(out.unflatten(0, (2, 10)), whole(cache, rows, (query, key))[:, 60:])
+    for change, message in (
+        ({"index_pool": None}, "index_query and index_pool must be given together"),
+        ({"index_pool": pool[1:]}, "size 0 of index_pool must be 24"),
+        ({"index_pool": pool[:, :, :4].contiguous()}, "size 2 of index_pool must be 8"),
+        (
+            {"index_pool": pool[..., :8].contiguous()},
+            "d, the last size of index_pool, must be a multiple of 16",
+        ),
+        ({"index_pool": pool.mT}, "index_pool must be contiguous"),
+        ({"index_pool": pool.repeat(1, 2, 1, 1)}, "index_pool must have 1 or H_kv = 2 heads, got 4"),
+        (
+            {"index_query": arguments["index_query"][1:]},
+            r"size 0 of index_query must be 20 \(the rows of q\)",
+        ),
+        ({"importance": "exp_joint"}, "importance must be lse_causal beside an index"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tree_cache_attention(**arguments | change)
+    with pytest.raises(TypeError, match="index_query must have the dtype of index_pool"):
+        tree_cache_attention(**arguments | {"index_query": arguments["index_query"].half()})
 
 
 def test_the_op_refuses_half_of_an_index() -> None:
