@@ -543,7 +543,7 @@ class TreeKVCache:
             self._rope_table,
             *[None] * 4,  # no packed tokens
             None if index_query is None else index_query.flatten(0, 1),
-            *(self.pools.index_pool or [None]),
+            None if self.pools.index is None else self.pools.index.keys,
             self.page_size,
             *self._packed_options,
         )
@@ -837,10 +837,11 @@ class TreeKVCache:
             "leaf_bits",
             "index_dim",
         )
-        index = {"index_heads": self.index_heads, "index_dtype": self.index_dtype} if self.index_dim else {}
+        has_index = self.index_dim > 0
         other = TreeKVCache(
             **{name: getattr(self, name) for name in sizes},
-            **index,
+            index_heads=self.index_heads if has_index else None,
+            index_dtype=self.index_dtype if has_index else None,
             options=self.options,
             prompt_bytes=self.prompts.most_bytes,
             dtype=self.dtype,
