@@ -581,7 +581,7 @@ def test_decode_kernels_take_the_lists_of_an_index(
     found = served(cache, rows, index, parts)
     monkeypatch.setenv("HTREE_TREE_DECODE", "general")
     near = served(general, rows, index, parts)
-    torch.testing.assert_close(found.float(), near.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.float(), near.float(), atol=3e-2, rtol=3e-2)
     if stride > 1:
         assert torch.equal(cache.ring.lists, general.ring.lists)
     if leaf_bits is None:

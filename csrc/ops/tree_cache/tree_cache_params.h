@@ -135,9 +135,9 @@ cudaError_t launch_store_ring(const AttendParams<T>& params, cudaStream_t stream
 // Takes the chunk's rows through all layers, where lists are not given with those two around it.
 template <typename T>
 cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
-// The same on Hopper in one launch, with a stride and without given lists in two, twice as many where the last rows are apart; with span means
-// launch_top_spans comes first. K = V = kDim; `plans` take the call. Rows need no description. kSpans says whether the
-// pages have span means.
+// The same on Hopper in one launch, in two with a stride where lists are not given, twice as many where the last rows are
+// apart; with span means launch_top_spans comes first. K = V = kDim; `plans` take the call. Rows need no description. kSpans
+// says whether the pages have span means.
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& params, const DecodePlans& plans, cudaStream_t stream);
 // Scores of span means in the layer where a leader first chooses, in chunk.span_scores.
