@@ -128,7 +128,7 @@ def _filled(cache: TreeKVCache, tokens: int) -> Call:
 def raw_step(cache: TreeKVCache) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The op of :meth:`TreeKVCache.decode` for one token of each sequence, all other arguments at hand."""
     step, (before, behind) = torch.ops.htree._tree_cache_step_.default, cache.step_arguments(None, 1)
-    return lambda q, k, v: step(*before, q, k, v, *behind)
+    return lambda q, k, v: step(*before, q, k, v, None, None, *behind)
 
 
 def steps(device: str) -> dict[str, Step]:

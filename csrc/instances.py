@@ -562,7 +562,7 @@ TREE_CACHE: Table = [
         [
             *(
                 f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
-                for name in ("launch_rows", "launch_attend")
+                for name in ("launch_rows", "launch_top_lists", "launch_store_ring", "launch_attend")
             ),
             "cudaError_t launch_attend_packed(const AttendParams<{T}>&, const LeafPools&, cudaStream_t)",
         ],

@@ -477,18 +477,30 @@ def _tree_cache_attention(
 ) -> int:
     """Each query as the last token of a full sequence, which selects for itself."""
     page_size = arguments[-3]
-    options = replace(TreeOptions.from_packed(*arguments[-2:]), selection_stride=1)
-    k, v = ((1, block_table[1] * page_size, 1, width) for width in (q[2], out_shape[0][2]))
-    return prod(q[:2]) * _work((1, 1, 1, q[2]), k, v, options)
+    return _rows_of_pages(q, block_table[1] * page_size, out_shape[0][2], arguments[-2:], arguments[-5])
+
+
+def _rows_of_pages(
+    q: Shape, tokens: int, value_dim: int, packed: Sequence[Any], index_query: Shape | None
+) -> int:
+    """Queries [N, H, K] that each see ``tokens`` tokens; an index multiplies all of them."""
+    options = replace(TreeOptions.from_packed(*packed), selection_stride=1)
+    k, v = ((1, tokens, 1, width) for width in (q[2], value_dim))
+    of_index = 0 if index_query is None else 2 * prod(index_query) * tokens
+    return prod(q[:2]) * _work((1, 1, 1, q[2]), k, v, options) + of_index
 
 
 def _tree_cache_step(
     k_pool: Shape,
     v_pool: Shape,
     leaves: Any,
+    index_pool: Any,
     state: Any,
     block_table: Shape,
     q: Shape | None,
+    k: Shape | None,
+    v: Shape | None,
+    index_query: Shape | None,
     *arguments: Any,
     out_shape: Sequence[Shape],
     **_: Any,
@@ -496,8 +508,9 @@ def _tree_cache_step(
     """Queries as in ``_tree_cache_attention``; new tokens cost nothing that is counted."""
     if q is None:
         return 0
-    flat, out = ((x[0] * x[1], *x[2:]) for x in (q, out_shape[0]))
-    return _tree_cache_attention(flat, k_pool, v_pool, block_table, *arguments, out_shape=(out,))
+    page_size, *packed = arguments[-3:]
+    tokens = block_table[1] * page_size
+    return _rows_of_pages((q[0] * q[1], *q[2:]), tokens, out_shape[0][3], packed, index_query)
 
 
 def _tree_cache_prompt(

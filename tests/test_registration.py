@@ -262,12 +262,13 @@ SCHEMAS = {
     "_tree_cache_attention": (
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, Tensor cu_q, "
         "Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
-        f"Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, int page_size, {PACKED}) "
-        "-> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
+        "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, Tensor? index_query, Tensor? index_pool, "
+        f"int page_size, {PACKED}) -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
     "_tree_cache_step_": (
-        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor(d!)[] state, Tensor block_table, "
-        "Tensor? q, Tensor? k, Tensor? v, Tensor counts, bool ragged, Tensor cu_rows, Tensor? rope_table, "
+        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor(d!)[] index_pool, "
+        "Tensor(e!)[] state, Tensor block_table, Tensor? q, Tensor? k, Tensor? v, Tensor? index_query, "
+        "Tensor? index_key, Tensor counts, bool ragged, Tensor cu_rows, Tensor? rope_table, "
         f"int capacity, int page_size, {PACKED}) -> (Tensor out, Tensor lse)"
     ),
     "_tree_cache_truncate_": (

@@ -156,8 +156,10 @@ def tree_cache_step(x: Tensor) -> None:
     leaves = [x.view(1, 1, 4, 64) if y is packed.k_tail else y for y in cache.pools.written]
     new = [torch.ones(1, 2, 1, 64, device=x.device) for _ in range(2)]
     counts, cu = (torch.tensor(y, dtype=torch.int32, device=x.device) for y in ([2], [0, 2]))
-    pools = (cache.k_pool, cache.v_pool, leaves, cache._state, cache.block_table)
-    op._tree_cache_step_(*pools, None, *new, counts, False, cu, None, 8, 4, *cache.options.packed())
+    pools = (cache.k_pool, cache.v_pool, leaves, [], cache._state, cache.block_table)
+    op._tree_cache_step_(
+        *pools, None, *new, None, None, counts, False, cu, None, 8, 4, *cache.options.packed()
+    )
 
 
 MUTATING = {

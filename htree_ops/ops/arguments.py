@@ -335,12 +335,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_option_dtype(op: str, dtype: object, supported: Sequence[torch.dtype]) -> None:
-    """Raises UnsupportedDtypeError unless the option ``dtype`` is one of the ``supported``."""
+def check_option_dtype(
+    op: str, dtype: object, supported: Sequence[torch.dtype], *, name: str = "dtype"
+) -> None:
+    """Raises UnsupportedDtypeError unless the option ``dtype``, called ``name``, is one of the ``supported``."""
     if dtype not in supported:
         refuse(
             UnsupportedDtypeError,
-            f"{op}: dtype must be {' or '.join(map(str, supported))}, got {dtype}",
+            f"{op}: {name} must be {' or '.join(map(str, supported))}, got {dtype}",
             dtype=dtype if isinstance(dtype, torch.dtype) else None,
             supported_dtypes=supported,
         )

@@ -489,7 +489,16 @@ BENCHMARK_CASES = {
 
 
 #: What a call of ``_tree_cache_attention`` may leave out where a Python function makes it.
-NOT_GIVEN = ("q_lengths", "rope_table", "k_codes", "k_scales", "v_codes", "v_scales")
+NOT_GIVEN = (
+    "q_lengths",
+    "rope_table",
+    "k_codes",
+    "k_scales",
+    "v_codes",
+    "v_scales",
+    "index_query",
+    "index_pool",
+)
 
 
 def op_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -555,7 +564,8 @@ def step_arguments(case: TreeCacheCase, device: str) -> tuple[Any, ...]:
     cache.decode(q, k, v)  # their leaders' lists are there
     counts = torch.full((batch,), n, dtype=torch.int32, device=device)
     rows = (counts, False, offsets((n,) * batch, device), None, capacity)
-    return (cache.k_pool, cache.v_pool, [], cache._state, cache.block_table, q, k, v, *rows)
+    state = (cache._state, cache.block_table)
+    return (cache.k_pool, cache.v_pool, [], [], *state, q, k, v, None, None, *rows)
 
 
 def truncate_arguments(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -125,3 +125,27 @@ def test_every_step_of_a_cache() -> None:
     )  # beyond the capacity of two sequences, which the host does not see
     with pytest.raises(ValueError, match="beyond the capacity"):
         cache.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("stride", "index_heads"), [(1, 2), (4, 1)])
+def test_an_index_chooses_from_pages(stride: int, index_heads: int, dtype: torch.dtype) -> None:
+    """A prompt, and steps of one row and of several, in three layers; fp32 takes the general kernels."""
+    options = {"top_k": 4, "max_top_nodes": 32, "selection_stride": stride, "page_size": 32}
+    cache = TreeKVCache(
+        2, 2, 64, 700, index_dim=16, index_heads=index_heads, dtype=dtype, device="cuda", **options
+    )  # type: ignore[arg-type]
+    q, k, v = (torch.randn(2, 612, heads, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
+    # Whole numbers, whose products are exact.
+    shape = (2, 612, index_heads, 16)
+    index = [torch.randint(-3, 4, shape, device="cuda").to(cache.index_dtype) for _ in range(2)]
+    outs, begin = [], 0
+    for n in (600, 1, 1, 10):
+        rows = slice(begin, begin + n)
+        outs.append(cache.decode(q[:, rows], k[:, rows], v[:, rows], index=tuple(x[:, rows] for x in index)))
+        begin += n
+    cache.reorder_([1, 0])
+    cache.check()
+    whole = tree_attention(q, k, v, index=tuple(index), **cache.options.to_dict())
+    near = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(torch.cat(outs, dim=1), whole, atol=near, rtol=near)  # type: ignore[arg-type]

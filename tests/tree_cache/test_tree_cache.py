@@ -338,11 +338,11 @@ def test_appends_take_what_their_pages_hold(device: str, stride: int) -> None:
         if broken or (device == "cpu" and any(errors)):  # an earlier page is looked at by the CPU alone
             met |= sum({bit for error in errors for bit in (1, 2, 4, 64) if error & bit})
             with pytest.raises((IndexError, ValueError), match=r"of the pool|more exceed"):
-                ops._tree_cache_step_(*before, None, k, k, *behind)
+                ops._tree_cache_step_(*before, None, k, k, None, None, *behind)
             assert cache.lengths.tolist() == lengths
             assert not cache.v_pool.any()
             continue
-        ops._tree_cache_step_(*before, None, k, k, *behind)
+        ops._tree_cache_step_(*before, None, k, k, None, None, *behind)
         assert cache.lengths.tolist() == after, seed
         assert cache._state[2].tolist() == [lengths, taken], seed
         assert cache._errors.tolist() == errors, seed

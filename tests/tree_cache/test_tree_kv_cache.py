@@ -64,13 +64,19 @@ class GpuRun(Run):
         too_long = any(len(x.tokens) + n > shape.capacity for x, n in zip(self.model, counts, strict=True))
         on_device = draw.random() < 0.3  # counts that the host does not know
         if not on_device and too_long and self.cache.host.exact:
-            assert "exceed the capacity" in str(refusal(self.cache.append, *rows, counts))
+            key = self.of_index(index_key=ids.cuda())
+            assert "exceed the capacity" in str(refusal(lambda: self.cache.append(*rows, counts, **key)))
             return
         given = torch.tensor(counts, dtype=torch.int32, device="cuda") if on_device else counts
         together = draw.random() < 0.5
-        found = self.cache.decode(self.q[ids.cuda()], *rows, given, return_lse=True) if together else None
+        index, key = self.of_index(index=ids.cuda()), self.of_index(index_key=ids.cuda())
+        found = (
+            self.cache.decode(self.q[ids.cuda()], *rows, given, **index, return_lse=True)
+            if together
+            else None
+        )
         if not together:
-            self.cache.append(*rows, given)
+            self.cache.append(*rows, given, **key)
         for sequence, new, i in zip(self.model, ids.tolist(), range(shape.batch), strict=True):
             if len(sequence.tokens) + counts[i] > shape.capacity:
                 self.reported = True
@@ -116,12 +122,15 @@ def alike(near: float) -> Callable[[Tensor, Tensor], bool]:
 
 
 @pytest.mark.gpu
-def test_schedules_on_a_gpu() -> None:
+@pytest.mark.parametrize("draw", [Shape.draw, Shape.draw_indexed])
+def test_schedules_on_a_gpu(draw: Callable[[int], Shape]) -> None:
     """Bytes bit for bit; rows to the tolerance of §1.11, but for the few whose selection is a matter of rounding."""
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     different = compared = 0
     for seed in schedules(500):
-        shape = replace(Shape.draw(seed, tuple(tolerance)), num_pages=None)
+        shape = replace(draw(seed), num_pages=None)
+        if shape.dtype not in tolerance:
+            shape = replace(shape, dtype=torch.float32)
         run = GpuRun(shape, "cuda", alike(tolerance[shape.dtype]))
         run.run(steps=8)
         different, compared = different + run.different, compared + run.rows
@@ -145,21 +154,23 @@ class ServedRun(GpuRun):
         if decoded and length - first < PROMPT_ROWS:  # a fresh cache takes more rows as a prompt
             alone = replace(self.shape, batch=1, seed=self.shape.seed + 1).cache(str(self.k.device))
             ids = torch.tensor([sequence.tokens], device=self.k.device)
-            alone.append(self.k[ids], self.v[ids])
-            rows = alone.attend(self.q[ids[:, first:]])
+            alone.append(self.k[ids], self.v[ids], **self.of_index(index_key=ids))
+            rows = alone.attend(self.q[ids[:, first:]], **self.of_index(index_query=ids[:, first:]))
             assert torch.equal(out, rows[0, begin - first :]), (self.shape, begin, length)  # type: ignore[index]
             self.repeated += len(out)
 
 
 @pytest.mark.gpu
-def test_schedules_of_served_sizes_on_a_gpu() -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_schedules_of_served_sizes_on_a_gpu(indexed: bool) -> None:
     """Rows bit for bit whatever the schedule, the pages and the batch; near those of ``tree_attention``.
 
     Another kernel computes the latter, and where few nodes are opened, importances that nearly tie move whole rows.
     """
     repeated = different = compared = 0
     for seed in schedules(60):
-        run = ServedRun(Shape.draw_served(seed), "cuda", alike(3e-2))
+        shape = Shape.draw_indexed(seed, served=True) if indexed else Shape.draw_served(seed)
+        run = ServedRun(shape, "cuda", alike(3e-2))
         run.run(steps=8)
         repeated += run.repeated
         different, compared = different + run.different, compared + run.rows

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from htree_ops import TreeKVCache, tree_attention
 from tests.support.tree_attention_problem import SWITCHES
 
 BANK = 256
+INDEX_DIM = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -53,6 +55,8 @@ class Shape:
     dtype: torch.dtype
     leaf_bits: int | None = None
     switches: tuple[str, ...] = ()  # options that are on
+    index_heads: int = 0  # 0: without an index
+    index_dtype: torch.dtype = torch.bfloat16
 
     @staticmethod
     def draw(seed: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Shape:
@@ -114,6 +118,19 @@ class Shape:
             switches=tuple(name for name in SWITCHES if draw.random() < 0.3),
         )
 
+    @staticmethod
+    def draw_indexed(seed: int, *, served: bool = False) -> Shape:
+        """The same sizes with an index, of heads for all K/V heads or one for each."""
+        draw = random.Random(-1 - seed)
+        shape = Shape.draw_served(seed) if served else Shape.draw(seed)
+        return replace(
+            shape,
+            importance="lse_causal",
+            span=None,
+            index_heads=draw.choice((1, shape.kv_heads)),
+            index_dtype=draw.choice((torch.bfloat16, torch.float16, torch.float32)),
+        )
+
     def options(self) -> dict[str, object]:
         return {
             "compression_rate": self.rate,
@@ -138,6 +155,15 @@ class Shape:
             page_size=self.page_size,
             num_pages=self.num_pages,
             leaf_bits=self.leaf_bits,
+            **(
+                {
+                    "index_dim": INDEX_DIM,
+                    "index_heads": self.index_heads,
+                    "index_dtype": self.index_dtype,
+                }
+                if self.index_heads
+                else {}
+            ),  # type: ignore[arg-type]
             dtype=self.dtype,
             device=device,
             **self.options(),  # type: ignore[arg-type]
@@ -148,7 +174,7 @@ class Shape:
             cache.pages.load([order[b * size : (b + 1) * size] for b in range(self.batch)])
         else:
             cache.pages.free = order
-        for pool in (cache.k_pool, cache.v_pool):
+        for pool in (cache.k_pool, cache.v_pool, *cache.pools.index_pool):
             pool.fill_(torch.nan)  # what is read before it is written shows
         return cache
 
@@ -195,6 +221,13 @@ class Run:
                 )
             )
         )
+        # Small whole numbers, so that scores tie.
+        self.index = [
+            (2 * bank(salt, max(1, shape.index_heads), INDEX_DIM, torch.float64, device))
+            .round()
+            .to(shape.index_dtype)
+            for salt in (3, 4)
+        ]
         self.missing = False
         self.different = 0
         self.rows = 0
@@ -238,9 +271,11 @@ class Run:
 
         def add() -> None:
             if attends and together:
-                found.append(self.cache.decode(self.q[ids], *arguments, return_lse=True))  # type: ignore[arg-type]
+                found.append(
+                    self.cache.decode(self.q[ids], *arguments, **self.of_index(index=ids), return_lse=True)  # type: ignore[arg-type]
+                )
             else:
-                self.cache.append(*arguments)
+                self.cache.append(*arguments, **self.of_index(index_key=ids))
 
         if (refused := refusal(add)) is not None:
             assert self.cache.lengths.tolist() == before
@@ -261,7 +296,9 @@ class Run:
     ) -> None:
         """Checks the rows of a call, those that ``decode`` has found or else those of ``attend``."""
         if found is None:
-            found = self.cache.attend(self.q[ids], counts if ragged else None, return_lse=True)  # type: ignore[assignment]
+            found = self.cache.attend(  # type: ignore[assignment]
+                self.q[ids], counts if ragged else None, **self.of_index(index_query=ids), return_lse=True
+            )
         out, lse = found  # type: ignore[misc]
         stride = self.shape.stride
         for b, (sequence, count) in enumerate(zip(self.model, counts, strict=True)):
@@ -318,11 +355,19 @@ class Run:
 
     # ---- checks
 
+    def of_index(self, **ids: Tensor) -> dict[str, Any]:
+        """The argument of an index with the rows of these tokens; none without an index."""
+        if not self.shape.index_heads:
+            return {}
+        query, key = self.index
+        rows = {"index": lambda x: (query[x], key[x]), "index_query": lambda x: query[x]}
+        return {name: rows.get(name, lambda x: key[x])(x) for name, x in ids.items()}
+
     def reference(self, tokens: list[int]) -> Tensor:
         """All rows [T, H, V] of the sequence alone."""
         ids = torch.tensor(tokens, device=self.k.device)
         rows = (x[ids][None] for x in (self.q, self.k, self.v))
-        out = tree_attention(*rows, **self.shape.options())  # type: ignore[arg-type]
+        out = tree_attention(*rows, **self.of_index(index=ids[None]), **self.shape.options())  # type: ignore[arg-type]
         assert isinstance(out, Tensor)
         return out[0]
 
@@ -344,6 +389,11 @@ class Run:
                     assert torch.equal(rows, whole[0, : len(rows)])
                 if not len(ours[0]):
                     break
+            if self.shape.index_heads:
+                found = self.cache.pools.index
+                assert found is not None
+                kept = found.tokens(self.cache.block_table[b : b + 1], len(ids))[0]
+                assert torch.equal(kept, self.index[1][ids])
 
 
 def refusal(call: Callable[..., None], *arguments: object) -> str | None:

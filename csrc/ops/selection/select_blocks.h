@@ -2,6 +2,8 @@
 // docs/semantics/selection.md §9
 #pragma once
 
+#include <vector>
+
 #include "ops/selection/block_options.h"
 #include "ops/tree/documents.h"
 
@@ -27,6 +29,9 @@ using SelectBlocksVarlen = void(const char* op, const Tensor& index_query, const
                                 const Documents& documents, const BlockOptions& options,
                                 const BlockLists& lists);
 SelectBlocks select_blocks_cpu, select_blocks_cuda;
+// The same for layers of blocks at once: lists[i] are those of blocks of block_size * rate^i tokens.
+void select_block_layers_cpu(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
+                             int64_t rate, const std::vector<BlockLists>& lists);
 SelectBlocksVarlen select_blocks_varlen_cpu, select_blocks_varlen_cuda;
 
 }  // namespace htree::tree_attention

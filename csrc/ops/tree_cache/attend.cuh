@@ -557,7 +557,7 @@ cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves
     if (error == cudaSuccess && layer > 0 && params.layout.span > 0) {
       error = launch_kernel(cache_span_kernel<T, kHeads, kPack>, score_shape, stream, params, layer);
     }
-    if (error == cudaSuccess && layer > 0) {
+    if (error == cudaSuccess && layer > 0 && !params.options.lists_given) {
       error = launch_kernel(cache_select_kernel<T, kHeads>, select_shape, stream, params, layer);
     }
     if (error == cudaSuccess) {
@@ -581,8 +581,7 @@ cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves
 template <typename T>
 cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
-  cudaError_t error =
-      launch_kernel(top_lists_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+  cudaError_t error = params.options.lists_given ? cudaSuccess : launch_top_lists(params, stream);
   if (error != cudaSuccess) {
     return error;
   }
@@ -609,10 +608,7 @@ cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, 
   const dim3 merge_grid(rows, static_cast<unsigned>(params.group));
   error = launch_kernel(merge_parts_kernel<T>, {.grid = merge_grid, .threads = kRowThreads}, stream, params,
                         num_splits(capacity));
-  if (error != cudaSuccess || params.sequences.ring == 0) {
-    return error;
-  }
-  return launch_kernel(store_ring_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+  return error != cudaSuccess || params.options.lists_given ? error : launch_store_ring(params, stream);
 }
 
 template <typename T>

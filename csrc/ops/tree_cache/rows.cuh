@@ -167,6 +167,21 @@ __global__ void __launch_bounds__(kRowThreads) store_ring_kernel(const AttendPar
   }
 }
 
+template <typename T>
+cudaError_t launch_top_lists(const AttendParams<T>& params, cudaStream_t stream) {
+  const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
+  return launch_kernel(top_lists_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+}
+
+template <typename T>
+cudaError_t launch_store_ring(const AttendParams<T>& params, cudaStream_t stream) {
+  if (params.sequences.ring == 0) {
+    return cudaSuccess;
+  }
+  const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
+  return launch_kernel(store_ring_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
+}
+
 // Block (query, kv head; query head of the group): merges all parts of the softmax, from the top layer down
 // and in the order of the candidates.
 template <typename T>

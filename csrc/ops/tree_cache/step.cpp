@@ -7,6 +7,7 @@
 #include "host/no_gradient.h"
 #include "host/overlap.h"
 #include "host/registration.h"
+#include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/mutating.h"
 #include "ops/tree_cache/tree_cache.h"
 
@@ -92,6 +93,30 @@ LengthStep length_step(const Tensor& counts, const Tensor& block_table, TensorLi
   return step;
 }
 
+// What a call of a cache with an index has of it, and nothing of a call of another one.
+void check_index(const char* op, const TreeOptions& options, const Pools& pools, TensorList index_pool,
+                 const OptionalTensor& index_query, const OptionalTensor& q, const OptionalTensor& index_key,
+                 const OptionalTensor& k, int64_t page_size) {
+  TORCH_CHECK_VALUE(index_pool.size() < 2, op, ": index_pool must have 0 or 1 tensors, got ",
+                    index_pool.size());
+  const bool has_index = !index_pool.empty();
+  TORCH_CHECK_VALUE(index_query.has_value() == (has_index && q.has_value()), op, ": index_query must ",
+                    index_query.has_value() ? "be None where q or index_pool is missing, got a tensor"
+                                            : "be given beside q and index_pool, got None");
+  TORCH_CHECK_VALUE(index_key.has_value() == (has_index && k.has_value()), op, ": index_key must ",
+                    index_key.has_value() ? "be None where k or index_pool is missing, got a tensor"
+                                          : "be given beside k and index_pool, got None");
+  if (!has_index) return;
+  check_index_options(op, options);
+  check_index_pool(op, pools, index_pool[0], page_size);
+  if (index_key.has_value())
+    check_index_rows(op, "index_key", *index_key, "the new tokens of k", *k, index_pool[0]);
+  for (const auto& [name, pool] : {std::pair{"k_pool", pools.keys}, std::pair{"v_pool", pools.values}}) {
+    check_disjoint(op, name, pool, "index_pool", index_pool[0]);
+  }
+  if (index_key.has_value()) check_disjoint(op, "index_pool", index_pool[0], "index_key", *index_key);
+}
+
 Tensor joined(const Tensor& x) {
   return tree_attention::unit_last(x.flatten(0, 1));
 }
@@ -99,11 +124,13 @@ Tensor joined(const Tensor& x) {
 // ---- a step
 
 // The kernels of a device.
-template <Lengths* kLengthsOf, Append* kAppendOf, AppendPacked* kAppendPackedOf, Attention* kAttentionOf>
+template <Lengths* kLengthsOf, Append* kAppendOf, AppendPacked* kAppendPackedOf, AppendIndex* kAppendIndexOf,
+          Attention* kAttentionOf>
 struct Kernels {
   static constexpr auto* kLengths = kLengthsOf;
   static constexpr auto* kAppend = kAppendOf;
   static constexpr auto* kAppendPacked = kAppendPackedOf;
+  static constexpr auto* kAppendIndex = kAppendIndexOf;
   static constexpr auto* kAttention = kAttentionOf;
 };
 struct NoKernels {
@@ -112,12 +139,13 @@ struct NoKernels {
 
 // New tokens of sequences that had plan[0] tokens, of which plan[1] count.
 template <typename Kernel>
-void append_rows(const Pools& pools, TensorList leaves, const SequenceState& state, const PageLayout& layout,
-                 const Tensor& k, const Tensor& v, const Tensor& cu_rows) {
+void append_rows(const Pools& pools, TensorList leaves, TensorList index_pool, const SequenceState& state,
+                 const PageLayout& layout, const Tensor& k, const Tensor& v, const OptionalTensor& index_key,
+                 const Tensor& cu_rows) {
   const Tensor before = state.plan.select(0, 0);
   const Pools held = {pools.keys, pools.values, pools.block_table, before, pools.leaves};
-  const AppendCall call = {joined(k), joined(v), cu_rows, OptionalTensor(state.plan.select(0, 1)),
-                           k.size(1), kStepOp};
+  const OptionalTensor counts = state.plan.select(0, 1);
+  const AppendCall call = {joined(k), joined(v), cu_rows, counts, k.size(1), kStepOp};
   try {
     leaves.empty() ? Kernel::kAppend(held, layout, call)
                    : Kernel::kAppendPacked(held, {leaves[4], leaves[5]}, layout, call);
@@ -125,15 +153,20 @@ void append_rows(const Pools& pools, TensorList leaves, const SequenceState& sta
     state.lengths.copy_(before);
     throw;
   }
+  if (!index_pool.empty()) {
+    const Tensor rows = joined(*index_key);
+    Kernel::kAppendIndex(held, index_pool[0], layout, {rows, rows, cu_rows, counts, k.size(1), kStepOp});
+  }
 }
 
-// if k: lengths, plan = advance(counts); tree_cache_append_(k, v) of the tokens that were taken
+// if k: lengths, plan = advance(counts); tree_cache_append_(k, v) of the tokens that were taken, and their index_key
 // if q: out, lse, lists, list_pos = tree_cache_attention(q)
 template <typename Kernel>
 StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_pool, TensorList leaves,
-                 TensorList state_list, const Tensor& block_table, const OptionalTensor& q,
-                 const OptionalTensor& k, const OptionalTensor& v, const Tensor& counts, bool ragged,
-                 const Tensor& cu_rows, const OptionalTensor& rope_table, int64_t capacity,
+                 TensorList index_pool, TensorList state_list, const Tensor& block_table,
+                 const OptionalTensor& q, const OptionalTensor& k, const OptionalTensor& v,
+                 const OptionalTensor& index_query, const OptionalTensor& index_key, const Tensor& counts,
+                 bool ragged, const Tensor& cu_rows, const OptionalTensor& rope_table, int64_t capacity,
                  int64_t page_size) {
   constexpr const char* kOp = kStepOp;
   check_leaves(kOp, leaves);
@@ -156,6 +189,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
       check_tails(kOp, pools, {leaves[4], leaves[5]}, *k, *v, of_page);
     }
   }
+  check_index(kOp, options, pools, index_pool, index_query, q, index_key, k, page_size);
   const bool strided = options.selection_stride > 1;
   const OptionalTensor ring = strided ? OptionalTensor(state.lists) : OptionalTensor();
   const OptionalTensor leaders = strided ? OptionalTensor(state.list_pos) : OptionalTensor();
@@ -164,8 +198,12 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
     if (k.has_value()) {
       check_size(kOp, "k", *k, 1, q->sym_size(1), "n of q");
     }
-    outputs =
-        prepare_attention(kOp, pools, {*q, cu_rows, ring, leaders, row_counts, rope_table}, options, of_page);
+    std::optional<IndexInputs> index;
+    if (index_query.has_value()) index.emplace(IndexInputs{*index_query, index_pool[0]});
+    outputs = prepare_attention(
+        kOp, pools,
+        {*q, cu_rows, ring, leaders, row_counts, rope_table, index.has_value() ? &*index : nullptr}, options,
+        of_page);
   }
   auto& [out, lse, new_lists, new_list_pos] = outputs;
   if constexpr (Kernel::kLengths != nullptr) {
@@ -179,10 +217,14 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
       Kernel::kLengths(pointers(state, leaves), lengths, /*truncates=*/false, k_pool);
     }
     if (counts.numel() > 0 && lengths.appends) {
-      append_rows<Kernel>(pools, leaves, state, layout, *k, *v, cu_rows);
+      append_rows<Kernel>(pools, leaves, index_pool, state, layout, *k, *v, index_key, cu_rows);
     }
     if (q.has_value()) {
-      Kernel::kAttention(pools, layout, {joined(*q), cu_rows, ring, leaders, row_counts, rope_table},
+      const Tensor chooser = index_query.has_value() ? joined(*index_query) : Tensor();
+      const IndexInputs index = {chooser, index_query.has_value() ? index_pool[0] : chooser};
+      Kernel::kAttention(pools, layout,
+                         {joined(*q), cu_rows, ring, leaders, row_counts, rope_table,
+                          index_query.has_value() ? &index : nullptr},
                          tree_attention::resolve(options, q->size(3)),
                          {out.flatten(0, 1), lse.flatten(0, 1), new_lists, new_list_pos});
       if (strided) {
@@ -227,13 +269,15 @@ void truncate(const TreeOptions& options, TensorList leaves, TensorList state_li
 
 constexpr char kStepName[] = "htree::_tree_cache_step_";
 constexpr char kTruncateName[] = "htree::_tree_cache_truncate_";
-using MutatingStep = Mutating<kStepName, kPacked<step<NoKernels>>, 4>;
+using MutatingStep = Mutating<kStepName, kPacked<step<NoKernels>>, 5>;
 using MutatingTruncate = Mutating<kTruncateName, kPacked<truncate<nullptr>>, 2>;
 
 // New tokens are copied and rows have no gradient: a backward through these raises.
-StepOutputs step_autograd(const Tensor& k_pool, const Tensor& v_pool, TensorList leaves, TensorList state,
-                          const Tensor& block_table, const OptionalTensor& q, const OptionalTensor& k,
-                          const OptionalTensor& v, const Tensor& counts, bool ragged, const Tensor& cu_rows,
+StepOutputs step_autograd(const Tensor& k_pool, const Tensor& v_pool, TensorList leaves,
+                          TensorList index_pool, TensorList state, const Tensor& block_table,
+                          const OptionalTensor& q, const OptionalTensor& k, const OptionalTensor& v,
+                          const OptionalTensor& index_query, const OptionalTensor& index_key,
+                          const Tensor& counts, bool ragged, const Tensor& cu_rows,
                           const OptionalTensor& rope_table, int64_t capacity, int64_t page_size,
                           at::IntArrayRef option_ints, at::ArrayRef<double> option_floats) {
   refuse_grad(kStepOp, {k_pool, v_pool});
@@ -243,8 +287,9 @@ StepOutputs step_autograd(const Tensor& k_pool, const Tensor& v_pool, TensorList
   }
   StepOutputs outputs = [&] {
     at::AutoDispatchBelowAutograd guard;
-    return MutatingStep::again(k_pool, v_pool, leaves, state, block_table, q, k, v, counts, ragged, cu_rows,
-                               rope_table, capacity, page_size, option_ints, option_floats);
+    return MutatingStep::again(k_pool, v_pool, leaves, index_pool, state, block_table, q, k, v, index_query,
+                               index_key, counts, ragged, cu_rows, rope_table, capacity, page_size,
+                               option_ints, option_floats);
   }();
   if (!q.has_value() || inputs.empty()) return outputs;
   const auto nodes = without_gradient(
@@ -255,9 +300,9 @@ StepOutputs step_autograd(const Tensor& k_pool, const Tensor& v_pool, TensorList
   return {nodes[0], nodes[1]};
 }
 
-using Cpu = Kernels<lengths_cpu, append_cpu, append_packed_cpu, attention_cpu>;
+using Cpu = Kernels<lengths_cpu, append_cpu, append_packed_cpu, append_index_cpu, attention_cpu>;
 #if defined(HTREE_WITH_CUDA)
-using Cuda = Kernels<lengths_cuda, append_cuda, append_packed_cuda, attention_cuda>;
+using Cuda = Kernels<lengths_cuda, append_cuda, append_packed_cuda, append_index_cuda, attention_cuda>;
 #endif
 
 }  // namespace
@@ -265,8 +310,9 @@ using Cuda = Kernels<lengths_cuda, append_cuda, append_packed_cuda, attention_cu
 TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string options = tree_attention::kPackedSchema;
   const std::string step =
-      "_tree_cache_step_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor(d!)[] state, "
-      "Tensor block_table, Tensor? q, Tensor? k, Tensor? v, Tensor counts, bool ragged, Tensor cu_rows, "
+      "_tree_cache_step_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, "
+      "Tensor(d!)[] index_pool, Tensor(e!)[] state, Tensor block_table, Tensor? q, Tensor? k, Tensor? v, "
+      "Tensor? index_query, Tensor? index_key, Tensor counts, bool ragged, Tensor cu_rows, "
       "Tensor? rope_table, int capacity, int page_size, " +
       options + ") -> (Tensor out, Tensor lse)";
   const std::string truncate =

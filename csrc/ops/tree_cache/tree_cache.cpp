@@ -81,14 +81,17 @@ void append_packed(const TreeOptions& tree_options, const Tensor& k_pool, const 
 
 // for b, for each of the queries, which are the last tokens t of lengths[b]:
 //   row t of tree_attention over k[:t + 1], v[:t + 1] with the lists of the leader t - t % s, which come from
-//   this call, or from lists[b, j] where list_pos[b, j] is the leader
+//   this call, or from lists[b, j] where list_pos[b, j] is the leader; with an index those of
+//   tree_attention(..., index=(index_query, index_key[:t + 1]))
 template <Attention* kKernel>
 AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Tensor& k_pool,
                            const Tensor& v_pool, const Tensor& block_table, const Tensor& lengths,
                            const Tensor& cu_q, const OptionalTensor& lists, const OptionalTensor& list_pos,
                            const OptionalTensor& q_lengths, const OptionalTensor& rope_table,
                            const OptionalTensor& k_codes, const OptionalTensor& k_scales,
-                           const OptionalTensor& v_codes, const OptionalTensor& v_scales, int64_t page_size) {
+                           const OptionalTensor& v_codes, const OptionalTensor& v_scales,
+                           const OptionalTensor& index_query, const OptionalTensor& index_pool,
+                           int64_t page_size) {
   constexpr const char* kOp = "tree_cache_attention";
   const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
@@ -103,17 +106,24 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
   const Pools pools = {k_pool, v_pool, block_table, lengths, packed_leaves};
   check_cache_options(kOp, options);
   check_pools(kOp, pools, pages);
-  AttentionOutputs outputs =
-      prepare_attention(kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table}, options, pages);
+  TORCH_CHECK_VALUE(index_query.has_value() == index_pool.has_value(), kOp,
+                    ": index_query and index_pool must be given together, got only one of them");
+  std::optional<IndexInputs> index;
+  if (index_pool.has_value()) index.emplace(IndexInputs{*index_query, *index_pool});
+  AttentionOutputs outputs = prepare_attention(
+      kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table, index.has_value() ? &*index : nullptr},
+      options, pages);
   if constexpr (kKernel != nullptr) {
     const auto dense = [](const OptionalTensor& x) {
       return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
     };
     const Tensor table = block_table.contiguous();
     const Tensor held = lengths.contiguous();
+    const Tensor chooser = index.has_value() ? tree_attention::unit_last(*index_query) : Tensor();
+    const IndexInputs chosen_by = {chooser, index.has_value() ? *index_pool : chooser};
     kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, pages),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
-             rope_table},
+             rope_table, index.has_value() ? &chosen_by : nullptr},
             tree_attention::resolve(options, q.size(2)), outputs);
   }
   return outputs;
@@ -164,7 +174,8 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   const std::string attention =
       "_tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
       "Tensor cu_q, Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
-      "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, int page_size, " +
+      "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, Tensor? index_query, Tensor? index_pool, "
+      "int page_size, " +
       options + ") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)";
   define_ops(library, {
                           append.c_str(),

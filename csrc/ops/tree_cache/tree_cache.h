@@ -88,6 +88,12 @@ AppendPacked append_packed_cpu, append_packed_cuda;
 
 // ---- tree_cache_attention
 
+// An index, by which nodes are chosen. docs/semantics/tree_cache.md §7.7
+struct IndexInputs {
+  const Tensor& query;  // [N_q, H_i, d], H_i is H_kv or 1
+  const Tensor& keys;   // [num_pages, H_i, P, d] contiguous
+};
+
 struct AttentionInputs {
   const Tensor& q;                          // [N_q, H, K]
   const Tensor& cu_q;                       // int32 [B + 1]
@@ -95,6 +101,7 @@ struct AttentionInputs {
   const std::optional<Tensor>& list_pos;    // int32 [B, ring]
   const std::optional<Tensor>& q_lengths;   // int32 [B]
   const std::optional<Tensor>& rope_table;  // [2, size, K/2]
+  const IndexInputs* index = nullptr;       // null: scores choose
 };
 // (out [N_q, H, V], lse [N_q, H], lists [B, ring, L, H_kv, k], list_pos [B, ring])
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;

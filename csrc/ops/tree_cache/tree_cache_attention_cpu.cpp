@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ops/sparse_attention/cpu/query_worker.h"
+#include "ops/tree_cache/index/index_lists_cpu.h"
 #include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
 
@@ -229,14 +230,20 @@ class StrideTask {
       slots_[i] = static_cast<int32_t>(i);
   }
 
-  // Computes the queries of the call among the tokens [stride s, stride (s + 1)).
-  void run(const Sequence& sequence, int64_t stride, int64_t head, const WholeLayers<Real>& whole) {
+  // Computes the queries of the call among the tokens [stride s, stride (s + 1)). `chosen` are the lists of an index, null
+  // where scores choose.
+  void run(const Sequence& sequence, int64_t stride, int64_t head, const WholeLayers<Real>& whole,
+           const IndexLists* chosen) {
     const int64_t leader = stride * call_.args.selection_stride;
     const int64_t begin = std::max(leader, sequence.begin());
     const int64_t end = std::min(leader + call_.args.selection_stride, sequence.length);
     bool known = begin == leader || load_lists(sequence.index, leader, head);
+    if (begin == leader) {
+      write_top_lists(leader, top_of(leader));
+      if (chosen != nullptr) take_lists(*chosen, stride, head, top_of(leader));
+    }
     for (int64_t token = begin; token < end; ++token) {
-      known = known && attend(sequence, token, head, token == leader, whole);
+      known = known && attend(sequence, token, head, token == leader && chosen == nullptr, whole);
       write_row(sequence.first_row + token - sequence.first_token(), head, known);
     }
     const int64_t last = (sequence.length - 1) / call_.args.selection_stride;
@@ -260,6 +267,12 @@ class StrideTask {
     return true;
   }
 
+  // The lists below the top that an index has chosen for the leader of a stride.
+  void take_lists(const IndexLists& chosen, int64_t stride, int64_t head, int64_t top) {
+    for (int64_t layer = 0; layer < top; ++layer)
+      chosen.copy(layer, stride, head, list(layer));
+  }
+
   void store_lists(int64_t b, int64_t leader, int64_t head) {
     const int64_t slot = b * call_.ring() + call_.ring_slot(leader);
     auto* to = std::get<2>(call_.outputs).template mutable_data_ptr<int32_t>();
@@ -269,8 +282,12 @@ class StrideTask {
     }
   }
 
-  // Writes the lists of the layers from the top of a sequence that ends at the token upwards,
-  // which open every node.
+  // The top of a sequence that ends at the token.
+  int64_t top_of(int64_t token) const {
+    return tree_attention::num_layers(token + 1, call_.args.max_top_nodes, call_.args.compression_rate) - 1;
+  }
+
+  // Writes the lists of the layers from that top upwards, which open every node.
   void write_top_lists(int64_t token, int64_t top) {
     for (int64_t layer = top; layer < call_.layout.num_layers; ++layer) {
       const int64_t count = token / call_.layout.tokens[layer] / call_.layout.rate + 1;
@@ -280,8 +297,8 @@ class StrideTask {
     }
   }
 
-  // Computes one row. False where one of its lists is not valid.
-  bool attend(const Sequence& sequence, int64_t token, int64_t head, bool leads,
+  // Computes one row, and below its top the lists that it chooses where it `selects`. False where a list is not valid.
+  bool attend(const Sequence& sequence, int64_t token, int64_t head, bool selects,
               const WholeLayers<Real>& whole) {
     const AttentionArgs& args = call_.args;
     const int64_t r = args.compression_rate;
@@ -290,9 +307,7 @@ class StrideTask {
     worker_.load_query(q.const_data_ptr<T>() + row * q.stride(0) + head * call_.shape.group * q.stride(1),
                        q.stride(1), args.scale);
     worker_.clear_state();
-    const int64_t top = tree_attention::num_layers(token + 1, args.max_top_nodes, r) - 1;
-    if (leads) write_top_lists(token, top);
-    for (int64_t l = top; l >= 0; --l) {
+    for (int64_t l = top_of(token); l >= 0; --l) {
       const int64_t rightmost = token / call_.layout.tokens[l];
       const int64_t num_nodes =
           whole.empty() ? rightmost + 1 : whole.layers[static_cast<size_t>(l)].num_nodes();
@@ -311,7 +326,7 @@ class StrideTask {
       }
       if (merges) worker_.score(layer, call_.rotation(), seen);
       int64_t num_selected = 0;
-      if (l > 0 && leads) {
+      if (l > 0 && selects) {
         num_selected = merges && call_.layout.span > 0
                            ? select_by_span(sequence.index, l, head, candidates, seen, whole)
                            : worker_.select(seen, width_, positions_.data());
@@ -464,13 +479,16 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
     const Sequence* sequence;
     int64_t stride;
   };
+  // Those of an index, of the sequences that have rows.
+  std::vector<std::optional<IndexLists>> chosen(sequences.size());
   const int64_t heads = layout.num_kv_heads;
   const auto run = [&](const std::vector<Task>& tasks, const WholeLayers<Real>& whole) {
     const auto num = static_cast<int64_t>(tasks.size());
     tree_attention::parallel_tasks(num * heads, [&] {
       return [&, worker = StrideTask<T, Real>(call)](int64_t task) mutable {
         const Task& one = tasks[static_cast<size_t>(num - 1 - task / heads)];  // the longest lists first
-        worker.run(*one.sequence, one.stride, task % heads, whole);
+        const auto& lists = chosen[static_cast<size_t>(one.sequence - sequences.data())];
+        worker.run(*one.sequence, one.stride, task % heads, whole, lists.has_value() ? &*lists : nullptr);
       };
     });
   };
@@ -478,6 +496,11 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
   for (const Sequence& sequence : sequences) {
     const int64_t rows = sequence.length - sequence.begin();
     if (rows == 0 || sequence.count == 0) continue;
+    if (inputs.index != nullptr) {
+      const int64_t first_row = sequence.first_row + sequence.begin() - sequence.first_token();
+      chosen[static_cast<size_t>(&sequence - sequences.data())] = index_lists_cpu(
+          pools, layout, *inputs.index, args, {sequence.index, first_row, sequence.begin(), sequence.length});
+    }
     const int64_t seen = std::min(args.top_k * args.compression_rate, sequence.length);
     constexpr int64_t kReadsPerRow = 4;  // above so many reads of a row it pays to lay out whole layers
     const bool lays_out = rows * seen > kReadsPerRow * sequence.length;

@@ -8,6 +8,7 @@
 
 #include "host/check.h"
 #include "host/overlap.h"
+#include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/packed/packed_leaves.h"
 #include "ops/tree_cache/tree_cache.h"
 
@@ -250,6 +251,11 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
   tree_attention::check_frequencies(op, options, width);
   TORCH_CHECK_VALUE(holds(num_heads.sym_ge(1)) && same_size(num_heads % kv_heads, 0), op,
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
+  if (inputs.index != nullptr) {
+    check_index_options(op, options);
+    check_index_pool(op, pools, inputs.index->keys, page_options.page_size);
+    check_index_rows(op, "index_query", inputs.index->query, "the rows of q", q, inputs.index->keys);
+  }
   const SymInt batch = pools.block_table.sym_size(0);
   TORCH_CHECK_VALUE(inputs.lists.has_value() == inputs.list_pos.has_value(), op,
                     ": lists and list_pos must be given together, got only one of them");

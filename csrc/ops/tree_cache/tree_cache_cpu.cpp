@@ -8,6 +8,7 @@
 
 #include "host/dispatch.h"
 #include "ops/tree/cpu/stage_cpu.h"
+#include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
 
@@ -234,6 +235,21 @@ void append_packed_cpu(const Pools& pools, const Tails& tails, const PageLayout&
   });
 }
 
+void append_index_cpu(const Pools& pools, const Tensor& index_pool, const PageLayout& layout,
+                      const AppendCall& call) {
+  const std::vector<NewTokens> all = new_tokens(pools, layout, call);
+  const PageLayout of_index = index_layout(layout, index_pool.size(1));
+  dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (const NewTokens& tokens : all) {
+      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
+      append_rows<T>(
+          tokens, call.k,
+          {of_index, table, stored_mutable<T>(index_pool), of_index.key_rows(), index_pool.size(3)}, false);
+    }
+  });
+}
+
 void copy_cpu(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
   const auto* from = pages.const_data_ptr<int32_t>();
   const int64_t num = pages.size(1), num_pages = k_pool.size(0);
@@ -247,6 +263,7 @@ void copy_cpu(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {
   for (int64_t i = 0; i < num; ++i) {
     if (from[i] == -1 || from[i] == from[num + i]) continue;
     for (const Tensor& pool : {k_pool, v_pool}) {
+      if (pool.numel() == 0) continue;
       const size_t bytes = pool.nbytes() / static_cast<size_t>(pool.size(0));
       auto* data = static_cast<char*>(pool.mutable_data_ptr());
       std::memcpy(data + static_cast<size_t>(from[num + i]) * bytes,

@@ -13,6 +13,8 @@
 #include "host/env.h"
 #include "host/op_handle.h"
 #include "ops/tree/cuda/cuda_tree.h"
+#include "ops/tree_cache/index/index_keys.h"
+#include "ops/tree_cache/index/index_lists_cuda.h"
 #include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"
@@ -184,32 +186,35 @@ cudaError_t launch_chunk(const AttendParams<T>& params, const LeafPools* leaves,
   return leaves == nullptr ? launch_attend(params, stream) : launch_attend_packed(params, *leaves, stream);
 }
 
-// Computes all rows of the call, one chunk after another on the stream.
+// Computes all rows of the call, one chunk after another on the stream. `index` is null where scores choose.
 template <typename T>
-void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor& like, cudaStream_t stream) {
+void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexInputs* index,
+                   const Tensor& like, cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
   DecodePlans plans = decode_plans(params, leaves, total);
-  const bool general = !plans.taken();
+  const bool general = !plans.taken(), described = general || index != nullptr;
+  params.options.lists_given = index != nullptr;
   RowScratch scratch = row_scratch(params);
   if (!general) {
     const int64_t span_scores =
         int64_t{params.layout.rate} * params.options.top_k * padded_heads(params.group);
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
-               .lists = params.options.stride > 1 ? scratch.lists : 0};
+               .lists = params.options.stride > 1 || index != nullptr ? scratch.lists : 0};
   }
+  const int64_t index_bytes = index == nullptr ? 0 : 4 * index->keys.size(1) * index_score_row(params.layout);
   const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
   const int64_t rows =
-      std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads, 1),
+      std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads + index_bytes, 1),
                           params.options.stride, std::max<int64_t>(most, params.options.stride));
   const int64_t num = std::min(rows, total) * heads;
   const auto words = [&](int64_t count) { return at::empty({count}, like.options().dtype(at::kInt)); };
-  const Tensor query_rows = words(general ? total * static_cast<int64_t>(sizeof(QueryRow) / 4) : 0);
+  const Tensor query_rows = words(described ? total * static_cast<int64_t>(sizeof(QueryRow) / 4) : 0);
   const Tensor floats =
       words(num * (scratch.scores + scratch.span_scores + 2 * scratch.parts + scratch.outs));
   const Tensor ints = words(num * (scratch.keys + 2 * scratch.lists));
   RowChunk& chunk = params.chunk;
-  chunk.rows = general ? reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr()) : nullptr;
+  chunk.rows = described ? reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr()) : nullptr;
   chunk.scores = data<float>(floats);
   chunk.span_scores = chunk.scores + num * scratch.scores;
   chunk.part_max = chunk.span_scores + num * scratch.span_scores;
@@ -225,7 +230,14 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const Tensor
     if (!general && chunk.num < total) {
       plans = decode_plans(params, leaves, chunk.num);
     }
+    if (index != nullptr) {
+      C10_CUDA_CHECK(launch_top_lists(params, stream));
+      choose_by_index(*index, params.layout, params.sequences, params.options, chunk, stream);
+    }
     C10_CUDA_CHECK(launch_chunk(params, leaves, plans, stream));
+    if (index != nullptr) {
+      C10_CUDA_CHECK(launch_store_ring(params, stream));
+    }
     chunk.previous = chunk.first;
     std::swap(chunk.lists, chunk.previous_lists);
   }
@@ -277,6 +289,18 @@ void append_packed_cuda(const Pools& pools, const Tails& tails, const PageLayout
   });
 }
 
+void append_index_cuda(const Pools& pools, const Tensor& index_pool, const PageLayout& layout,
+                       const AppendCall& call) {
+  const LaunchScope scope(call.k);
+  const Pools of_index = {index_pool, index_pool, pools.block_table, pools.lengths};
+  dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    AppendParams<T> params = append_params<T>(of_index, index_layout(layout, index_pool.size(1)), call);
+    params.v.width = 0;  // these pages have keys alone
+    C10_CUDA_CHECK(launch_append(params, scope.stream()));
+  });
+}
+
 void attention_cuda(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
                     const AttentionArgs& args, const AttentionOutputs& outputs) {
   constexpr const char* kOp = "tree_cache_attention";
@@ -322,7 +346,7 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
       check_alignment(kOp, "rope_table", params.options.cos);
       check_alignment(kOp, "rope_table", params.options.sin);
     }
-    attend_chunks(params, leaves.has_value() ? &*leaves : nullptr, inputs.q, scope.stream());
+    attend_chunks(params, leaves.has_value() ? &*leaves : nullptr, inputs.index, inputs.q, scope.stream());
   });
 }
 

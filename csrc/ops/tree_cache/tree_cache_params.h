@@ -75,6 +75,7 @@ struct CacheOptions {
   tree_attention::SelectionOptions selection;
   const float* cos = nullptr;  // [>= top_k r, K/2], null: no rotation
   const float* sin = nullptr;
+  bool lists_given = false;  // the lists of all leaders are in the chunk: an index has chosen
 };
 
 // Rows [first, first + num) of a call of `total` rows, and their scratch. The lists of the previous chunk are
@@ -125,12 +126,18 @@ inline int num_splits(int64_t capacity) {
 // Decides which leaders the ring holds after the call, and describes each row of the whole call.
 template <typename T>
 cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream);
-// Takes the chunk's rows through all layers, and copies its leaders' lists to the ring.
+// Writes the lists of the chunk's leaders from their top upwards, which open every node.
+template <typename T>
+cudaError_t launch_top_lists(const AttendParams<T>& params, cudaStream_t stream);
+// Copies the lists of the chunk's leaders to the ring.
+template <typename T>
+cudaError_t launch_store_ring(const AttendParams<T>& params, cudaStream_t stream);
+// Takes the chunk's rows through all layers, where lists are not given with those two around it.
 template <typename T>
 cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
-// The same on Hopper in one launch, with a stride in two, twice as many where the last rows are apart; with span means
-// launch_top_spans comes first. K = V = kDim; `plans` take the call. Rows need no description. kSpans says whether the
-// pages have span means.
+// The same on Hopper in one launch, in two with a stride where lists are not given, twice as many where the last rows are
+// apart; with span means launch_top_spans comes first. K = V = kDim; `plans` take the call. Rows need no description. kSpans
+// says whether the pages have span means.
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& params, const DecodePlans& plans, cudaStream_t stream);
 // Scores of span means in the layer where a leader first chooses, in chunk.span_scores.

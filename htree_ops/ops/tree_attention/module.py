@@ -133,7 +133,7 @@ class HTreeAttention(nn.Module):
             selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
             the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
             ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does, over whole
-            sequences: with ``cu_seqlens``, a cache or ``cp_group`` it raises NotImplementedError. It learns by
+            sequences and from a cache: with ``cu_seqlens`` or ``cp_group`` it raises NotImplementedError. It learns by
             :func:`htree_ops.index_losses`; until then it is a random projection.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
@@ -401,6 +401,7 @@ class HTreeAttention(nn.Module):
             num_pages=num_pages,
             leaf_bits=leaf_bits,
             prompt_bytes=prompt_bytes,
+            index_dim=self.index_dim,
             dtype=dtype,
             device=device,
         )
@@ -415,13 +416,18 @@ class HTreeAttention(nn.Module):
             raise ValueError(
                 f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
             )
+        if cache.index_dim != self.index_dim:
+            raise ValueError(
+                f"HTreeAttention: cache must have the index_dim of the layer = {self.index_dim}, got {cache.index_dim}"
+            )
         q, k, v = self._project(x)
         if self._rotates:
             places = cache.lengths[:, None]
             if q.shape[1] != 1:
                 places = places + torch.arange(q.shape[1], device=cache.device)
             q, k = self._rotated(q, k, places)
-        out = cache.decode(q, *expand_heads(options, q, k, v), lengths)
+        index = self.index_of(q, k) if self.index_dim else None
+        out = cache.decode(q, *expand_heads(options, q, k, v), lengths, index=index)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         y: Tensor = self.o_proj(out.flatten(2))
         if lengths is None:
@@ -682,8 +688,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or any of these and
-                cu_seqlens beside an index.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or that or cu_seqlens
+                beside an index.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
@@ -707,7 +713,7 @@ class HTreeAttention(nn.Module):
         if lengths is not None and cache is None:
             raise ValueError("HTreeAttention: lengths must be None where cache is None")
         if self.index_dim:
-            others = {"cu_seqlens": cu_seqlens, "cache": cache, "cp_group": self.cp_group}
+            others = {"cu_seqlens": cu_seqlens, "cp_group": self.cp_group}
             if beside := [name for name, value in others.items() if value is not None]:
                 raise NotImplementedError(
                     f"HTreeAttention: {beside[0]} is not supported beside an index, which index_dim = 0 leaves out"

@@ -18,6 +18,7 @@ from htree_ops.ops.arguments import (
     FLOATING,
     FLOATING_AND_DOUBLE,
     check_data,
+    check_devices,
     check_dtype,
     check_int,
     check_kind,
@@ -27,10 +28,12 @@ from htree_ops.ops.arguments import (
     option_device,
 )
 from htree_ops.ops.paging import Change, Pages, is_recorded, on_device
+from htree_ops.ops.tree_attention.attention import Index
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
 from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
-from htree_ops.ops.tree_cache.functions import cache_options, tree_cache_attention
+from htree_ops.ops.tree_cache.functions import cache_options
+from htree_ops.ops.tree_cache.index import IndexPages, index_sizes
 from htree_ops.ops.tree_cache.leaves import check_leaf_bits
 from htree_ops.ops.tree_cache.lengths import HostLengths, integers, read_counts
 from htree_ops.ops.tree_cache.pools import Pools, Sizes
@@ -101,6 +104,11 @@ class TreeKVCache:
         prompt_bytes: most bytes of the copies that a prompt in chunks leaves on a GPU for its next chunk, until a step
             of few rows; they take as much as the pages of the prompt, at most half as much again. None is no bound, 0
             keeps none, so that every chunk copies the whole sequence again (docs/semantics/tree_cache.md §7.6).
+        index_dim: d of an index, a multiple of 16 up to 128: nodes are chosen by it in place of scores, as with
+            ``index`` of :func:`htree_ops.tree_attention`, and the pages keep the index keys of all tokens. 0 is no
+            index. index_heads: H_i, num_kv_heads or 1; None is num_kv_heads. index_dtype: of the index keys, float32,
+            float16 or bfloat16; None is ``dtype`` where that has 16 bits, else bfloat16. Index keys and index queries
+            of another dtype are rounded to it.
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
@@ -132,6 +140,9 @@ class TreeKVCache:
         num_pages: int | None = None,
         leaf_bits: int | None = None,
         prompt_bytes: int | None = None,
+        index_dim: int = 0,
+        index_heads: int | None = None,
+        index_dtype: torch.dtype | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         **keywords: Unpack[TreeKeywords],
@@ -171,6 +182,10 @@ class TreeKVCache:
             check_leaf_bits(OP, leaf_bits, head_dim, value_dim, dtype)
         if prompt_bytes is not None:
             check_int(OP, "prompt_bytes", prompt_bytes, 0, 2**63 - 1)
+        self.index_dim = index_dim
+        self.index_heads, self.index_dtype = index_sizes(
+            OP, self.options, num_kv_heads, index_dim, index_heads, index_dtype, dtype
+        )
         self.leaf_bits = leaf_bits
         self.batch, self.num_kv_heads = batch, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
@@ -197,6 +212,11 @@ class TreeKVCache:
             self.leaf_bits,
             self.dtype,
             device,
+            IndexPages(
+                self.num_pages, self.index_heads, self.page_size, self.index_dim, self.index_dtype, device
+            )
+            if self.index_dim
+            else None,
         )
         self.num_layers = self.pools.layers
         self.ring = Ring(batch, self.num_layers, self.num_kv_heads, options, device)
@@ -244,25 +264,40 @@ class TreeKVCache:
 
     # ---- tokens
 
-    def append(self, k: Tensor, v: Tensor, lengths: Tensor | Sequence[int] | None = None) -> None:
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        index_key: Tensor | None = None,
+    ) -> None:
         """Adds n tokens to every sequence, or the first ``lengths[b]`` of them to sequence b.
 
         Args:
             k: [B, n, H_kv, K], not rotated; v: [B, n, H_kv, V]; in the dtype of the cache.
             lengths: tokens of each sequence that count, 0 ... n; None is n.
+            index_key: [B, n, H_i, d] where the cache has an index, else None.
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            ValueError: on the CPU, if the capacity or the pages do not suffice. On CUDA such a sequence does not change
-                and the others get their tokens; :meth:`check` reports it.
+            ValueError: index_key is missing, or there is no index. On the CPU, if the capacity or the pages do not
+                suffice. On CUDA such a sequence does not change and the others get their tokens; :meth:`check` reports
+                it.
         """
         name = f"{OP}.append"
         n = _num_rows(name, "k", k)
         check_kind(name, "v", v, "Tensor")
-        self._step_of(name, None, k, v, n, lengths)
+        key = self._index_rows(name, "index_key", index_key)
+        self._step_of(name, (None, k, v, None, key), n, lengths)
 
     def attend(
-        self, q: Tensor, lengths: Tensor | Sequence[int] | None = None, *, return_lse: bool = False
+        self,
+        q: Tensor,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        index_query: Tensor | None = None,
+        return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of the last n tokens of each sequence, or of the last ``lengths[b]`` of sequence b.
 
@@ -270,6 +305,7 @@ class TreeKVCache:
             q: [B, n, H, K], not rotated, H a multiple of H_kv: row i of a sequence stands at its token
                 length - n + i, or length - lengths[b] + i.
             lengths: rows of each sequence that count, 0 ... n; None is n.
+            index_query: [B, n, H_i, d] where the cache has an index, else None.
             return_lse: also return the log-sum-exp of each row's scores.
 
         Returns:
@@ -279,18 +315,20 @@ class TreeKVCache:
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
+            ValueError: index_query is missing, or there is no index.
         """
         name = f"{OP}.attend"
         n = _num_rows(name, "q", q)
+        query = self._index_rows(name, "index_query", index_query)
         if self._is_prompt(n):
-            self._check_query(name, q)
+            self._check_query(name, q, query)
             of_call = [n] * self.batch
             if lengths is not None:
                 counts, on_host = self._counts(name, lengths, n)
                 of_call = counts.tolist() if on_host is None else on_host
             rows = partial(self._rows_at, of_call=of_call)
-            return self.prompts.attend(q, self.host.read(), of_call, return_lse, rows)
-        found = self._step_of(name, q, None, None, n, lengths)
+            return self.prompts.attend(q, query, self.host.read(), of_call, return_lse, rows)
+        found = self._step_of(name, (q, None, None, query, None), n, lengths)
         return found if return_lse else found[0]
 
     def decode(
@@ -300,12 +338,14 @@ class TreeKVCache:
         v: Tensor,
         lengths: Tensor | Sequence[int] | None = None,
         *,
+        index: Index | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """:meth:`append` of n tokens and :meth:`attend` of their queries, in one call of one op.
 
         Args:
             q: [B, n, H, K]; k, v, lengths: as in :meth:`append`. lengths are those of q too.
+            index: (index_query, index_key), [B, n, H_i, d] each, where the cache has an index, else None.
             return_lse: as in :meth:`attend`.
 
         Returns:
@@ -316,15 +356,31 @@ class TreeKVCache:
         """
         name = f"{OP}.decode"
         n = _num_rows(name, "q", q)
+        if index is not None and not (isinstance(index, (tuple, list)) and len(index) == 2):
+            raise TypeError(f"{name}: index must be (index_query, index_key), got {type(index).__name__}")
+        query, key = (
+            self._index_rows(name, argument, x)
+            for argument, x in zip(("index_query", "index_key"), index or (None, None), strict=True)
+        )
         if self._is_prompt(n):
-            self._check_query(name, q)
-            self.append(k, v, lengths)
-            return self.attend(q, lengths, return_lse=return_lse)
+            self._check_query(name, q, query)
+            self.append(k, v, lengths, index_key=key)
+            return self.attend(q, lengths, index_query=query, return_lse=return_lse)
         for argument, x in (("k", k), ("v", v)):
             if type(x) is not Tensor:
                 check_kind(name, argument, x, "Tensor")
-        found = self._step_of(name, q, k, v, n, lengths)
+        found = self._step_of(name, (q, k, v, query, key), n, lengths)
         return found if return_lse else found[0]
+
+    def _index_rows(self, name: str, argument: str, rows: Tensor | None) -> Tensor | None:
+        """A part of an index as the op takes it, None where the cache has no index."""
+        pages = self.pools.index
+        if (pages is None) != (rows is None):
+            raise ValueError(
+                f"{name}: {argument} must be {'None' if pages is None else 'given'} where index_dim is "
+                f"{self.index_dim}, got {type(rows).__name__}"
+            )
+        return None if pages is None or rows is None else pages.rows(name, argument, rows)
 
     def _is_prompt(self, n: int) -> bool:
         """Whether the kernels of ``tree_attention`` take n rows of a call (§7.4)."""
@@ -332,7 +388,7 @@ class TreeKVCache:
         gathers = n >= PROMPT_ROWS and self.leaf_bits is None and self.device.type == "cuda"
         return gathers and not is_recorded(self.device)
 
-    def _check_query(self, name: str, q: Tensor) -> None:
+    def _check_query(self, name: str, q: Tensor, index_query: Tensor | None) -> None:
         """Checks the queries of a prompt, which no op sees before the tokens are appended."""
         check_tensors(name, cache=(self.lengths, "B"), q=(q, "B n H K"))
         check_dtype(name, (self.dtype,), q=q)
@@ -346,11 +402,24 @@ class TreeKVCache:
                 actual=tuple(q.shape),
                 tensor_name="q",
             )
+        if index_query is not None:
+            check_devices(name, {"q": q, "index_query": index_query})
+            wanted = (*q.shape[:2], self.index_heads, self.index_dim)
+            if index_query.shape != wanted:
+                refuse(
+                    ShapeMismatchError,
+                    f"{name}: index_query must be {wanted}, got {tuple(index_query.shape)}",
+                    expected=wanted,
+                    actual=tuple(index_query.shape),
+                    tensor_name="index_query",
+                )
 
     def step_arguments(
         self, counts: Tensor | None, n: int, recorded: bool | None = None
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arguments of ``_tree_cache_step_`` before q, k and v, and those behind them, for rows [B, n, ...].
+        """The arguments of ``_tree_cache_step_`` before q, k, v, index_query and index_key, and those behind them.
+
+        They are for rows [B, n, ...].
 
         Args:
             counts: int32 [B], how many of them count; None is all.
@@ -358,20 +427,30 @@ class TreeKVCache:
         """
         pools, sizes = self.pools, (self.capacity, self.page_size)
         every, cu = self._constants(n, is_recorded(self.device) if recorded is None else recorded)
-        before = (pools.keys, pools.values, pools.written, self._state, self.pages.block_table)
+        before = (
+            pools.keys,
+            pools.values,
+            pools.written,
+            pools.index_pool,
+            self._state,
+            self.pages.block_table,
+        )
         rows = (every, False, cu) if counts is None else (counts, True, cu)
         return before, (*rows, self._rope_table, *sizes, *self._packed_options)
 
     def _step_of(
         self,
         name: str,
-        q: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
+        rows: tuple[Tensor | None, ...],
         n: int,
         lengths: Tensor | Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """``_tree_cache_step_``: appends k and v where they are given, and attends with q where it is given."""
+        """``_tree_cache_step_``: appends k and v where they are given, and attends with q where it is given.
+
+        Args:
+            rows: q, k, v, index_query and index_key.
+        """
+        q, k, *_ = rows
         counts: Tensor | None = None
         on_host: list[int] | None = [n] * self.batch
         if lengths is not None:
@@ -383,9 +462,10 @@ class TreeKVCache:
             self._take_pages(name, on_host, n)
         before, behind = self.step_arguments(counts, n, recorded)
         try:
-            found: tuple[Tensor, Tensor] = torch.ops.htree._tree_cache_step_(*before, q, k, v, *behind)
+            found: tuple[Tensor, Tensor] = torch.ops.htree._tree_cache_step_(*before, *rows, *behind)
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise self._refusal(name, {"q": q, "k": k, "v": v}, error) from None
+            given = dict(zip(("q", "k", "v", "index_query", "index_key"), rows, strict=True))
+            raise self._refusal(name, given, error) from None
         if k is not None and not recorded:
             self.host.grow(on_host or [n] * self.batch, self.capacity, exact=on_host is not None)
         elif k is not None and torch.compiler.is_compiling():  # of a capture advance() counts the replays
@@ -430,7 +510,12 @@ class TreeKVCache:
 
     @torch.no_grad()
     def _rows_at(
-        self, q: Tensor, lengths: list[int], counts: list[int], of_call: list[int]
+        self,
+        q: Tensor,
+        index_query: Tensor | None,
+        lengths: list[int],
+        counts: list[int],
+        of_call: list[int],
     ) -> tuple[Tensor, Tensor]:
         """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, and a report of missing leaders.
 
@@ -440,9 +525,12 @@ class TreeKVCache:
         if self.options.selection_stride > 1:
             before, (_, *behind) = self.step_arguments(None, 0)
             counts_of_call = on_device(of_call, self.device)
-            torch.ops.htree._tree_cache_step_(*before, q[:, :0], None, None, counts_of_call, *behind)
+            none = None if index_query is None else index_query[:, :0]
+            torch.ops.htree._tree_cache_step_(
+                *before, q[:, :0], None, None, none, None, counts_of_call, *behind
+            )
         n = q.shape[1]
-        out, lse, lists, list_pos = tree_cache_attention(
+        out, lse, lists, list_pos = torch.ops.htree._tree_cache_attention(
             q.flatten(0, 1),
             self.pools.keys,
             self.pools.values,
@@ -453,8 +541,11 @@ class TreeKVCache:
             self.ring.list_pos,
             on_device(counts, self.device),
             self._rope_table,
-            page_size=self.page_size,
-            options=self.options,
+            *[None] * 4,  # no packed tokens
+            None if index_query is None else index_query.flatten(0, 1),
+            None if self.pools.index is None else self.pools.index.keys,
+            self.page_size,
+            *self._packed_options,
         )
         self.ring.put(lists, list_pos)
         return out.unflatten(0, (self.batch, n)), lse.unflatten(0, (self.batch, n))
@@ -744,9 +835,13 @@ class TreeKVCache:
             "page_size",
             "num_pages",
             "leaf_bits",
+            "index_dim",
         )
+        has_index = self.index_dim > 0
         other = TreeKVCache(
             **{name: getattr(self, name) for name in sizes},
+            index_heads=self.index_heads if has_index else None,
+            index_dtype=self.index_dtype if has_index else None,
             options=self.options,
             prompt_bytes=self.prompts.most_bytes,
             dtype=self.dtype,
@@ -811,7 +906,8 @@ class TreeKVCache:
 
     def __repr__(self) -> str:
         options = {name: value for name, value in self.options.to_dict().items() if name not in OF_NO_CACHE}
-        names = "batch num_kv_heads head_dim value_dim capacity page_size num_pages leaf_bits"
+        names = "batch num_kv_heads head_dim value_dim capacity page_size num_pages leaf_bits index_dim"
+        names += " index_heads index_dtype" if self.index_dim else ""
         sizes = {name: getattr(self, name) for name in names.split()}
         listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
         return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"

@@ -200,6 +200,8 @@ def tree_cache_attention(
     k_scales: Tensor | None = None,
     v_codes: Tensor | None = None,
     v_scales: Tensor | None = None,
+    index_query: Tensor | None = None,
+    index_pool: Tensor | None = None,
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -225,6 +227,10 @@ def tree_cache_attention(
         page_size: P, a multiple of compression_rate.
         k_codes, k_scales, v_codes, v_scales: the tokens where they are packed, as in
             :func:`tree_cache_append_packed_`; all or none. A channel is its code times the scale, rounded to the dtype.
+        index_query, index_pool: [N_q, H_i, d] and [num_pages, H_i, page_size, d] contiguous, in one dtype, an index by
+            which nodes are chosen as with ``index`` of :func:`htree_ops.tree_attention`; both or neither. H_i is H_kv
+            or 1, d a multiple of 16 up to 128. Row t % page_size of page t // page_size of a sequence is the index key
+            of its token t, which the caller writes (docs/semantics/tree_cache.md §7.7).
         options, keywords: as in :func:`htree_ops.tree_attention`.
 
     Returns:
@@ -262,6 +268,8 @@ def tree_cache_attention(
         k_scales,
         v_codes,
         v_scales,
+        index_query,
+        index_pool,
         page_size,
         *chosen.packed(),
     )

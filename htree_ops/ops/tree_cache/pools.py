@@ -11,6 +11,7 @@ from torch import Tensor
 from htree_ops.ops.paging import on_device
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import cache_layers, page_rows
+from htree_ops.ops.tree_cache.index import INDEX_KEYS, IndexPages
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
 __all__ = ["Pools", "Sizes"]
@@ -46,11 +47,11 @@ class Pools:
 
     Args:
         sizes: of a page. batch, num_pages, max_pages, heads: B, pages of the pool and of a sequence, H_kv.
-        widths: K and V. leaf_bits: of tokens; None keeps them in ``dtype``.
+        widths: K and V. leaf_bits: of tokens; None keeps them in ``dtype``. index: pages of index keys, or None.
 
     Attributes:
-        keys, values: [num_pages, H_kv, rows, K or V]. leaves: tokens in fewer bits, or None.
-        written: the tensors of ``leaves`` as ``_tree_cache_step_`` takes them.
+        keys, values: [num_pages, H_kv, rows, K or V]. leaves: tokens in fewer bits, or None. index: as given.
+        written, index_pool: the tensors of ``leaves`` and of ``index`` as ``_tree_cache_step_`` takes them.
         layers: L.
     """
 
@@ -65,8 +66,9 @@ class Pools:
         leaf_bits: int | None,
         dtype: torch.dtype,
         device: torch.device,
+        index: IndexPages | None = None,
     ) -> None:
-        self.sizes, self.heads, self.widths = sizes, heads, widths
+        self.sizes, self.heads, self.widths, self.index = sizes, heads, widths, index
         self.layers, rows = sizes.of(max_pages)
         self.keys, self.values = (
             torch.empty(num_pages, heads, count, width, dtype=dtype, device=device)
@@ -77,14 +79,15 @@ class Pools:
             None if leaf_bits is None else PackedLeaves(leaf_bits, batch, of_pages, widths, dtype, device)
         )
         self.written = [] if self.leaves is None else list(self.leaves.tensors().values())
+        self.index_pool = [] if index is None else [index.keys]
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [self.keys, self.values, *self.written]
+        return [self.keys, self.values, *self.written, *self.index_pool]
 
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        plain = self.keys[0].nbytes + self.values[0].nbytes
+        plain = sum(pool[0].nbytes for pool in (self.keys, self.values, *self.index_pool))
         return plain if self.leaves is None else plain + self.leaves.page_bytes()
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -95,6 +98,8 @@ class Pools:
         torch.ops.htree.tree_cache_copy_(self.keys, self.values, pages)
         if self.leaves is not None:
             self.leaves.copy_pages(pages)
+        if self.index is not None:
+            self.index.copy_pages(pages)
 
     # ---- layers
 
@@ -136,6 +141,8 @@ class Pools:
     def state_of(self, pages: Tensor) -> dict[str, Tensor]:
         """What a state has of these pages, as copies, and its tails."""
         state = {"pages": pages.int(), "keys": self.keys[pages], "values": self.values[pages]}
+        if self.index is not None:
+            state[INDEX_KEYS] = self.index.keys[pages]
         if self.leaves is None:
             return state
         paged: dict[str, Any] = {name: x[pages] for name, x in self.leaves.paged().items()}
@@ -151,6 +158,8 @@ class Pools:
         self.keys[pages, :, :both] = keys[:, :, :both]
         self.values[pages, :, :both] = values[:, :, :both]
         self.keys[pages, :, ours:] = keys[:, :, theirs:]  # span means
+        if self.index is not None:
+            self.index.keys[pages] = state[INDEX_KEYS].to(device)
         if self.leaves is not None:
             for name, tensor in self.leaves.tensors().items():
                 if name in PackedLeaves.PAGED:

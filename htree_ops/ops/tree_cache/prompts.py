@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.ops.tree_cache.pools import Pools
 from htree_ops.ops.tree_cache.ring import RING, Ring
 
@@ -25,8 +26,8 @@ __all__ = ["PROMPT_ROWS", "Prompts", "prompt_begin"]
 PROMPT_ROWS = 256
 #: The last rows of a prompt for which lists are stored: enough for the ring, few enough for the memory that they take.
 LISTED_ROWS = 4096
-#: (q, lengths, counts) -> out and lse of rows that are the last ``counts[b]`` of the first ``lengths[b]`` tokens.
-Rows = Callable[[Tensor, list[int], list[int]], tuple[Tensor, Tensor]]
+#: (q, index_query, lengths, counts) -> out and lse of rows, the last ``counts[b]`` of the first ``lengths[b]`` tokens.
+Rows = Callable[[Tensor, Tensor | None, list[int], list[int]], tuple[Tensor, Tensor]]
 
 
 def prompt_begin(length: int, count: int, stride: int) -> int:
@@ -104,7 +105,13 @@ class Prompts:
             self.kept = tuple(copies for copies in self.kept if gone.isdisjoint(copies.sequences))
 
     def attend(
-        self, q: Tensor, lengths: list[int], counts: list[int], return_lse: bool, rows: Rows
+        self,
+        q: Tensor,
+        index_query: Tensor | None,
+        lengths: list[int],
+        counts: list[int],
+        return_lse: bool,
+        rows: Rows,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``TreeKVCache.attend`` where some sequence has a prompt.
 
@@ -112,19 +119,26 @@ class Prompts:
         they read lists that the ring has kept. The prompt then leaves the lists of its last leaders there.
 
         Args:
-            q: [B, n, H, K]. lengths: tokens of each sequence. counts: rows of each sequence that count.
+            q: [B, n, H, K]. index_query: [B, n, H_i, d], or None without an index. lengths: tokens of each sequence.
+            counts: rows of each sequence that count.
 
         Returns:
             As ``TreeKVCache.attend``.
         """
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            results = self._attend(q, lengths, counts, return_lse, rows)
+            results = self._attend(q, index_query, lengths, counts, return_lse, rows)
         if torch.is_grad_enabled() and q.requires_grad:
             results = _WithoutGradient.apply(q, *results)
         return (results[0], results[1]) if return_lse else results[0]
 
     def _attend(
-        self, q: Tensor, lengths: list[int], counts: list[int], return_lse: bool, rows: Rows
+        self,
+        q: Tensor,
+        index_query: Tensor | None,
+        lengths: list[int],
+        counts: list[int],
+        return_lse: bool,
+        rows: Rows,
     ) -> tuple[Tensor, ...]:
         batch, n, heads, _ = q.shape
         stride = self.options.selection_stride
@@ -136,7 +150,7 @@ class Prompts:
                 groups.setdefault((length, count, begin), []).append(b)
         if list(groups) == [(lengths[0], n, 0)] and len(groups[lengths[0], n, 0]) == batch:
             # All rows have their leaders in the call, so there is nothing to report.
-            return self._group_rows(q, lengths[0], list(range(batch)), return_lse)
+            return self._group_rows(q, index_query, lengths[0], list(range(batch)), return_lse)
 
         out = q.new_zeros(batch, n, heads, self.pools.widths[1])
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -144,10 +158,15 @@ class Prompts:
         most = max(begins)
         at = [length - count + begin for length, count, begin in zip(lengths, counts, begins, strict=True)]
         # Without rows too, for it reports the leaders that are missing.
-        out[:, :most], lse[:, :most] = rows(q[:, :most], at, begins)
+        first = None if index_query is None else index_query[:, :most]
+        out[:, :most], lse[:, :most] = rows(q[:, :most], first, at, begins)
         for (length, count, begin), sequences in groups.items():
-            prompt = torch.stack([q[b, begin:count] for b in sequences])
-            found = self._group_rows(prompt, length, sequences, return_lse)
+            prompt, chooser = (
+                None if x is None else torch.stack([x[b, begin:count] for b in sequences])
+                for x in (q, index_query)
+            )
+            assert prompt is not None
+            found = self._group_rows(prompt, chooser, length, sequences, return_lse)
             for i, b in enumerate(sequences):
                 out[b, begin:count] = found[0][i]
                 if return_lse:
@@ -155,7 +174,7 @@ class Prompts:
         return (out, lse) if return_lse else (out,)
 
     def _group_rows(
-        self, q: Tensor, length: int, sequences: list[int], return_lse: bool
+        self, q: Tensor, index_query: Tensor | None, length: int, sequences: list[int], return_lse: bool
     ) -> tuple[Tensor, ...]:
         """The last rows of sequences of ``length`` tokens; the ring gets the lists of the last leaders."""
         packed, stride, page_size = (
@@ -169,6 +188,8 @@ class Prompts:
         else:
             table = torch.stack([self.block_table[b] for b in sequences])
         n, heads = q.shape[1:3]
+        if index_query is not None:
+            return self._indexed_rows(q, index_query, length, sequences, table, return_lse)
         copies, keeps = self._take(sequences, heads, length, n)
         pages = (self.pools.keys, self.pools.values, table)
 
@@ -204,6 +225,39 @@ class Prompts:
         if keeps:
             self.kept = (*self.kept, copies)
         found = [part[:-1] for part in parts]
+        return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
+
+    def _indexed_rows(
+        self,
+        q: Tensor,
+        index_query: Tensor,
+        length: int,
+        sequences: list[int],
+        table: Tensor,
+        return_lse: bool,
+    ) -> tuple[Tensor, ...]:
+        """:meth:`_group_rows` by an index: tokens are gathered from the pages, lists made for some rows at a time."""
+        index = self.pools.index
+        assert index is not None
+        n, stride, packed = q.shape[1], self.options.selection_stride, self.options.packed()
+        keys = index.tokens(table, length)
+        k, v = (
+            torch.stack(x) for x in zip(*(self.pools.layer(row, 0, length) for row in table), strict=True)
+        )
+        layers = cache_layers(length, self.options.compression_rate, self.options.top_nodes)
+        step = max(LISTED_ROWS, RING * stride)
+        last = max(0, (n - step) // stride * stride)  # the ring needs the lists of these leaders together
+        begins = [*range(0, last, step), last]
+        found = []
+        for begin, end in zip(begins, [*begins[1:], n], strict=True):
+            rows, start = q[:, begin:end], [length - n + begin]
+            lists = torch.ops.htree._index_lists(rows, k, index_query[:, begin:end], keys, start, *packed)
+            out, gmax, gsum = torch.ops.htree._listed_attention_rows(rows, k, v, lists, start, *packed)
+            found.append((out, gmax + gsum.log()) if return_lse else (out,))
+        if stride > 1:
+            leaders = -(-(n - begins[-1]) // stride)
+            of_layers = lists[:, : layers * leaders].unflatten(1, (layers, leaders))
+            self.ring.keep(sequences, length, of_layers.transpose(0, 1))
         return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
 
     def _take(self, sequences: list[int], heads: int, length: int, rows: int) -> tuple[SequenceCopies, bool]:

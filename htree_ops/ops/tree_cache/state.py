@@ -13,6 +13,7 @@ from htree_ops.errors import OutOfPagesError
 from htree_ops.ops.arguments import check_data
 from htree_ops.ops.paging import Pages
 from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_cache.index import INDEX_KEYS
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 from htree_ops.ops.tree_cache.pools import Sizes
 
@@ -23,7 +24,7 @@ OF_NO_CACHE = ("scope", "store_parents")
 #: Entries of a state that say what it was made with; as long as their numbers need.
 OPTIONS = ("options", "factors")
 #: Entries of a state with a row for each of its pages.
-PAGED = ("pages", "keys", "values", *PackedLeaves.PAGED)
+PAGED = ("pages", "keys", "values", INDEX_KEYS, *PackedLeaves.PAGED)
 
 
 def options_as_tensors(
@@ -66,6 +67,9 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
     """Checks kinds and shapes; the capacity of the state may be another one, which changes some sizes."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{name}: state must be a dict, got {type(state).__name__}")
+    if (INDEX_KEYS in state) != (INDEX_KEYS in own):
+        has, lacks = ("the state", "the cache") if INDEX_KEYS in state else ("the cache", "the state")
+        raise ValueError(f"{name}: {has} has {INDEX_KEYS} and {lacks} has none: index_dim must be the same")
     if state.keys() != own.keys():
         raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
     for key, mine in own.items():

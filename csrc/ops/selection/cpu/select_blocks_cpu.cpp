@@ -2,6 +2,7 @@
 // for all queries of a chunk, so that a lane of a vector has a block of its own.
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -15,23 +16,24 @@
 namespace htree::tree_attention {
 namespace {
 
-// One call over sequences of equal length.
+// One call over sequences of equal length. lists[i] are those of blocks of block_size * rate^i tokens, whose scores are the
+// largest of the blocks below.
 template <typename T, typename Real>
 class BlockSelection {
  public:
   using Stored = Storage<T>;
 
   BlockSelection(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
-                 const BlockLists& lists)
+                 int64_t rate, const std::vector<BlockLists>& lists)
       : loops_(loops_of<T>(HTREE_PICK_ISA(kBlockTables))),
         query_(index_query),
         key_(index_key),
         options_(options),
-        blocks_(std::get<0>(lists)),
-        scores_(std::get<1>(lists)),
+        rate_(rate),
+        lists_(lists),
         heads_(index_query.size(2)),
         d_(index_query.size(3)),
-        leaders_(blocks_.size(1)),
+        leaders_(std::get<0>(lists[0]).size(1)),
         first_token_(index_key.size(1) - index_query.size(1)),
         chunks_(block_chunks(index_query.size(0) * heads_, diagonal(leaders_ - 1), leaders_,
                              options.block_size, d_, loops_.width, loops_.rows, sizeof(Real))),
@@ -140,11 +142,25 @@ class BlockSelection {
           std::vector<uint64_t> scratch(ceil_div(loops_.scratch_bytes(diagonal(end - 1) + 1), 8));
           for (int64_t i = first; i < last; ++i) {
             const int64_t slot = i / rows, row = i % rows, leader = begin + row;
-            loops_.select(scores_of(slot, row), diagonal(leader) + 1, options_, scratch.data(),
-                          list<int32_t>(blocks_, head + slot, leader),
-                          list<Real>(scores_, head + slot, leader));
+            Real* const scores = scores_of(slot, row);
+            int64_t own = diagonal(leader);
+            for (size_t layer = 0; layer < lists_.size(); ++layer, own /= rate_) {
+              const auto& [blocks, list_scores] = lists_[layer];
+              loops_.select(scores, own + 1, options_, scratch.data(),
+                            list<int32_t>(blocks, head + slot, leader),
+                            list<Real>(list_scores, head + slot, leader));
+              if (layer + 1 < lists_.size()) fold(scores, own / rate_);
+            }
           }
         });
+  }
+
+  // Leaves the scores of `count` blocks of the next layer in the place of those of their parts.
+  void fold(Real* scores, int64_t count) const {
+    for (int64_t block = 0; block < count; ++block) {
+      const Real* parts = scores + block * rate_;
+      scores[block] = *std::max_element(parts, parts + rate_);
+    }
   }
 
   // Pieces of work, each of `steps` steps, that pay for handing them over.
@@ -155,7 +171,8 @@ class BlockSelection {
   const BlockRows<Stored, Real>& loops_;
   const Tensor query_, key_;
   const BlockOptions options_;
-  const Tensor blocks_, scores_;
+  const int64_t rate_;
+  const std::vector<BlockLists>& lists_;
   const int64_t heads_, d_, leaders_, first_token_;
   const BlockChunks chunks_;
   std::vector<Real> packed_;                       // [heads, segment, tokens, d, width]
@@ -167,10 +184,15 @@ class BlockSelection {
 
 void select_blocks_cpu(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
                        const BlockLists& lists) {
+  select_block_layers_cpu(index_query, index_key, options, /*rate=*/1, {lists});
+}
+
+void select_block_layers_cpu(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
+                             int64_t rate, const std::vector<BlockLists>& lists) {
   dispatch_dtype("select_blocks", index_query.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    BlockSelection<T, Real>(index_query, index_key, options, lists).run();
+    BlockSelection<T, Real>(index_query, index_key, options, rate, lists).run();
   });
 }
 

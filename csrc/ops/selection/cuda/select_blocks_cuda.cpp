@@ -4,11 +4,8 @@
 
 #include <limits>
 
-#include "ops/selection/cuda/any/block_params.h"
-#include "ops/selection/cuda/any/select_plan.h"
-#include "ops/selection/plan/block_launch.h"
+#include "ops/selection/cuda/any/block_keys.h"
 #include "ops/selection/select_blocks.h"
-#include "ops/tree/cuda/any/cuda_tensors.h"
 
 namespace htree::tree_attention {
 namespace {
@@ -26,22 +23,6 @@ template <typename T>
 View<const T> index_view(const Tensor& x) {
   const bool packed = x.dim() == 3;
   return {input<T>(x), packed ? 0 : x.stride(0), x.stride(x.dim() - 3), x.stride(x.dim() - 2)};
-}
-
-// The memory of keys that do not fit into shared memory, and the thread blocks that share it.
-void place_keys(BlockListParams& params, int64_t blocks, const Tensor& like, Tensor& scratch) {
-  const int64_t num_rows = static_cast<int64_t>(params.chunk.num_slots) * params.chunk.num_heads;
-  params.key_capacity = blocks;
-  params.num_blocks = std::min<int64_t>(num_rows, INT32_MAX);
-  if (row_shared_bytes(blocks, /*holds_keys=*/true) <= shared_limit()) {
-    return;
-  }
-  params.num_blocks =
-      std::min(params.num_blocks, std::clamp<int64_t>(kKeyScratchBytes / (blocks * 4), 1, kScratchBlocks));
-  if (!scratch.defined()) {
-    scratch = device_scratch(params.num_blocks * blocks * 4, like);
-  }
-  params.keys = static_cast<uint32_t*>(scratch.mutable_data_ptr());
 }
 
 template <typename T>
@@ -101,7 +82,6 @@ void run(const BlockSequences& sequences, const BlockDocumentParams& table, cons
           launch_scores<typename decltype(tag)::type>(launch, chunk, index_query, index_key, stream);
         });
       }
-      params.keys = nullptr;
       place_keys(params, launch.units / (options.block_size / launch.unit) + 1, blocks, keys);
       C10_CUDA_CHECK(launch_block_lists(params, stream));
     }

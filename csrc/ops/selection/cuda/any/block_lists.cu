@@ -128,7 +128,7 @@ using Choice = RowChoice<SelectTraits::kThreads>;
 
 struct ListRow {
   int32_t* blocks;
-  float* scores;
+  float* scores;  // null where nobody asks for them
 };
 
 __device__ __forceinline__ void choose_row(const BlockListParams& params, const float* units,
@@ -138,8 +138,10 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
   const int taken = static_cast<int>(min(static_cast<int64_t>(row.num), options.count));
   const auto emit = [&](int rank, int b) {
     list.blocks[rank] = b;
-    list.scores[rank] = block_is_forced(options, b, diagonal) ? -device::negative_infinity<float>()
-                                                              : block_score(units, b, units_of_block);
+    if (list.scores != nullptr) {
+      list.scores[rank] = block_is_forced(options, b, diagonal) ? -device::negative_infinity<float>()
+                                                                : block_score(units, b, units_of_block);
+    }
   };
   if (row.num > options.count) {
     for (int b = threadIdx.x; b < row.num; b += SelectTraits::kThreads) {
@@ -161,7 +163,9 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
   }
   for (int64_t i = taken + threadIdx.x; i < options.count; i += SelectTraits::kThreads) {
     list.blocks[i] = -1;
-    list.scores[i] = device::negative_infinity<float>();
+    if (list.scores != nullptr) {
+      list.scores[i] = device::negative_infinity<float>();
+    }
   }
 }
 
@@ -187,11 +191,13 @@ __global__ void __launch_bounds__(SelectTraits::kThreads) block_lists_kernel(con
         ((document.list_row + static_cast<int64_t>(leader) * params.row_step) * params.heads +
          chunk.first_head + head) *
         params.options.count;
-    const ListRow list{params.blocks + place, params.scores + place};
+    const ListRow list{params.blocks + place, params.scores == nullptr ? nullptr : params.scores + place};
     if (document.broken) {
       for (int64_t i = threadIdx.x; i < params.options.count; i += SelectTraits::kThreads) {
         list.blocks[i] = -1;
-        list.scores[i] = __int_as_float(0x7fc00000);  // NaN
+        if (list.scores != nullptr) {
+          list.scores[i] = __int_as_float(0x7fc00000);  // NaN
+        }
       }
       continue;
     }

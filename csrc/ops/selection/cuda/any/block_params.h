@@ -68,7 +68,7 @@ struct BlockListParams {
   BlockChunk chunk;
   BlockOptions options;
   int32_t* blocks = nullptr;  // [rows, heads, count]
-  float* scores = nullptr;    // [rows, heads, count]
+  float* scores = nullptr;    // [rows, heads, count], or null
   int32_t heads = 0;          // of the lists
   int32_t row_step = 1;       // rows of the lists from leader to leader
   // Keys of rows, one for each block: in shared memory where null, else key_capacity elements for each of num_blocks thread

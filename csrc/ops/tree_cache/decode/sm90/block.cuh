@@ -106,7 +106,8 @@ struct DecodeParams {
   int64_t first = 0;              // of the launch, among the rows times K/V heads of the chunk
   device::FastDivisor key_rows;   // of a page and head
   device::FastDivisor page_size;  // tokens
-  // With a stride, leaders come first, in a launch of their own: other rows read their lists.
+  // With a stride, leaders come first, in a launch of their own: other rows read their lists. Where lists are given, no row
+  // leads.
   bool leaders = true;
   OtherRows others = OtherRows::kNone;
   LeafPools leaves;  // only with packed tokens

@@ -244,12 +244,12 @@ __device__ __forceinline__ void decode_row(const DecodeParams<typename Tr::T>& p
   block.walk = find_row<Tr>(params.attend, params.first + blockIdx.x / params.plan.cluster);
   if (!counts(block.walk.query)) {
     device::wait_copies<0>();
-    if (params.leaders) {
+    if (params.leaders || params.attend.options.lists_given) {
       store_nothing(block);
     }
     return;
   }
-  block.leads = leads(block.walk);
+  block.leads = leads(block.walk) && !params.attend.options.lists_given;
   if (block.leads != params.leaders) {
     device::wait_copies<0>();
     return;
@@ -324,8 +324,10 @@ cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools*
   if constexpr (kLeafBits > 0) {
     params.leaves = *leaves;
   }
-  for (int launch = 0; launch < (attend.options.stride > 1 ? 2 : 1); ++launch) {
-    params.leaders = launch == 0;
+  // Given lists make every row one that uses a leader's.
+  const bool given = attend.options.lists_given;
+  for (int launch = 0; launch < (attend.options.stride > 1 && !given ? 2 : 1); ++launch) {
+    params.leaders = launch == 0 && !given;
     cudaError_t error = cudaSuccess;
     if constexpr (kSpans) {
       if (params.leaders) {

@@ -1,0 +1,48 @@
+// The checks declared in index_keys.h, on symbolic sizes: Meta runs them too.
+#include "host/check.h"
+#include "ops/tree_cache/index/index_keys.h"
+
+namespace htree::tree_cache {
+
+void check_index_options(const char* op, const TreeOptions& options) {
+  TORCH_CHECK_VALUE(!options.selection_span.has_value(), op,
+                    ": selection_span must be None beside an index, which has scores of its own, got ",
+                    options.selection_span.value_or(0));
+  TORCH_CHECK_VALUE(options.importance == tree_attention::Importance::kLseCausal, op,
+                    ": importance must be lse_causal beside an index, which has scores of its own, got ",
+                    tree_attention::kImportanceNames[static_cast<size_t>(options.importance)]);
+}
+
+void check_index_pool(const char* op, const Pools& pools, const Tensor& index_pool, int64_t page_size) {
+  constexpr const char* kName = "index_pool";
+  check_rank(op, kName, index_pool, 4, "[num_pages, H_i, page_size, d]");
+  check_floating(op, kName, index_pool, /*double_on_cuda=*/false);
+  check_same_device(op, kName, index_pool, "k_pool", pools.keys);
+  TORCH_CHECK_VALUE(index_pool.is_contiguous(), op, ": index_pool must be contiguous, got strides ",
+                    index_pool.sym_strides());
+  check_size(op, kName, index_pool, 0, pools.keys.sym_size(0), "num_pages of k_pool");
+  check_size(op, kName, index_pool, 2, page_size, "page_size");
+  const SymInt heads = index_pool.sym_size(1), kv_heads = pools.keys.sym_size(1);
+  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), op,
+                    ": index_pool must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ",
+                    index_pool.sym_sizes());
+  const SymInt width = index_pool.sym_size(3);
+  TORCH_CHECK_VALUE(holds(width.sym_ge(16)) && holds(width.sym_le(128)) && same_size(width % 16, 0), op,
+                    ": d, the last size of index_pool, must be a multiple of 16 up to 128, got ", width,
+                    " in ", index_pool.sym_sizes());
+}
+
+void check_index_rows(const char* op, const char* name, const Tensor& rows, const char* like_name,
+                      const Tensor& like, const Tensor& index_pool) {
+  const int64_t rank = like.dim();
+  check_rank(op, name, rows, rank, rank == 4 ? "[B, n, H_i, d]" : "[N, H_i, d]");
+  check_same_dtype(op, name, rows, "index_pool", index_pool);
+  check_same_device(op, name, rows, "index_pool", index_pool);
+  for (int64_t i = 0; i < rank - 2; ++i) {
+    check_size(op, name, rows, i, like.sym_size(i), like_name);
+  }
+  check_size(op, name, rows, rank - 2, index_pool.sym_size(1), "H_i of index_pool");
+  check_size(op, name, rows, rank - 1, index_pool.sym_size(3), "d of index_pool");
+}
+
+}  // namespace htree::tree_cache

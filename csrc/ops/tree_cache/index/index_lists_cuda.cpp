@@ -1,0 +1,85 @@
+// Block scores from pages, then the choice of select_blocks for each layer.
+#include "ops/tree_cache/index/index_lists_cuda.h"
+
+#include "ops/selection/cuda/any/block_keys.h"
+#include "ops/tree_cache/index/index_params.h"
+
+namespace htree::tree_cache {
+namespace {
+
+using tree_attention::BlockDocument;
+using tree_attention::BlockListParams;
+
+template <typename T>
+void launch_scores(const IndexInputs& index, const PageLayout& layout, const CacheSequences& sequences,
+                   const RowChunk& chunk, float* scores, cudaStream_t stream) {
+  IndexScoreParams<T> params;
+  params.layout = layout;
+  params.block_table = sequences.block_table;
+  params.rows = chunk.rows;
+  params.first = chunk.first;
+  params.num = chunk.num;
+  params.query = tree_attention::input<T>(index.query);
+  params.query_row = index.query.stride(0);
+  params.query_head = index.query.stride(1);
+  params.keys = tree_attention::input<T>(index.keys);
+  params.heads = static_cast<int>(index.keys.size(1));
+  params.d = static_cast<int>(index.keys.size(3));
+  params.scores = scores;
+  params.row = index_score_row(layout);
+  C10_CUDA_CHECK(launch_index_scores(params, stream));
+}
+
+}  // namespace
+
+int64_t index_score_row(const PageLayout& layout) {
+  const int64_t blocks = ceil_div(layout.capacity(), int64_t{layout.rate});
+  return ceil_div(blocks, tree_attention::kTileUnits) * tree_attention::kTileUnits;
+}
+
+void choose_by_index(const IndexInputs& index, const PageLayout& layout, const CacheSequences& sequences,
+                     const CacheOptions& options, const RowChunk& chunk, cudaStream_t stream) {
+  const int64_t layers = layout.num_layers, kv_heads = layout.num_kv_heads, heads = index.keys.size(1);
+  if (layers == 1 || chunk.num == 0) return;
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(index.keys.const_data_ptr()) % 16 == 0,
+                    "tree_cache_attention: index_pool must begin at a multiple of 16 bytes");
+  const int64_t row = index_score_row(layout);
+  const Tensor scores = tree_attention::device_scratch(heads * chunk.num * row * 4, index.keys);
+  const Tensor documents =
+      tree_attention::device_scratch(chunk.num * static_cast<int64_t>(sizeof(BlockDocument)), index.keys);
+  auto* of_scores = static_cast<float*>(scores.mutable_data_ptr());
+  tree_attention::dispatch_device_dtype(
+      "tree_cache_attention", index.keys.scalar_type(), FloatTypes{}, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        launch_scores<T>(index, layout, sequences, chunk, of_scores, stream);
+      });
+  auto* of_documents = static_cast<BlockDocument*>(documents.mutable_data_ptr());
+  C10_CUDA_CHECK(launch_index_documents(chunk.rows, chunk.first, chunk.num, static_cast<int>(layers),
+                                        of_documents, stream));
+  BlockListParams params;
+  params.options.count = options.top_k;
+  params.options.open_next = options.selection.open_next;
+  params.heads = static_cast<int32_t>(kv_heads);
+  params.chunk.documents = of_documents;
+  params.chunk.num_documents = static_cast<int32_t>(chunk.num);
+  params.chunk.num_slots = static_cast<int32_t>(chunk.num);
+  params.chunk.num_heads = static_cast<int32_t>(heads);
+  params.chunk.unit = static_cast<int32_t>(layout.rate);
+  params.chunk.row = row;
+  params.chunk.scores = of_scores;
+  for (int64_t layer = 0; layer + 1 < layers; ++layer) {
+    Tensor keys;
+    const int64_t block_size = layout.tokens[layer + 1];
+    params.options.block_size = block_size;
+    params.chunk.block_size = static_cast<int32_t>(block_size);
+    // Documents count the rows [leader, layer] of the lists; one index head may choose for all K/V heads.
+    params.blocks = chunk.lists + layer * kv_heads * options.top_k;
+    for (int64_t head = 0; head < kv_heads; head += heads) {
+      params.chunk.first_head = static_cast<int32_t>(head);
+      tree_attention::place_keys(params, ceil_div(layout.capacity(), block_size), index.keys, keys);
+      C10_CUDA_CHECK(tree_attention::launch_block_lists(params, stream));
+    }
+  }
+}
+
+}  // namespace htree::tree_cache
