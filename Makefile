@@ -23,7 +23,7 @@ endif
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
 
-.PHONY: help demo docs test test-gpu test-two-gpus bench bits sanitize lint format wheel cuda-build clean preflight
+.PHONY: help demo docs test test-gpu test-two-gpus test-vllm vllm-environment bench bits sanitize lint format wheel cuda-build clean preflight
 .DEFAULT_GOAL := help
 
 # A build that keeps what it prints in a log and shows what is compiled, errors and what setup.py decides:
@@ -49,6 +49,14 @@ test-gpu: $(READY) ## the tests on the GPU, no skips allowed: OUT=folder for log
 
 test-two-gpus: $(READY) ## what needs two GPUs: tests on NCCL, efficiency of context parallelism, training runs
 	tests/two_gpus.sh "$(OUT)" "$(LIMIT)" "$(PY)"
+
+# An environment of its own: vLLM for machines without a GPU, and torch as PY has it.
+VLLM ?= build/vllm
+vllm-environment: $(if $(READY),$(VENV)/.installed)
+	@tests/vllm/environment.sh "$(abspath $(VLLM))" "$(abspath $(PY))"
+
+test-vllm: $(READY) vllm-environment ## the attention backend in engines of vLLM, on the CPU, in an environment of its own
+	@[ ! -e $(VLLM)/.installed ] || $(VLLM)/bin/python -m pytest -n 0 -p no:cacheprovider tests/vllm $(ARGS)
 
 sanitize: $(READY) ## compute-sanitizer memcheck and racecheck over small calls of every kernel
 	tests/gpu.sh sanitize "$(OUT)" "$(LIMIT)" "$(PY)" $(ARGS)

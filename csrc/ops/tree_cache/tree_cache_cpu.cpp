@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -31,10 +32,12 @@ void check_page(const char* name, const int32_t* table, int64_t sequence, int64_
                     "] must be a page of the pool, between 0 and ", num_pages - 1, ", got ", table[page]);
 }
 
-// A page that is written must not hold other tokens, of its own sequence or of another one.
+// A page that is written must not hold other tokens, of its own sequence or of another one: except that a page which its
+// writer fills may stand in the same place of sequences that begin behind it.
 void check_owners(const Pools& pools, const PageLayout& layout, const char* op,
                   const std::vector<NewTokens>& all, const std::vector<int64_t>& after) {
   const auto* table = pools.block_table.const_data_ptr<int32_t>();
+  const auto* before = pools.lengths.const_data_ptr<int32_t>();
   std::vector<int64_t> written(layout.num_pages, -1);  // the entry of the table, by page
   for (const NewTokens& tokens : all) {
     const int64_t last = tokens.before + tokens.count - 1;
@@ -48,9 +51,12 @@ void check_owners(const Pools& pools, const PageLayout& layout, const char* op,
       const int64_t entry = b * layout.max_pages + i, page = table[entry];
       if (page < 0 || page >= layout.num_pages) continue;  // of a sequence that gets no tokens
       const int64_t owner = written[static_cast<size_t>(page)];
-      TORCH_CHECK_VALUE(owner < 0 || owner == entry, op, ": block_table names page ", page,
-                        ", which is written, at [", owner / layout.max_pages, ", ", owner % layout.max_pages,
-                        "] and [", b, ", ", i, "]: only full pages can be shared");
+      if (owner < 0 || owner == entry) continue;
+      const int64_t writer = owner / layout.max_pages, place = owner % layout.max_pages;
+      const int64_t end = (place + 1) * layout.page_size;
+      const bool filled = place == i && after[static_cast<size_t>(writer)] >= end && before[b] >= end;
+      TORCH_CHECK_VALUE(filled, op, ": block_table names page ", page, ", which is written, at [", writer,
+                        ", ", place, "] and [", b, ", ", i, "]: only full pages can be shared");
     }
   }
 }
@@ -109,10 +115,10 @@ const Storage<T>* given_row(const NewTokens& tokens, const Tensor& rows, uint32_
   return stored<T>(rows) + (tokens.first + token - tokens.before) * rows.stride(0) + head * rows.stride(1);
 }
 
-// Writes the nodes that the tokens of one sequence finish to one pool and, if `means`, span means.
-// token_row(token, head) is where a token stands that is not in a node yet.
+// Writes the nodes of one layer that the tokens of one sequence finish to one pool, or the span means where `layer` is the
+// number of layers. token_row(token, head) is where a token stands that is not in a node yet.
 template <typename T, typename TokenRow>
-void append_nodes(const NewTokens& tokens, const PoolRows<Storage<T>>& pool, bool means,
+void append_layer(const NewTokens& tokens, const PoolRows<Storage<T>>& pool, uint32_t layer,
                   TokenRow&& token_row) {
   const PageLayout& layout = pool.layout;
   const int64_t heads = layout.num_kv_heads;
@@ -134,62 +140,92 @@ void append_nodes(const NewTokens& tokens, const PoolRows<Storage<T>>& pool, boo
       }
     });
   };
-  for (uint32_t layer = 1; layer < layout.num_layers; ++layer) {
-    const auto place = [&](uint32_t index) { return layout.node(layer, index); };
-    if (layer == 1) {
-      write_means(layout.tokens[1], layout.rate, token_row, place);
-    } else {
-      const auto node_row = [&](uint32_t node, int64_t head) {
-        return pool.at(layout.node(layer - 1, node), head);
-      };
-      write_means(layout.tokens[layer], layout.rate, node_row, place);
-    }
-  }
-  if (means) {
+  const auto place = [&](uint32_t index) { return layout.node(layer, index); };
+  if (layer == layout.num_layers) {
     write_means(layout.span, layout.span, token_row, [&](uint32_t index) { return layout.span_mean(index); });
+  } else if (layer == 1) {
+    write_means(layout.tokens[1], layout.rate, token_row, place);
+  } else {
+    const auto node_row = [&](uint32_t node, int64_t head) {
+      return pool.at(layout.node(layer - 1, node), head);
+    };
+    write_means(layout.tokens[layer], layout.rate, node_row, place);
   }
 }
 
-// Writes the rows of one sequence to one pool: tokens, nodes and, if `means`, span means.
+// The new rows of keys or of values, and where they go.
 template <typename T>
-void append_rows(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool, bool means) {
-  const PageLayout& layout = pool.layout;
-  const int64_t heads = layout.num_kv_heads;
-  const auto at_page = [&](uint32_t token, int64_t head) { return pool.at(layout.node(0, token), head); };
+struct AppendedRows {
+  const Tensor& given;
+  Storage<T>* pool;
+  int64_t page_rows;
+  int64_t width;
+  bool means;  // whether span means are kept
+
+  PoolRows<Storage<T>> of(const Pools& pools, const PageLayout& layout, const NewTokens& tokens) const {
+    const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
+    return {layout, table, pool, page_rows, width};
+  }
+};
+
+template <typename T>
+std::array<AppendedRows<T>, 2> appended_rows(const Pools& pools, const PageLayout& layout,
+                                             const AppendCall& call) {
+  return {{{call.k, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3), layout.span > 0},
+           {call.v, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3), false}}};
+}
+
+// Layer by layer, all sequences in each: a node may have children in pages that another sequence of the call fills.
+// append_one(rows, tokens, layer) writes what one sequence adds to a layer of keys or values.
+template <typename T, typename AppendOne>
+void append_layers(const std::array<AppendedRows<T>, 2>& both, const PageLayout& layout,
+                   const std::vector<NewTokens>& all, AppendOne&& append_one) {
+  for (const AppendedRows<T>& rows : both) {
+    for (uint32_t layer = 1; layer < layout.num_layers + (rows.means ? 1 : 0); ++layer) {
+      for (const NewTokens& tokens : all) {
+        append_one(rows, tokens, layer);
+      }
+    }
+  }
+}
+
+// Writes the tokens of one sequence to one pool.
+template <typename T>
+void append_tokens(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool) {
+  const int64_t heads = pool.layout.num_kv_heads;
   at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 16384 / pool.width),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t i = begin; i < end; ++i) {
                        const auto token = static_cast<uint32_t>(tokens.before + i / heads);
-                       std::memcpy(at_page(token, i % heads), given_row<T>(tokens, rows, token, i % heads),
+                       std::memcpy(pool.at(pool.layout.node(0, token), i % heads),
+                                   given_row<T>(tokens, rows, token, i % heads),
                                    sizeof(Storage<T>) * static_cast<size_t>(pool.width));
                      }
                    });
-  append_nodes<T>(tokens, pool, means, at_page);
 }
 
-// The same where tokens are packed. A node is finished by tokens of the call and by earlier ones, which are in the
-// tail as they came; then the call's last tokens replace these.
+// Where tokens are packed, the row of one that is in the tail.
 template <typename T>
-void append_packed_rows(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool,
-                        const LeafRows<T>& leaves, const Tensor& tail, bool means) {
-  const PageLayout& layout = pool.layout;
-  const int64_t heads = layout.num_kv_heads, kept = tail.size(2);
-  const auto tail_row = [&](uint32_t token, int64_t head) {
-    return stored_mutable<T>(tail) + ((tokens.sequence * heads + head) * kept + token % kept) * pool.width;
-  };
-  const auto given = [&](uint32_t token, int64_t head) { return given_row<T>(tokens, rows, token, head); };
-  append_nodes<T>(tokens, pool, means, [&](uint32_t token, int64_t head) -> const Storage<T>* {
-    return token < tokens.before ? tail_row(token, head) : given(token, head);
-  });
+Storage<T>* tail_row(const NewTokens& tokens, const Tensor& tail, uint32_t token, int64_t head) {
+  const int64_t kept = tail.size(2);
+  return stored_mutable<T>(tail) +
+         ((tokens.sequence * tail.size(1) + head) * kept + token % kept) * tail.size(3);
+}
+
+// Packs the tokens of one sequence, and keeps the last ones in its tail.
+template <typename T>
+void append_packed_tokens(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool,
+                          const LeafRows<T>& leaves, const Tensor& tail) {
+  const int64_t heads = pool.layout.num_kv_heads, kept = tail.size(2);
   at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 4096 / pool.width),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t i = begin; i < end; ++i) {
                        const auto token = static_cast<uint32_t>(tokens.before + i / heads);
-                       const Place place = layout.node(0, token);
-                       leaves.pack(pool.table[place.page], i % heads, place.row, given(token, i % heads));
+                       const Place place = pool.layout.node(0, token);
+                       const auto* row = given_row<T>(tokens, rows, token, i % heads);
+                       leaves.pack(pool.table[place.page], i % heads, place.row, row);
                        if (tokens.count - i / heads <= kept) {
-                         const auto* row = given(token, i % heads);
-                         std::copy(row, row + pool.width, tail_row(token, i % heads));
+                         std::copy(row, row + pool.width, tail_row<T>(tokens, tail, token, i % heads));
                        }
                      }
                    });
@@ -201,36 +237,43 @@ void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& 
   const std::vector<NewTokens> all = new_tokens(pools, layout, call);
   dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    for (const NewTokens& tokens : all) {
-      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
-      append_rows<T>(tokens, call.k,
-                     {layout, table, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3)},
-                     layout.span > 0);
-      append_rows<T>(
-          tokens, call.v,
-          {layout, table, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3)}, false);
+    const auto both = appended_rows<T>(pools, layout, call);
+    for (const AppendedRows<T>& rows : both) {
+      for (const NewTokens& tokens : all) {
+        append_tokens<T>(tokens, rows.given, rows.of(pools, layout, tokens));
+      }
     }
+    append_layers<T>(
+        both, layout, all, [&](const AppendedRows<T>& rows, const NewTokens& tokens, uint32_t layer) {
+          const auto pool = rows.of(pools, layout, tokens);
+          append_layer<T>(tokens, pool, layer,
+                          [&](uint32_t token, int64_t head) { return pool.at(layout.node(0, token), head); });
+        });
   });
 }
 
+// A node is finished by tokens of the call and by earlier ones, which are in the tail as they came; then the call's last
+// tokens replace these.
 void append_packed_cpu(const Pools& pools, const Tails& tails, const PageLayout& layout,
                        const AppendCall& call) {
   const std::vector<NewTokens> all = new_tokens(pools, layout, call);
   const PackedLeaves& leaves = *pools.leaves;
   dispatch_dtype(call.op, call.k.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    const auto both = appended_rows<T>(pools, layout, call);
+    append_layers<T>(
+        both, layout, all, [&](const AppendedRows<T>& rows, const NewTokens& tokens, uint32_t layer) {
+          const Tensor& tail = &rows == &both[0] ? tails.keys : tails.values;
+          append_layer<T>(tokens, rows.of(pools, layout, tokens), layer, [&](uint32_t token, int64_t head) {
+            return token < tokens.before ? tail_row<T>(tokens, tail, token, head)
+                                         : given_row<T>(tokens, rows.given, token, head);
+          });
+        });
     const LeafRows<T> keys(leaves.k_codes, leaves.k_scales, pools.keys.size(3));
     const LeafRows<T> values(leaves.v_codes, leaves.v_scales, pools.values.size(3));
     for (const NewTokens& tokens : all) {
-      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
-      append_packed_rows<T>(
-          tokens, call.k,
-          {layout, table, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3)}, keys,
-          tails.keys, layout.span > 0);
-      append_packed_rows<T>(
-          tokens, call.v,
-          {layout, table, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3)}, values,
-          tails.values, false);
+      append_packed_tokens<T>(tokens, call.k, both[0].of(pools, layout, tokens), keys, tails.keys);
+      append_packed_tokens<T>(tokens, call.v, both[1].of(pools, layout, tokens), values, tails.values);
     }
   });
 }
@@ -243,9 +286,9 @@ void append_index_cpu(const Pools& pools, const Tensor& index_pool, const PageLa
     using T = typename decltype(tag)::type;
     for (const NewTokens& tokens : all) {
       const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
-      append_rows<T>(
+      append_tokens<T>(
           tokens, call.k,
-          {of_index, table, stored_mutable<T>(index_pool), of_index.key_rows(), index_pool.size(3)}, false);
+          {of_index, table, stored_mutable<T>(index_pool), of_index.key_rows(), index_pool.size(3)});
     }
   });
 }

@@ -95,13 +95,14 @@ def tree_cache_append_(
         k_pool: [num_pages, H_kv, key rows, K], v_pool: [num_pages, H_kv, value rows, V], contiguous; rows of a page as
             :func:`page_rows` counts them. float32, float16 or bfloat16, float64 on the CPU.
         k: [N_new, H_kv, K], not rotated; v: [N_new, H_kv, V], in the dtype of the pools.
-        block_table: int32 [B, max_pages]: page i of sequence b holds its tokens i * page_size and following. The pages
-            that are written belong to one sequence each.
+        block_table: int32 [B, max_pages]: page i of sequence b holds its tokens i * page_size and following. A page
+            that is written has one writer; others may have it in the same place, before their new tokens, if the call
+            fills it.
         lengths: int32 [B], tokens before the call; the op does not change them.
         cu_new: int32 [B + 1], ascending from 0.
         new_lengths: int32 [B]: how many rows of a sequence count; the others are ignored. None is all.
         max_new: most new tokens of a sequence, if the caller knows; with at most page_size of them one launch is enough
-            on CUDA.
+            on CUDA. With more the op writes layer by layer, which sequences need there that share pages it fills.
         page_size: P, a multiple of compression_rate.
         options, keywords: those of the attention, as in :func:`htree_ops.tree_attention`; compression_rate,
             max_top_nodes and selection_span decide the rows of a page.

@@ -1,0 +1,72 @@
+"""What the plug-in changes in vLLM: a backend named CUSTOM, on the CPU too, and the size of its pages.
+
+vLLM of the versions in :mod:`htree_ops.integrations.vllm.versions` lets a plug-in name a class for ``CUSTOM``, but its
+CPU platform takes its own backend whatever is asked for, and a backend cannot say how large its pages are. These two
+methods are wrapped; both do what they did for every other backend.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from htree_ops.integrations.vllm.versions import is_supported
+
+__all__ = ["register"]
+
+BACKEND = "htree_ops.integrations.vllm.backend.HTreeBackend"
+
+
+def register() -> None:
+    """Makes ``--attention-backend CUSTOM`` tree attention. vLLM calls it; calling it again changes nothing."""
+    import vllm
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if not is_supported(vllm.__version__):
+        return  # who asks for CUSTOM gets the reason from the backend's module
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.platforms.cpu import CpuPlatform
+
+    chosen = CpuPlatform.get_attn_backend_cls.__func__
+    if not hasattr(chosen, "plain"):
+        CpuPlatform.get_attn_backend_cls = classmethod(
+            _custom_on_the_cpu(chosen, AttentionBackendEnum.CUSTOM)
+        )
+    spec = Attention.get_kv_cache_spec
+    if not hasattr(spec, "plain"):
+        Attention.get_kv_cache_spec = _with_room_for_nodes(spec)
+
+
+def _custom_on_the_cpu(chosen: Any, custom: Any) -> Any:
+    """``get_attn_backend_cls`` of the CPU platform that heeds CUSTOM."""
+
+    @functools.wraps(chosen)
+    def choose(cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if selected_backend is not custom or custom.get_path() != BACKEND:
+            return chosen(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        reasons = custom.get_class().validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ValueError(f"htree: {'; '.join(reasons)}")
+        return BACKEND
+
+    choose.plain = chosen  # type: ignore[attr-defined]
+    return choose
+
+
+def _with_room_for_nodes(spec_of: Any) -> Any:
+    """``get_kv_cache_spec`` of a layer whose pages have room for nodes and span means where the backend is ours."""
+
+    @functools.wraps(spec_of)
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec = spec_of(self, vllm_config)
+        page_bytes = getattr(self.impl, "page_bytes", None)
+        if page_bytes is None or self.attn_backend.full_cls_name() != tuple(BACKEND.rsplit(".", 1)):
+            return spec
+        return replace(spec, page_size_padded=page_bytes(spec, vllm_config))
+
+    get_kv_cache_spec.plain = spec_of  # type: ignore[attr-defined]
+    return get_kv_cache_spec

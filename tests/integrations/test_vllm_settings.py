@@ -1,0 +1,186 @@
+"""What the backend for vLLM refuses at start and the words it does it with (docs/vllm.md); no vLLM is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from htree_ops import TreeOptions
+from htree_ops.integrations.vllm.pages import page_sizes, pools_of, table_width
+from htree_ops.integrations.vllm.settings import check_engine, check_layer, layer_reasons, options_of_engine
+from htree_ops.integrations.vllm.versions import check_version, is_supported
+from htree_ops.ops.tree_cache import cache_layers, page_rows
+
+
+def config(htree: Any = None, **changes: Any) -> Any:
+    """What the backend reads of a VllmConfig."""
+    of_model = {name: changes.pop(name) for name in ("attention_chunk_size",) if name in changes}
+    text = SimpleNamespace(**({} if htree is None else {"htree": htree}), **of_model)
+    sizes: dict[str, Any] = {
+        "block_size": 256,
+        "decode_context_parallel_size": 1,
+        "speculative": None,
+        "is_hybrid": False,
+    }
+    sizes.update(changes)
+    method = sizes["speculative"]
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text, is_hybrid=sizes["is_hybrid"]),
+        cache_config=SimpleNamespace(block_size=sizes["block_size"]),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=sizes["decode_context_parallel_size"]),
+        speculative_config=None if method is None else SimpleNamespace(method=method),
+    )
+
+
+def test_options_are_those_of_the_checkpoint() -> None:
+    given = {"compression_rate": 4, "top_k": 8, "max_top_nodes": 32, "positions": "own"}
+    assert options_of_engine(config(given)) == TreeOptions(
+        compression_rate=4, top_k=8, max_top_nodes=32, rope_base=None
+    )
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_options_are_the_recommended_ones_without(given: Any) -> None:
+    assert options_of_engine(config(given)) == TreeOptions(selection_span=2, rope_base=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"index_dim": 64}, NotImplementedError, r"htree\['index_dim'\] asks for an index.*take it out"),
+        ({"positions": "compact"}, NotImplementedError, "must be 'own', got 'compact'"),
+        ({"selection_stride": 4}, NotImplementedError, r"selection_stride'\] must be 1, got 4"),
+        ({"importance": "lse"}, NotImplementedError, "'lse_causal' or 'exp_joint', got 'lse'"),
+        ({"scope": "q_head"}, NotImplementedError, "scope'.* must be 'kv_head', got 'q_head'"),
+        ({"topk": 4}, ValueError, "must have keys among .*, got 'topk'"),
+        ("speed", TypeError, "config.htree must be a dict of options, got str"),
+        ({"top_k": 0}, ValueError, "top_k"),
+    ],
+    ids=str,
+)
+def test_options_refuse(given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        options_of_engine(config(given))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"block_size": 24}, ValueError, "multiple of compression_rate = 16, got 24: give --block-size 32"),
+        ({"block_size": 8}, ValueError, "got 8: give --block-size 16"),
+        (
+            {"decode_context_parallel_size": 2},
+            NotImplementedError,
+            "decode-context-parallel-size 2: set it to 1",
+        ),
+        ({"speculative": "eagle3"}, NotImplementedError, "got method 'eagle3': use one of ngram"),
+        (
+            {"is_hybrid": True},
+            NotImplementedError,
+            "layers of state is not supported: leave --attention-backend",
+        ),
+        ({"attention_chunk_size": 8192}, NotImplementedError, "attention in chunks is not supported"),
+    ],
+    ids=str,
+)
+def test_engines_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        check_engine(config(**changes), TreeOptions())
+
+
+@pytest.mark.parametrize("changes", [{}, {"speculative": "ngram"}, {"block_size": 16}], ids=str)
+def test_engines_are_served(changes: dict[str, Any]) -> None:
+    check_engine(config(**changes), TreeOptions())
+
+
+LAYERS = [
+    ({"use_mla": True}, r"\(MLA\) has no keys of heads: leave --attention-backend out"),
+    ({"use_sparse": True}, "sparse attention of its own"),
+    ({"has_sliding_window": True}, r"sliding window is not supported: give --hf-overrides"),
+    ({"has_sink": True}, "attention sinks"),
+    ({"use_mm_prefix": True}, "only causal attention of a decoder"),
+    ({"use_non_causal": True}, "only causal attention of a decoder"),
+    ({"attn_type": "encoder_only"}, "only causal attention of a decoder"),
+    ({"kv_cache_dtype": "fp8_e4m3"}, "must be auto, float16 or bfloat16, got fp8_e4m3"),
+    ({"use_per_head_quant_scales": True}, "--kv-cache-dtype must be auto"),
+    ({"use_kv_connector": True}, "leave --kv-transfer-config out"),
+    ({"use_pcp": True}, "--prefill-context-parallel-size 1"),
+    ({"head_size": 33}, "even number of channels, got 33"),
+]
+
+
+@pytest.mark.parametrize(("properties", "words"), LAYERS, ids=str)
+def test_layers_have_reasons(properties: dict[str, Any], words: str) -> None:
+    (reason,) = layer_reasons(**properties)
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(reason)
+
+
+def test_a_plain_layer_has_none() -> None:
+    assert layer_reasons(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16) == []
+    check_layer(head_size=128, logits_soft_cap=0.0)
+
+
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"logits_soft_cap": 30.0}, "soft cap of the scores is not supported, got 30.0"),
+        ({"alibi_slopes": [0.5]}, "ALiBi is not supported"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "share the cache of another one"),
+        ({"sliding_window": 4096}, "sliding window"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_layers_are_refused(properties: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+        check_layer(**properties)
+
+
+@pytest.mark.parametrize(
+    ("version", "served"),
+    [
+        ("0.26.0", True),
+        ("0.26.1+cpu", True),
+        ("0.25.4", False),
+        ("0.27.0", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_versions(version: str, served: bool) -> None:
+    assert is_supported(version) == served
+    if served:
+        check_version(version)
+    else:
+        with pytest.raises(RuntimeError, match=f"vllm>=0.26,<0.27, got {version}"):
+            check_version(version)
+
+
+def test_the_table_is_as_wide_as_the_engine_makes_it() -> None:
+    assert [table_width(n, 16) for n in (1, 128, 129, 2048)] == [8, 8, 16, 128]
+    assert [table_width(n, 256) for n in (1, 256, 257)] == [1, 1, 2]
+    assert table_width(100, 48) == 4
+
+
+def test_pools_are_views_of_whole_pages() -> None:
+    """Keys first, values behind them, in the room of the pages."""
+    options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, selection_span=2, rope_base=None)
+    sizes = page_sizes(options, 8, 32)
+    assert sizes.layers == cache_layers(256, 4, 16) == 3
+    assert (sizes.key_rows, sizes.value_rows) == page_rows(8, 3, 4, 2) == (8 + 2 + 1 + 4, 8 + 2 + 1)
+    stride = sizes.elements(2, 6, 6) + 10  # vLLM may give more
+    memory = torch.arange(float(5 * stride))
+    cache = memory.as_strided((5, 2, 8, 12), (stride, 96, 12, 1))
+    keys, values = pools_of(cache, sizes, 6, 6)
+    assert (keys.shape, values.shape) == ((5, 2, 15, 6), (5, 2, 11, 6))
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert keys.data_ptr() == memory.data_ptr()
+    assert float(values[0, 0, 0, 0]) == keys.numel()
+    for wrong in (cache[1:], memory[: 5 * 200].view(5, 200).as_strided((5, 2, 8, 12), (200, 96, 12, 1))):
+        with pytest.raises(ValueError, match=r"must be \d pages of at least"):
+            pools_of(wrong, sizes, 6, 6)

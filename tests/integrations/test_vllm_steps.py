@@ -1,0 +1,147 @@
+"""Steps that a real engine has decided, on pages as vLLM lays them out (docs/vllm.md); no vLLM is needed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from htree_ops import TreeOptions
+from htree_ops.integrations.vllm.steps import Steps, attend_step
+from tests.integrations.vllm_steps import RECORDS, Record, made_steps, rows_alone, step_tensors
+from tests.support.cases import normal
+
+NAMES = sorted(path.stem for path in RECORDS.glob("*.json"))
+HEADS, KV_HEADS, DIM = 8, 2, 64
+#: Nodes of 16 and 256 tokens, which reach across pages.
+OPTIONS = TreeOptions(top_k=8, max_top_nodes=64, selection_span=2, rope_base=None)
+
+
+def rows_of(n: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
+    """q, k and v of a step: parts of one product, as a layer of vLLM has them."""
+    return list(
+        normal((n, HEADS + 2 * KV_HEADS, DIM), dtype, device, seed).split((HEADS, KV_HEADS, KV_HEADS), 1)
+    )
+
+
+def test_there_are_records() -> None:
+    assert NAMES == ["chunks_and_hits", "drafts_and_preemption", "same_step"]
+    _, drafts, shared = (Record.load(name) for name in NAMES)
+    assert any(_shares(step, shared.page_size) for step in shared.steps)
+    assert any(5 in [b - a for a, b in pairwise(step["cu_rows"])] for step in drafts.steps)
+
+
+def _shares(step: dict[str, Any], page_size: int) -> bool:
+    """Whether a sequence begins behind pages that another one writes."""
+    rows = [b - a for a, b in pairwise(step["cu_rows"])]
+    parts = [(length - n) // page_size for length, n in zip(step["lengths"], rows, strict=True)]
+    written = {page for row, first in zip(step["tables"], parts, strict=True) for page in row[first:]}
+    return any(written & set(row[:first]) for row, first in zip(step["tables"], parts, strict=True))
+
+
+@pytest.mark.parametrize("takes_prompts", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_the_bits_of_a_sequence_alone(device: str, name: str, takes_prompts: bool) -> None:
+    """Whatever stands beside it, in whichever pages, behind a prefix of another request or after a preemption.
+
+    With prompts by the kernels of tree_attention these are, on a GPU, the bits of the same rows in one call.
+    """
+    record = Record.load(name)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    cache = record.empty_cache(OPTIONS, KV_HEADS, DIM, dtype, device)
+    steps = Steps(16, record.page_size, 16, cache.device, takes_prompts=takes_prompts)
+    checked = 0
+    for i, (numbers, step) in enumerate(made_steps(record, steps)):
+        q, k, v = rows_of(step.num_rows, dtype, device, 3 * i)
+        out = torch.full_like(q, torch.nan)
+        attend_step(OPTIONS, cache, q, k, v, step, out)
+        for b, (begin, end) in enumerate(pairwise(numbers["cu_rows"])):
+            if (i + b) % 3 and len(numbers["lengths"]) < 2:
+                continue  # every third step of one sequence
+            length = numbers["lengths"][b]
+            held = record.tokens(OPTIONS, cache, numbers["tables"][b], length)
+            assert torch.equal(held[0][length - (end - begin) :], k[begin:end])
+            most = end - begin if takes_prompts else 128
+            assert torch.equal(rows_alone(OPTIONS, q[begin:end], *held, most), out[begin:end]), (i, b)
+            checked += 1
+    assert checked > 20
+
+
+def test_a_trial_run_writes_nothing(device: str) -> None:
+    """vLLM runs steps without slots, whose tables may name pages in use."""
+    record = Record.load(NAMES[0])
+    cache = record.empty_cache(OPTIONS, KV_HEADS, DIM, torch.float32, device)
+    steps = Steps(16, record.page_size, 16, cache.device, takes_prompts=False)
+    numbers = record.steps[0]
+    *tensors, slots = step_tensors(numbers, record, device)
+    step = steps.make(numbers["num_rows"], numbers["max_rows"], *tensors, torch.full_like(slots, -1))
+    q, k, v = rows_of(step.num_rows, torch.float32, device, 0)
+    attend_step(OPTIONS, cache, q, k, v, step, torch.empty_like(q))
+    assert cache.isnan().all()
+    with pytest.raises(ValueError, match="at most max_num_seqs = 1 sequences, got 2"):
+        Steps(1, 16, 16, cache.device, takes_prompts=False).make(
+            2, 1, *(torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 2)), tensors[2], slots
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_graph_serves_batches_of_one_shape(rows: int) -> None:
+    """Captured once in a trial run, replayed for decoding and for drafts to verify, also for fewer sequences."""
+    batch, page, pages = 8, 16, 40
+    record = Record(page, 640, 1 + batch * pages, [])
+    cache, eager = (record.empty_cache(OPTIONS, KV_HEADS, DIM, torch.bfloat16, "cuda") for _ in range(2))
+    steps = Steps(batch, page, 16, cache.device, takes_prompts=False)
+    beside = Steps(batch, page, 16, cache.device, takes_prompts=False)
+    n = batch * rows
+    fixed = [torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)]
+    fixed += [torch.zeros(batch, record.width, dtype=torch.int32), torch.full((n,), -1)]
+    fixed = [x.cuda() for x in fixed]
+    fixed[0].copy_(torch.arange(batch + 1) * rows)
+    fixed[1].fill_(rows)
+    static = rows_of(n, torch.bfloat16, "cuda", 0)
+    out = torch.zeros_like(static[0])
+    step = steps.make(n, rows, *fixed)
+    attend_step(OPTIONS, cache, *static, step, out)  # what is made once
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_step(OPTIONS, cache, *static, step, out)
+    graph.replay()
+    assert cache.isnan().all()
+
+    order = (
+        torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).add(1).view(batch, pages)
+    )
+    lengths = [0] * batch
+    for i in range(12):
+        live = batch - i % 3  # the sequences behind these wait
+        grow = 300 if i == 0 else rows
+        counts = [grow] * live + [0] * (batch - live) if i else [grow] * batch
+        lengths = [a + b for a, b in zip(lengths, counts, strict=True)]
+        numbers = {
+            "num_rows": sum(counts),
+            "max_rows": max(counts),
+            "cu_rows": torch.tensor([0, *counts]).cumsum(0).tolist(),
+            "lengths": [length if count else 0 for length, count in zip(lengths, counts, strict=True)],
+            "tables": [row[: -(-x // page)].tolist() for row, x in zip(order, lengths, strict=True)],
+        }
+        tensors = step_tensors(numbers, record, "cuda")
+        q, k, v = rows_of(numbers["num_rows"], torch.bfloat16, "cuda", 10 * i)
+        expected = torch.zeros_like(q)
+        attend_step(OPTIONS, eager, q, k, v, beside.make(len(q), max(counts), *tensors), expected)
+        if i == 0:  # prompts are not captured
+            attend_step(OPTIONS, cache, q, k, v, steps.make(len(q), grow, *tensors), expected)
+            continue
+        for to, now in zip(fixed[:3], tensors[:3], strict=True):
+            to.copy_(now)
+        fixed[3].fill_(-1)[: len(q)] = tensors[3]
+        for to, now in zip(static, (q, k, v), strict=True):
+            to[: len(q)] = now
+        steps.make(n, rows, *fixed)
+        graph.replay()
+        assert torch.equal(out[: len(q)], expected), i
+    assert torch.equal(cache.nan_to_num(), eager.nan_to_num())
