@@ -140,6 +140,27 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
     return rules
 
 
+def _indexed_varlen_ways(args: tuple[Any, ...]) -> list[list[Placement | None]]:
+    """Placements of (query, key, value, index_query, index_key, both offsets, max_q, max_k)."""
+    ways = []
+    for way in _varlen_ways(*args[:3]):
+        of_index = _WHOLE if way == Shard(1) and _size(args[3], 1) == 1 else way
+        ways.append([*[way] * 3, of_index, of_index, _WHOLE, _WHOLE, None, None])
+    return ways
+
+
+def _indexed_attention_varlen(*args: Any) -> list[Rule]:
+    return [_rule([ways[0]] * 2, ways[:7], len(args)) for ways in _indexed_varlen_ways(args)]
+
+
+def _indexed_attention_varlen_backward(*args: Any) -> list[Rule]:
+    """Of (..., max_q, max_k, out, lse, dout, dlse, grouping, output_mask, ...)."""
+    return [
+        _rule(_wanted([ways[0]] * 3, args[14]), _given([*ways, *[ways[0]] * 4], args), len(args))
+        for ways in _indexed_varlen_ways(args)
+    ]
+
+
 # ---- attention over lists
 
 
@@ -388,6 +409,8 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
     "_attention_varlen_backward": (_attention_varlen_backward, 5),
+    "_indexed_attention_varlen": (_indexed_attention_varlen, 7),
+    "_indexed_attention_varlen_backward": (_indexed_attention_varlen_backward, 7),
     "_index_lists": (_index_lists, 4),
     "_listed_attention": (_listed_attention(2), 4),
     "_listed_attention_rows": (_listed_attention(3), 4),
