@@ -116,7 +116,9 @@ NORM = ((2, 3, 8), (8,), (3, 4), (3, 4))
 MLP = ((1, 2, 4), (3, 4), (3, 4))
 FUNCTIONS: dict[str, Prepare] = {
     **{function.__name__: of_table(function, arguments) for function, arguments, _ in CALLS},
-    "calibrate_activation_scales": on_model(lambda m, x: htree_ops.calibrate_activation_scales(m, [x])),
+    "calibrate_activation_scales": on_model(
+        lambda m, x: htree_ops.ops.fp8.calibrate_activation_scales(m, [x])
+    ),
     "quantize_model_": on_model(
         lambda m, _: htree_ops.quantize_model_(
             m, activation_scales={"0": 2.0, "1": torch.tensor(3.0, device="cpu")}
