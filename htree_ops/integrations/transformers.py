@@ -513,18 +513,13 @@ def _attend_from_a_tree_cache(
 ) -> Tensor:
     """The new tokens go into the cache, and their rows come from it."""
     k, v = new.key.transpose(1, 2), new.value.transpose(1, 2)
-    if tree.by_index:
-        _refuse(
-            "a TreeCache holds no index keys yet: set config.htree['index_dim'] = 0, or generate with the default "
-            "cache, a DynamicCache, which builds the trees again for each token"
-        )
     if bounds is not None:
         _refuse(PACKED_AND_CACHED)
     if mask is not None:
         _check_mask(mask)
         mask = mask.bool()
     q = _without_documents(q, positions, mask, new.layer.columns)
-    return new.layer.attend(q, k, v, mask, tree.options)
+    return new.layer.attend(q, k, v, mask, tree)
 
 
 def _attend_real(

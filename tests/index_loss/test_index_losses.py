@@ -306,9 +306,6 @@ def test_what_is_not_supported_says_so(device: str) -> None:
         compiled(x)
     with pytest.raises(ValueError, match="index_dim must be above 0"):
         layer_of(device, index_dim=0).index_of(x, x)
-    cache = layer_of(device, index_dim=0).make_cache(1, 64)
-    with pytest.raises(NotImplementedError, match="cache is not supported beside an index"):
-        layer(x[:1], cache=cache)
 
 
 # ---- packed documents

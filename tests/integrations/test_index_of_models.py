@@ -159,6 +159,24 @@ def test_padding_changes_nothing(side: str, device: str) -> None:
     torch.testing.assert_close(found[mask.bool()], wanted[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_from_a_tree_cache(padded: bool, stride: int, device: str) -> None:
+    """The tokens of generation without a cache; index keys lie in the pages."""
+    model, ids = fitted(device=device), make_ids(2, 40, device)
+    model.config.htree = INDEXED | {"selection_stride": stride}
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, :13] = 0
+        options["attention_mask"] = mask
+    cache = TreeCache(model.config, max_cache_len=64, page_size=16)
+    found = model.generate(ids, **{CACHE: cache}, **options)
+    assert torch.equal(found, model.generate(ids, use_cache=False, **options))
+    assert [layer.cache.index_dim for layer in cache.layers] == [16, 16]
+    assert cache.layers[0].cache.index_dtype == torch.float32
+
+
 @given(
     stride=st.sampled_from([1, 2, 4]),
     columns=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -311,13 +329,6 @@ def test_what_does_not_fit_says_so(device: str) -> None:
         logits(model, ids)
     with pytest.raises(ValueError, match=r"config\.htree: index_dim must be a multiple of 16"):
         make(options=SPARSE | {"index_dim": 24})
-
-
-def test_a_tree_cache_is_refused(device: str) -> None:
-    model = fitted(device=device)
-    cache = TreeCache(model.config, max_cache_len=64)
-    with pytest.raises(NotImplementedError, match="a TreeCache holds no index keys yet"):
-        model(make_ids(1, 20, device), **{CACHE: cache})
 
 
 def test_models_that_cannot_be_fitted(device: str) -> None:

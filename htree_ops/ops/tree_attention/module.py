@@ -24,7 +24,15 @@ from htree_ops.ops.arguments import (
     option_device,
     validate_arguments_as,
 )
-from htree_ops.ops.index_loss.layers import WEIGHTS, add_index_, draw_index_, index_of, know, set_index_
+from htree_ops.ops.index_loss.layers import (
+    WEIGHTS,
+    add_index_,
+    choose_by_index,
+    draw_index_,
+    index_of,
+    know,
+    set_index_,
+)
 from htree_ops.ops.paging import is_recorded
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads
 from htree_ops.ops.tree_attention.index import TreeOf, resolve_index_dim
@@ -101,9 +109,9 @@ class HTreeAttention(nn.Module):
             no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
             selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
             the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
-            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does, over whole
-            sequences and from a cache: with ``cu_seqlens`` or ``cp_group`` it raises NotImplementedError. It learns by
-            :func:`htree_ops.index_losses`; until then it is a random projection.
+            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does;
+            with ``cp_group`` it raises NotImplementedError. It learns by :func:`htree_ops.fit_index` or
+            :func:`htree_ops.index_losses`; until then it is a random projection, which warns once.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -372,7 +380,7 @@ class HTreeAttention(nn.Module):
             if q.shape[1] != 1:
                 places = places + torch.arange(q.shape[1], device=cache.device)
             q, k = self._rotated(q, k, places)
-        index = self.index_of(q, k) if self.index_dim else None
+        index = choose_by_index("HTreeAttention", self, q, k) if self.index_dim else None
         out = cache.decode(q, *expand_heads(options, q, k, v), lengths, index=index)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         y: Tensor = self.o_proj(out.flatten(2))
@@ -635,8 +643,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or that or cu_seqlens
-                beside an index.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or that beside an
+                index.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
