@@ -197,18 +197,13 @@ def _attention_varlen_backward(
 
 
 def _indexed_documents(
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    index_query: Shape,
-    index_key: Shape,
-    cu_seq_q: Shape,
-    cu_seq_k: Shape,
-    max_q: int,
-    max_k: int,
-    packed: tuple[Any, ...],
+    arguments: tuple[Any, ...], packed: tuple[Any, ...]
 ) -> tuple[int, Shape, Shape, Shape, int]:
-    """The longest documents, as :func:`_longest_documents`, and the work of their lists."""
+    """The longest documents, as :func:`_longest_documents`, and the work of their lists.
+
+    ``arguments`` are query, key, value, index_query, index_key, cu_seq_q, cu_seq_k, max_q and max_k.
+    """
+    query, key, value, index_query, index_key, _cu_q, _cu_k, max_q, max_k = arguments
     count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
     of_q, of_k = (1, q[1], *index_query[1:]), (1, k[1], *index_key[1:])
     return count, q, k, v, _index_lists(q, k, of_q, of_k, [k[1] - q[1]], *packed)
@@ -216,15 +211,15 @@ def _indexed_documents(
 
 def _indexed_attention_varlen(*arguments: Any, **_: Any) -> int:
     """:func:`_index_lists` and :func:`_listed_attention` of the longest documents."""
-    *tensors, _grouping, ints, floats = arguments
-    count, q, k, v, lists = _indexed_documents(*tensors, (ints, floats))
+    ints, floats = arguments[-2:]
+    count, q, k, v, lists = _indexed_documents(arguments[:9], (ints, floats))
     return count * (lists + _listed_attention(q, k, v, (), ints, floats))
 
 
 def _indexed_attention_varlen_backward(*arguments: Any, **_: Any) -> int:
     """:func:`_index_lists` again and :func:`_gradient_work` of the longest documents."""
-    tensors, (output_mask, ints, floats) = arguments[:9], arguments[-3:]
-    count, q, k, v, lists = _indexed_documents(*tensors, (ints, floats))
+    output_mask, ints, floats = arguments[-3:]
+    count, q, k, v, lists = _indexed_documents(arguments[:9], (ints, floats))
     options = TreeOptions.from_packed(ints, floats)
     return count * (lists + _gradient_work(q, k, v, True, output_mask, options))
 

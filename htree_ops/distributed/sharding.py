@@ -140,25 +140,26 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
     return rules
 
 
-def _indexed_varlen_ways(args: tuple[Any, ...]) -> list[list[Placement | None]]:
-    """Placements of (query, key, value, index_query, index_key, both offsets, max_q, max_k)."""
+def _indexed_varlen_ways(args: tuple[Any, ...]) -> list[tuple[Placement, list[Placement]]]:
+    """Placements of query, and of (query, key, value, index_query, index_key, both offsets)."""
     ways = []
     for way in _varlen_ways(*args[:3]):
         of_index = _WHOLE if way == Shard(1) and _size(args[3], 1) == 1 else way
-        ways.append([*[way] * 3, of_index, of_index, _WHOLE, _WHOLE, None, None])
+        ways.append((way, [*[way] * 3, of_index, of_index, _WHOLE, _WHOLE]))
     return ways
 
 
 def _indexed_attention_varlen(*args: Any) -> list[Rule]:
-    return [_rule([ways[0]] * 2, ways[:7], len(args)) for ways in _indexed_varlen_ways(args)]
+    return [_rule([way] * 2, tensors, len(args)) for way, tensors in _indexed_varlen_ways(args)]
 
 
 def _indexed_attention_varlen_backward(*args: Any) -> list[Rule]:
     """Of (..., max_q, max_k, out, lse, dout, dlse, grouping, output_mask, ...)."""
-    return [
-        _rule(_wanted([ways[0]] * 3, args[14]), _given([*ways, *[ways[0]] * 4], args), len(args))
-        for ways in _indexed_varlen_ways(args)
-    ]
+    rules = []
+    for way, tensors in _indexed_varlen_ways(args):
+        placed = _given([*tensors, None, None, *[way] * 4], args)
+        rules.append(_rule(_wanted([way] * 3, args[14]), placed, len(args)))
+    return rules
 
 
 # ---- attention over lists

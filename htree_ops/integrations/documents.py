@@ -86,7 +86,7 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, tree:
     """
     order = front_first(real)
     return _through_front(
-        (query, key, value), real, order, lambda *front: tree.sequences(*front, lengths=real.sum(1))
+        (query, key, value), real, order, lambda q, k, v: tree.sequences(q, k, v, real.sum(1))
     )
 
 

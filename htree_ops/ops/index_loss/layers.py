@@ -55,8 +55,9 @@ def add_index_(
         weight = torch.empty(count, head_dim, index_dim, device=device, dtype=dtype)
         layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     layer.register_load_state_dict_pre_hook(_keep_missing)
-    layer._index_chose = layer._index_forward = None
-    layer._index_pending = []
+    state: Any = layer
+    state._index_chose = state._index_forward = None
+    state._index_pending = []
     know(layer)
 
 
@@ -116,7 +117,8 @@ def draw_index_(layer: nn.Module) -> None:
     """:func:`draw_index` for a layer that has an index."""
     of_queries, of_keys = (getattr(layer, name) for name in WEIGHTS)
     if not of_keys.is_meta:
-        drawn = draw_index(len(of_queries), *of_keys.shape, of_keys.device, of_keys.dtype)
+        kv_heads, head_dim, index_dim = of_keys.shape
+        drawn = draw_index(len(of_queries), kv_heads, head_dim, index_dim, of_keys.device, of_keys.dtype)
         for weight, new in zip((of_queries, of_keys), drawn, strict=True):
             weight.copy_(new)
 

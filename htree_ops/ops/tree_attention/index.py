@@ -110,9 +110,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, options: TreeOptions) -> Te
     if options.rope_base is not None or options.inv_freq is not None:
         wide = torch.promote_types(q.dtype, torch.float32)
         base = 10000.0 if options.rope_base is None else options.rope_base
-        table = rope_cache(*q.shape[1::2], base, dtype=wide, device=q.device, inv_freq=options.inv_freq)
-        place = torch.arange(q.shape[1], device=q.device)
-        q, k = (rope(x, *table, place) for x in (q, k))
-    heads = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=options.scale, enable_gqa=True)
+        T, K = q.shape[1::2]
+        cos, sin = rope_cache(T, K, base, dtype=wide, device=q.device, inv_freq=options.inv_freq)
+        place = torch.arange(T, device=q.device)
+        q, k = rope(q, cos, sin, place), rope(k, cos, sin, place)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale, enable_gqa=True)
     return out.transpose(1, 2)
