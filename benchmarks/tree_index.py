@@ -114,12 +114,9 @@ def ours(setting: Setting) -> Callable[..., Tensor]:
 def dense(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     """Dense attention of the same tensors."""
     only: Any = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with only:
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),  # type: ignore[misc]
-            is_causal=True,
-            enable_gqa=True,
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
 

@@ -87,8 +87,9 @@ def with_indexes(
 
     @functools.wraps(post_init)
     def make(self: PreTrainedModel) -> None:
-        for part in self.modules():
-            if _projections(part) is None or index_dim_of(part) or not _says_a_width(part.config):
+        parts: list[Any] = [part for part in self.modules() if _projections(part) is not None]
+        for part in parts:
+            if index_dim_of(part) or not _says_a_width(part.config):
                 continue
             asked, options = width_of(part.config)
             width = resolve_index_dim("config.htree", asked, part.head_dim, options)

@@ -25,8 +25,13 @@ REPORTED = 10
 class Fitted(Protocol):
     """A layer that gets an index."""
 
-    layer: nn.Module
-    sizes: tuple[int, int, int]  # query heads, K/V heads, their width
+    @property
+    def layer(self) -> nn.Module:
+        """The layer."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Query heads, K/V heads and their width."""
 
     def check(self, index_dim: int) -> None:
         """Raises unless the layer can have an index of this width."""

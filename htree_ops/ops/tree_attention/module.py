@@ -478,8 +478,10 @@ class HTreeAttention(nn.Module):
             return self.o_proj(_joined(self._tree().sequences(q, k, v, lengths)))
         from htree_ops.distributed import tree_attention_cp  # only where it is asked for
 
-        shared = {"group": self.cp_group, "balance": self.cp_balance}
-        return self.o_proj(_joined(tree_attention_cp(q, k, v, options=self._of_attention(), **shared)))
+        options, balance = self._of_attention(), self.cp_balance
+        out = tree_attention_cp(q, k, v, group=self.cp_group, balance=balance, options=options)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return self.o_proj(_joined(out))
 
     def _tree(self) -> TreeOf:
         """The attention between the projections."""
