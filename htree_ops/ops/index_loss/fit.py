@@ -126,7 +126,8 @@ def fit_index(
             for loss in found:
                 assert loss is not None
                 loss.backward()
-            adam.step()
+            with torch.device("cpu"):  # it counts its steps on the default device
+                adam.step()
             latest = [*latest[1 - REPORTED :], [x.detach() for x in found if x is not None]]
             progress.show(step + 1, latest[-1])
     nats = [float(torch.stack(losses).mean()) for losses in zip(*latest, strict=True)]

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from htree_ops.ops.arguments import check_int
 from htree_ops.ops.index_loss.collector import Attended, collect, is_fitting
 from htree_ops.ops.index_loss.layers import choose_by_index
-from htree_ops.ops.tree_attention.attention import tree_attention
+from htree_ops.ops.tree_attention.attention import expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_attention.stages import rope, rope_cache
-from htree_ops.ops.tree_attention.varlen import tree_attention_varlen
 
 __all__ = ["TreeOf", "resolve_index_dim"]
 
@@ -92,7 +91,14 @@ class TreeOf:
             options = replace(options, selection_span=None, **every)
         elif self.by_index:
             index = choose_by_index(self.function, self.layer, q, k)
-        return tree_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, index=index, options=options)
+        # The ops, whose words the caller replaces by its own.
+        documents = (cu_q, cu_k, max_q, max_k, "auto", *options.packed())
+        if index is None:
+            k, v = expand_heads(options, q, k, v)
+            out, _ = torch.ops.htree._attention_varlen(q, k, v, *documents)
+        else:
+            out, _ = torch.ops.htree._indexed_attention_varlen(q, k, v, *index, *documents)
+        return out
 
     def _attended(self, q: Tensor, k: Tensor, **rows: Tensor | None) -> Attended:
         return Attended(self.function, q, k, self.options.scale, self.options.compression_rate, **rows)
