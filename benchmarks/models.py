@@ -3,7 +3,8 @@
 Run: ``python -m benchmarks.models --csv PATH`` on a GPU with 120 GB; needs transformers. ``--quick`` takes the shortest
 text and what need not be compiled, for a look. Eight layers of 4096 channels,
 bf16, one sequence of random tokens. A training step is forward, backward and AdamW without the language model's head:
-the loss is the mean square of the last hidden states. From 64k tokens on, every way checkpoints the activations of each
+the loss is the mean square of the last hidden states. With an index the step also has the loss of each layer's index at
+128 positions. From 64k tokens on, every way checkpoints the activations of each
 layer, because the step would not fit otherwise. The ways run one after the other. Up to max_top_nodes tokens tree
 attention computes what dense attention computes; beyond, the column ``same_function`` says that it does not.
 Figures are reported, never asserted.
@@ -29,13 +30,17 @@ from transformers import LlamaConfig, LlamaModel
 from benchmarks.harness import timing
 from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
 from benchmarks.harness.progress import progress
+from htree_ops import index_losses
 from htree_ops.cli import regular_expression
 from htree_ops.info import source_commit
 from htree_ops.integrations import patch_model_
+from htree_ops.integrations.transformers import register
 from htree_ops.tuning.clock import clock_for
 
 LENGTHS = (8_192, 32_768, 131_072)
 CHECKPOINT_FROM = 65_536
+#: Positions at which the index of a layer learns in a step.
+INDEX_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ WAYS = (
     Way("ours, stride 1, span 2", htree={"selection_stride": 1, "selection_span": 2}),
     Way("ours, stride 4, span 2", htree={"selection_stride": 4, "selection_span": 2}),
     Way("ours, stride 16", htree={"selection_stride": 16}),
+    # Where heads are narrower than 16 there is no index.
+    Way("ours, index, stride 1", htree={"top_k": 128, "index_dim": None}),
+    Way("ours, index, stride 4", htree={"top_k": 128, "index_dim": None, "selection_stride": 4}),
     Way("ours, stride 16, torch.compile", htree={"selection_stride": 16}, compiled=True),
 )
 
@@ -100,6 +108,7 @@ def make_model(way: Way, size: Size, tokens: int, device: str, dtype: torch.dtyp
     """The same weights for every way."""
     config = LlamaConfig(**asdict(size), max_position_embeddings=tokens, use_cache=False)
     if way.htree is not None:
+        register()  # a model that is made from here on has the index that its config says
         config.htree = way.htree
     torch.manual_seed(0)
     with torch.device(device):
@@ -134,8 +143,9 @@ def make_call(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device != "cpu")
 
     def step() -> Tensor:
-        loss = run(ids).last_hidden_state.float().square().mean()
-        loss.backward()
+        with index_losses(INDEX_ROWS) as losses:
+            loss = run(ids).last_hidden_state.float().square().mean()
+        (loss + losses.mean() if len(losses) else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

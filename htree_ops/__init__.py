@@ -28,7 +28,6 @@ from htree_ops.ops.compressed_kv import (  # noqa: E402
 )
 from htree_ops.ops.fp8 import (  # noqa: E402
     FP8Linear,
-    calibrate_activation_scales,
     fp8_compute_scale,
     fp8_dequantize,
     fp8_fake_quant,
@@ -42,7 +41,7 @@ from htree_ops.ops.hadamard import (  # noqa: E402
     grouped_hadamard,
     hadamard_transform,
 )
-from htree_ops.ops.index_loss import index_loss, index_losses  # noqa: E402
+from htree_ops.ops.index_loss import fit_index, index_loss, index_losses  # noqa: E402
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE, head_rmsnorm_rope, rmsnorm_rope  # noqa: E402
 from htree_ops.ops.selection import select_blocks, select_blocks_varlen  # noqa: E402
 from htree_ops.ops.sparse_attention import sparse_attention, sparse_attention_varlen  # noqa: E402
@@ -74,8 +73,8 @@ __all__ = [
     "TreeOptions",
     "UnsupportedDtypeError",
     "__version__",
-    "calibrate_activation_scales",
     "causal_softmax",
+    "fit_index",
     "fp8_compute_scale",
     "fp8_dequantize",
     "fp8_fake_quant",

@@ -196,6 +196,34 @@ def _attention_varlen_backward(
     return count * _gradient_work(q, k, v, False, output_mask, TreeOptions.from_packed(*packed))
 
 
+def _indexed_documents(
+    arguments: tuple[Any, ...], packed: tuple[Any, ...]
+) -> tuple[int, Shape, Shape, Shape, int]:
+    """The longest documents, as :func:`_longest_documents`, and the work of their lists.
+
+    ``arguments`` are query, key, value, index_query, index_key, cu_seq_q, cu_seq_k, max_q and max_k.
+    """
+    query, key, value, index_query, index_key, _cu_q, _cu_k, max_q, max_k = arguments
+    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
+    of_q, of_k = (1, q[1], *index_query[1:]), (1, k[1], *index_key[1:])
+    return count, q, k, v, _index_lists(q, k, of_q, of_k, [k[1] - q[1]], *packed)
+
+
+def _indexed_attention_varlen(*arguments: Any, **_: Any) -> int:
+    """:func:`_index_lists` and :func:`_listed_attention` of the longest documents."""
+    ints, floats = arguments[-2:]
+    count, q, k, v, lists = _indexed_documents(arguments[:9], (ints, floats))
+    return count * (lists + _listed_attention(q, k, v, (), ints, floats))
+
+
+def _indexed_attention_varlen_backward(*arguments: Any, **_: Any) -> int:
+    """:func:`_index_lists` again and :func:`_gradient_work` of the longest documents."""
+    output_mask, ints, floats = arguments[-3:]
+    count, q, k, v, lists = _indexed_documents(arguments[:9], (ints, floats))
+    options = TreeOptions.from_packed(ints, floats)
+    return count * (lists + _gradient_work(q, k, v, True, output_mask, options))
+
+
 def _sparse_pairs(query: Shape, key: Shape, blocks: Shape, block_size: int) -> int:
     """Queries of every head times the tokens of a full list, or all tokens where the list holds more."""
     return prod(query[:-1]) * min(blocks[-1] * block_size, key[-3])
@@ -532,6 +560,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_attention_varlen": _attention_varlen,
     "_attention_varlen_forward": _attention_varlen,
     "_attention_varlen_backward": _attention_varlen_backward,
+    "_indexed_attention_varlen": _indexed_attention_varlen,
+    "_indexed_attention_varlen_backward": _indexed_attention_varlen_backward,
     "_index_lists": _index_lists,
     "_listed_attention": _listed_attention,
     "_listed_attention_rows": _listed_attention_rows,

@@ -112,17 +112,32 @@ def index_losses(device: str) -> Callable[[], Any]:
     return call
 
 
+def fitted(device: str) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    layer, x = indexed(device), rows(device, 1, 40, 64)
+
+    def call() -> Any:
+        torch.manual_seed(1)
+        htree_ops.fit_index(layer, [x, x], steps=2, rows=4, index_dim=layer.index_dim)
+        return layer.index_key_weight.detach()
+
+    return call
+
+
 NORM = ((2, 3, 8), (8,), (3, 4), (3, 4))
 MLP = ((1, 2, 4), (3, 4), (3, 4))
 FUNCTIONS: dict[str, Prepare] = {
     **{function.__name__: of_table(function, arguments) for function, arguments, _ in CALLS},
-    "calibrate_activation_scales": on_model(lambda m, x: htree_ops.calibrate_activation_scales(m, [x])),
+    "calibrate_activation_scales": on_model(
+        lambda m, x: htree_ops.ops.fp8.calibrate_activation_scales(m, [x])
+    ),
     "quantize_model_": on_model(
         lambda m, _: htree_ops.quantize_model_(
             m, activation_scales={"0": 2.0, "1": torch.tensor(3.0, device="cpu")}
         )
     ),
     "index_losses": index_losses,
+    "fit_index": fitted,
     "fp8_scale_inv": on_rows(fp8_scale_inv, (3,)),
     "fp8_quantize by a number": on_rows(lambda x: htree_ops.fp8_quantize(x, 2.0, "block", block=3), (2, 8)),
     "fp8_fake_quant by a number": on_rows(lambda x: htree_ops.fp8_fake_quant(x, 2.0, "channel"), (2, 8)),

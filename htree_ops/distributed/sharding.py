@@ -140,6 +140,28 @@ def _attention_varlen_backward(*args: Any) -> list[Rule]:
     return rules
 
 
+def _indexed_varlen_ways(args: tuple[Any, ...]) -> list[tuple[Placement, list[Placement]]]:
+    """Placements of query, and of (query, key, value, index_query, index_key, both offsets)."""
+    ways = []
+    for way in _varlen_ways(*args[:3]):
+        of_index = _WHOLE if way == Shard(1) and _size(args[3], 1) == 1 else way
+        ways.append((way, [*[way] * 3, of_index, of_index, _WHOLE, _WHOLE]))
+    return ways
+
+
+def _indexed_attention_varlen(*args: Any) -> list[Rule]:
+    return [_rule([way] * 2, tensors, len(args)) for way, tensors in _indexed_varlen_ways(args)]
+
+
+def _indexed_attention_varlen_backward(*args: Any) -> list[Rule]:
+    """Of (..., max_q, max_k, out, lse, dout, dlse, grouping, output_mask, ...)."""
+    rules = []
+    for way, tensors in _indexed_varlen_ways(args):
+        placed = _given([*tensors, None, None, *[way] * 4], args)
+        rules.append(_rule(_wanted([way] * 3, args[14]), placed, len(args)))
+    return rules
+
+
 # ---- attention over lists
 
 
@@ -388,6 +410,8 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen": (_attention_varlen(2), 5),
     "_attention_varlen_forward": (_attention_varlen(3), 5),
     "_attention_varlen_backward": (_attention_varlen_backward, 5),
+    "_indexed_attention_varlen": (_indexed_attention_varlen, 7),
+    "_indexed_attention_varlen_backward": (_indexed_attention_varlen_backward, 7),
     "_index_lists": (_index_lists, 4),
     "_listed_attention": (_listed_attention(2), 4),
     "_listed_attention_rows": (_listed_attention(3), 4),

@@ -14,9 +14,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from htree_ops.integrations.documents import take_rows
-from htree_ops.ops.arguments import autocast_dtype, check_int
+from htree_ops.ops.arguments import FLOATING, autocast_dtype, check_int
+from htree_ops.ops.index_loss.layers import choose_by_index
 from htree_ops.ops.tree_attention import TreeOptions
 from htree_ops.ops.tree_attention.attention import expand_heads
+from htree_ops.ops.tree_attention.index import TreeOf
 from htree_ops.ops.tree_cache import TreeCacheBytes, TreeKVCache
 from htree_ops.ops.tree_cache.leaves import check_bits
 from htree_ops.ops.tree_cache.ring import RING
@@ -149,13 +151,13 @@ class TreeLayer(CacheLayerMixin):
         handed = HandedOver(self, key_states, value_states)
         return handed, handed
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: TreeOptions) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tree: TreeOf) -> Tensor:
         """Appends n tokens to every sequence and returns their rows.
 
         Args:
             q: [B, n, H, K]; k: [B, n, H_kv, K]; v: [B, n, H_kv, V].
             mask: bool [B, columns so far], False at padding; None where there is none.
-            options: of :func:`htree_ops.tree_attention`, the same in every call.
+            tree: the attention, with the same options in every call.
 
         Returns:
             [B, n, H, V], 0 at padding.
@@ -174,13 +176,15 @@ class TreeLayer(CacheLayerMixin):
             )
         if (dtype := autocast_dtype(q.device)) is not None:
             q, k, v = (x.to(dtype) for x in (q, k, v))
+        options = tree.options
+        index = choose_by_index(tree.function, tree.layer, q, k) if tree.by_index else None
         k, v = expand_heads(options, q, k, v)
         if self.cache is None:
             if torch.compiler.is_compiling():
                 raise NotImplementedError(
                     "htree: the first call with a TreeCache takes its memory: make it uncompiled"
                 )
-            self.cache, self.options = self._new_cache(k, v, options), options
+            self.cache, self.options = self._new_cache(k, v, options, index), options
             self.is_initialized = True
         elif options != self.options:
             raise ValueError(
@@ -193,7 +197,8 @@ class TreeLayer(CacheLayerMixin):
         if rows is not None and rows.order is not None:
             order = rows.order
             q, k, v = (take_rows(x, order) for x in (q, k, v))
-        out = self.cache.decode(q, k, v, lengths)
+            index = None if index is None else (take_rows(index[0], order), take_rows(index[1], order))
+        out = self.cache.decode(q, k, v, lengths, index=index)
         self.columns += n
         assert isinstance(out, Tensor)  # a pair only with return_lse
         if rows is None:
@@ -202,7 +207,9 @@ class TreeLayer(CacheLayerMixin):
             out = take_rows(out, torch.argsort(rows.order, dim=1))
         return out.masked_fill(~rows.fits[:, None, None, None], torch.nan)
 
-    def _new_cache(self, k: Tensor, v: Tensor, options: TreeOptions) -> TreeKVCache:
+    def _new_cache(
+        self, k: Tensor, v: Tensor, options: TreeOptions, index: tuple[Tensor, Tensor] | None
+    ) -> TreeKVCache:
         batch, _, heads, width = k.shape
         shared = self.shared
         return TreeKVCache(
@@ -215,6 +222,9 @@ class TreeLayer(CacheLayerMixin):
             num_pages=shared.num_pages,
             leaf_bits=shared.leaf_bits,
             prompt_bytes=shared.prompt_bytes,
+            index_dim=0 if index is None else index[1].shape[3],
+            # What generate() gives without a cache chooses by index keys that are not rounded.
+            index_dtype=k.dtype if index is not None and k.dtype in FLOATING else None,
             dtype=k.dtype,
             device=k.device,
             options=replace(options, scope="kv_head"),  # k and v have a head for each selection

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
-from htree_ops.ops.tree_attention import TreeOptions, tree_attention, tree_attention_varlen
+from htree_ops.ops.tree_attention.index import TreeOf
 
 T = TypeVar("T")
 
@@ -54,27 +54,23 @@ class Documents:
         return cls(cu_q, cu_k, max(lengths_q, default=0), max(lengths_k, default=0))
 
 
-def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, options: TreeOptions
-) -> Tensor:
+def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, tree: TreeOf) -> Tensor:
     """Tree attention of packed documents: :func:`htree_ops.tree_attention_varlen`.
 
     Args:
         query: [N, H, K], the documents one behind the other; the rows of each are its last tokens.
         key: [N_k, H_kv, K]; value: [N_k, H_kv, V].
         documents: where they begin.
-        options: of :func:`htree_ops.tree_attention`.
+        tree: the attention.
 
     Returns:
         [N, H, V].
     """
     bounds = (documents.cu_q, documents.cu_k, documents.max_q, documents.max_k)
-    out = tree_attention_varlen(query, key, value, *bounds, options=options)
-    assert isinstance(out, Tensor)  # a pair only with return_lse
-    return out
+    return tree.documents(query, key, value, *bounds)
 
 
-def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, options: TreeOptions) -> Tensor:
+def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, tree: TreeOf) -> Tensor:
     """Tree attention of sequences of which some rows are padding, anywhere; nothing is read on the host.
 
     The real rows of each sequence move to its front, in order, and become a sequence of their own. What stands behind
@@ -83,14 +79,14 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, optio
     Args:
         query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         real: bool [B, T], False at padding.
-        options: of :func:`htree_ops.tree_attention`.
+        tree: the attention.
 
     Returns:
         [B, T, H, V]; 0 at padding, which has no gradient and may hold NaN.
     """
     order = front_first(real)
     return _through_front(
-        (query, key, value), real, order, lambda *front: tree_attention(*front, options=options)
+        (query, key, value), real, order, lambda q, k, v: tree.sequences(q, k, v, real.sum(1))
     )
 
 
@@ -114,7 +110,7 @@ def attend_restarting(
     value: Tensor,
     positions: Tensor,
     real: Tensor | None,
-    options: TreeOptions,
+    tree: TreeOf,
 ) -> Tensor:
     """Tree attention of the documents that restarting positions show; no Python code reads how many there are.
 
@@ -125,7 +121,7 @@ def attend_restarting(
         query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         positions: [B or 1, T], as :func:`restarts` reads them.
         real: bool [B, T], False at padding; None where all are real.
-        options: of :func:`htree_ops.tree_attention`.
+        tree: the attention.
 
     Returns:
         [B, T, H, V]; 0 at padding.
@@ -143,7 +139,7 @@ def attend_restarting(
     documents = Documents(cu, cu, T, T)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        packed = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, options)
+        packed = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, tree)
         return packed.unflatten(0, (B, T))
 
     if real is None:
@@ -157,7 +153,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, real_q: Tensor, real_k: Tensor, options: TreeOptions
+    query: Tensor, key: Tensor, value: Tensor, real_q: Tensor, real_k: Tensor, tree: TreeOf
 ) -> Tensor:
     """Tree attention of padded sequences whose real queries are the last of their real keys; it can be traced.
 
@@ -167,14 +163,14 @@ def attend_cached(
     Args:
         query: [B, T_q, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         real_q: bool [B, T_q]; real_k: bool [B, T]; False at padding.
-        options: of :func:`htree_ops.tree_attention`, with any importance.
+        tree: the attention, with any importance.
 
     Returns:
         [B, T_q, H, V]; 0 at padding, which has no gradient and may hold NaN.
     """
     (rows_q, cu_q), (rows_k, cu_k) = (_real_rows(real) for real in (real_q, real_k))
     documents = Documents(cu_q, cu_k, real_q.shape[1], real_k.shape[1])
-    return _attend_rows(query, key, value, documents, rows_q, rows_k, options)
+    return _attend_rows(query, key, value, documents, rows_q, rows_k, tree)
 
 
 def _real_rows(real: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,14 +181,14 @@ def _real_rows(real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_real_documents(
-    query: Tensor, key: Tensor, value: Tensor, real: Tensor, positions: Tensor, options: TreeOptions
+    query: Tensor, key: Tensor, value: Tensor, real: Tensor, positions: Tensor, tree: TreeOf
 ) -> Tensor:
     """Tree attention of the documents that restarting positions [B or 1, T] show in padded sequences; reads lengths.
 
     Shapes and results are those of :func:`attend_restarting`, which can be traced.
     """
     documents, rows = _remembered((real, positions), "rows", lambda: _real_documents(real, positions))
-    return _attend_rows(query, key, value, documents, rows, rows, options)
+    return _attend_rows(query, key, value, documents, rows, rows, tree)
 
 
 def _real_documents(real: Tensor, positions: Tensor) -> tuple[Documents, Tensor]:
@@ -212,11 +208,11 @@ def _attend_rows(
     documents: Documents,
     rows_q: Tensor,
     rows_k: Tensor,
-    options: TreeOptions,
+    tree: TreeOf,
 ) -> Tensor:
     """Tree attention of documents in these rows of [B * T_q] queries and [B * T] keys; 0 in the others."""
     q, k, v = (x.flatten(0, 1)[rows] for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k)))
-    out = attend_documents(q, k, v, documents, options)
+    out = attend_documents(q, k, v, documents, tree)
     result = out.new_zeros(query.shape[0] * query.shape[1], *out.shape[1:])
     return result.index_copy(0, rows_q, out).unflatten(0, query.shape[:2])
 

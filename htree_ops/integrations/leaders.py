@@ -18,7 +18,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from htree_ops.integrations.documents import attend_cached
-from htree_ops.ops.tree_attention import TreeOptions
+from htree_ops.ops.tree_attention.index import TreeOf
 
 __all__ = ["LeaderLayer", "keep_leaders", "leaders_of"]
 
@@ -72,13 +72,13 @@ class LeaderLayer(DynamicLayer):
         self.queries = queries.scatter(1, entry[:, :, None, None].expand(q.shape), src)[:, :-1]
         self.columns = F.pad(self.columns, (0, more), value=-1).scatter(1, entry, column)[:, :-1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, options: TreeOptions) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, tree: TreeOf) -> Tensor:
         """Rows of the last queries, which :meth:`keep` has seen: a call that begins at each sequence's leader.
 
         Args:
             q: [B, n, H, K]; k: [B, T, H_kv, K]; v: [B, T, H_kv, V].
             real: bool [B, T], False at padding; None where all are real.
-            options: of :func:`htree_ops.tree_attention`.
+            tree: the attention.
 
         Returns:
             [B, n, H, V], 0 at padding.
@@ -111,7 +111,7 @@ class LeaderLayer(DynamicLayer):
         earlier = torch.where((back == inside)[:, :, None, None], query.to(q.dtype), 0)
         new = number[:, before:] >= 0
         real_q = torch.cat(((back <= inside) & new.any(1, keepdim=True), new), 1)
-        out = attend_cached(torch.cat((earlier, q), 1), k, v, real_q, number >= 0, options)[:, -n:]
+        out = attend_cached(torch.cat((earlier, q), 1), k, v, real_q, number >= 0, tree)[:, -n:]
         return out.masked_fill(~fits[:, :, None, None], torch.nan)
 
     # ---- what transformers asks of a layer

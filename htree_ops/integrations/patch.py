@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -22,6 +22,7 @@ from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.transformers import (
     NAME,
     has_compact_positions,
+    implementations,
     refuse_without_interface,
     register,
 )
@@ -314,7 +315,7 @@ def patch_model_(
         refuse_without_interface(type(model))
         register()
         if model.config._attn_implementation != NAME:
-            setattr(model, ATTENTION_BEFORE, _implementations(model.config))
+            setattr(model, ATTENTION_BEFORE, implementations(model.config))
             model.set_attn_implementation(NAME)
         changed["attention"] = [name for name, part in model.named_modules() if hasattr(part, "is_causal")]
     fused_weights = set()
@@ -353,15 +354,6 @@ def _check_model(function: str, model: object) -> None:
 
 def _quantised(model: nn.Module) -> set[str]:
     return {name for name, part in model.named_modules() if type(part) is FP8Linear}
-
-
-def _implementations(config: PretrainedConfig) -> str | dict[str, Any]:
-    """The attention of a model, and where it has parts that of each, as ``set_attn_implementation`` takes them."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    own = config._attn_implementation
-    if not any(parts.values()):
-        return own
-    return {"": own} | {name: _implementations(part) for name, part in parts.items() if part is not None}
 
 
 def _formula(mlp: nn.Module) -> tuple[Any, Any] | None:

@@ -32,7 +32,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 from transformers.utils.import_utils import is_tracing
 
-from htree_ops.integrations import quantizer
+from htree_ops.integrations import index, quantizer
 from htree_ops.integrations.cache import CACHE, HandedOver, TreeCache
 from htree_ops.integrations.documents import (
     Documents,
@@ -47,7 +47,9 @@ from htree_ops.integrations.documents import (
 )
 from htree_ops.integrations.leaders import LeaderLayer, keep_leaders, leaders_of
 from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, validate_arguments_as
-from htree_ops.ops.tree_attention import TreeOptions, tree_attention
+from htree_ops.ops.index_loss.collector import is_fitting
+from htree_ops.ops.tree_attention import TreeOptions
+from htree_ops.ops.tree_attention.index import TreeOf
 from htree_ops.ops.tree_attention.options import NAMES, tree_options
 
 __all__ = ["NAME", "TreeCache", "options_of_config", "refuse_without_interface", "register"]
@@ -134,7 +136,22 @@ def register(positions: Positions | None = None) -> None:
         PreTrainedModel.get_correct_attn_implementation = _only_with_interface(chosen)  # type: ignore[method-assign]
     if not hasattr(DynamicCache.__init__, "keeps_leaders"):
         DynamicCache.__init__ = keep_leaders(DynamicCache.__init__, _stride_of)  # type: ignore[method-assign]
+    if not hasattr(PreTrainedModel.post_init, "adds_indexes"):
+        made = index.with_indexes(PreTrainedModel.post_init, _width_and_options)
+        PreTrainedModel.post_init = made  # type: ignore[method-assign]
+    if not hasattr(PreTrainedModel._initialize_weights, "draws_indexes"):
+        drawn = index.with_drawn_indexes(PreTrainedModel._initialize_weights)
+        PreTrainedModel._initialize_weights = drawn  # type: ignore[method-assign]
     quantizer.register()
+
+
+def implementations(config: PretrainedConfig) -> str | dict[str, Any]:
+    """The attention of a model, and where it has parts that of each, as ``set_attn_implementation`` takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    own = config._attn_implementation
+    if not any(parts.values()):
+        return own
+    return {"": own} | {name: implementations(part) for name, part in parts.items() if part is not None}
 
 
 def refuse_without_interface(kind: type[PreTrainedModel]) -> None:
@@ -175,24 +192,30 @@ class Choices(NamedTuple):
         options: keywords of :func:`htree_ops.tree_attention`.
         compact: whether the tree rotates, and not the model.
         packed: whether a compiled model looks where position_ids start again; without torch.compile it always does.
+        index_dim: the width of the index by which nodes are chosen, 0 for none; None is what fits the heads.
     """
 
     options: dict[str, Any]
     compact: bool
     packed: bool
+    index_dim: int | None
 
 
 def options_of_config(config: PretrainedConfig) -> Choices:
     """What ``config.htree`` says, with the defaults for what it does not.
 
     Raises:
-        TypeError: ``config.htree`` is no mapping, or "packed" no bool.
+        TypeError: ``config.htree`` is neither a mapping nor "recommended", or "packed" no bool.
         ValueError: a key that is no option, or one that the model decides; another word for "positions".
     """
     given = getattr(config, "htree", None) or {}
+    if isinstance(given, str) and given == "recommended":
+        given = index.RECOMMENDED
     if not isinstance(given, Mapping):
-        raise TypeError(f"htree: config.htree must be a dict of options, got {type(given).__name__}")
+        kind = repr(given) if isinstance(given, str) else type(given).__name__
+        raise TypeError(f"htree: config.htree must be a dict of options or 'recommended', got {kind}")
     options = dict(given)
+    index_dim = options.pop(index.KEY, index.ABSENT)
     positions = options.pop("positions", _default_positions)
     if positions not in POSITIONS:
         raise ValueError(
@@ -203,9 +226,15 @@ def options_of_config(config: PretrainedConfig) -> Choices:
         raise TypeError(f"htree: config.htree['packed'] must be a bool, got {type(packed).__name__}")
     for name in options:
         if name in OF_THE_MODEL or name not in NAMES:
-            known = ["positions", "packed", *(x for x in NAMES if x not in OF_THE_MODEL)]
+            known = ["positions", "packed", index.KEY, *(x for x in NAMES if x not in OF_THE_MODEL)]
             raise ValueError(f"htree: config.htree must have keys among {', '.join(known)}, got {name!r}")
-    return Choices(options, positions == "compact", packed)
+    return Choices(options, positions == "compact", packed, index_dim)
+
+
+def _width_and_options(config: PretrainedConfig) -> tuple[int | None, TreeOptions]:
+    """index_dim of a config that has one, and the options beside it."""
+    choices = options_of_config(config)
+    return choices.index_dim, tree_options("config.htree", None, choices.options)
 
 
 def _stride_of(config: PretrainedConfig) -> int:
@@ -394,22 +423,24 @@ def attention(
         NotImplementedError: what tree attention does not compute.
         ValueError, TypeError: of :func:`options_of_config` and :func:`htree_ops.tree_attention`.
     """
-    given, compact, packed = options_of_config(module.config)  # type: ignore[arg-type]
+    given, compact, packed, index_dim = options_of_config(module.config)  # type: ignore[arg-type]
     _check_call(module, dropout, is_causal, rest)
     of_model = _compact_options(module, scaling) if compact else {"scale": scaling, "rope_base": None}
     options = tree_options("config.htree", None, given | of_model)
+    by_index = not is_fitting() and index.chooses_by_index(module, index_dim, query.shape[3], options)
+    tree = TreeOf("htree", options, module, by_index)
     q, mask, positions = query.transpose(1, 2), attention_mask, position_ids
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != q.shape[1]):
         positions = None
     if isinstance(key, HandedOver):
-        return _attend_from_a_tree_cache(q, key, mask, positions, cu_seq_lens_q, options), None
+        return _attend_from_a_tree_cache(q, key, mask, positions, cu_seq_lens_q, tree), None
     assert isinstance(value, Tensor)
     k, v = key.transpose(1, 2), value.transpose(1, 2)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        return _attend_bounded(q, k, v, mask, *bounds, options), None
+        return _attend_bounded(q, k, v, mask, *bounds, tree), None
     leaders = leaders_of(key, options.selection_stride)
-    return _attend(q, k, v, mask, positions, options, packed, leaders), None
+    return _attend(q, k, v, mask, positions, tree, packed, leaders), None
 
 
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest: Mapping[str, Any]) -> None:
@@ -453,23 +484,23 @@ def _attend(
     v: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
-    options: TreeOptions,
+    tree: TreeOf,
     packed: bool,
     leaders: LeaderLayer | None,
 ) -> Tensor:
     """Whole sequences, padded ones and documents that positions show."""
     if q.shape[1] != k.shape[1]:
-        return _attend_behind_a_cache(q, k, v, mask, positions, options, leaders)
+        return _attend_behind_a_cache(q, k, v, mask, positions, tree, leaders)
     if leaders is not None:
         leaders.keep(q, mask if mask is not None and mask.dtype == torch.bool and mask.dim() == 2 else None)
     if mask is None:
         mask = positions
     if mask is None:
-        return tree_attention(q, k, v, options=options)
+        return tree.sequences(q, k, v)
     _check_mask(mask)
     if mask.dtype == torch.bool:
-        return _attend_real(q, k, v, mask, positions, options, packed)
-    return _attend_positions(q, k, v, mask, options, packed)
+        return _attend_real(q, k, v, mask, positions, tree, packed)
+    return _attend_positions(q, k, v, mask, tree, packed)
 
 
 def _attend_from_a_tree_cache(
@@ -478,7 +509,7 @@ def _attend_from_a_tree_cache(
     mask: Tensor | None,
     positions: Tensor | None,
     bounds: Tensor | None,
-    options: TreeOptions,
+    tree: TreeOf,
 ) -> Tensor:
     """The new tokens go into the cache, and their rows come from it."""
     k, v = new.key.transpose(1, 2), new.value.transpose(1, 2)
@@ -488,7 +519,7 @@ def _attend_from_a_tree_cache(
         _check_mask(mask)
         mask = mask.bool()
     q = _without_documents(q, positions, mask, new.layer.columns)
-    return new.layer.attend(q, k, v, mask, options)
+    return new.layer.attend(q, k, v, mask, tree)
 
 
 def _attend_real(
@@ -497,21 +528,21 @@ def _attend_real(
     v: Tensor,
     real: Tensor,
     positions: Tensor | None,
-    options: TreeOptions,
+    tree: TreeOf,
     packed: bool,
 ) -> Tensor:
     """The rows that are no padding, of whole sequences or of documents."""
     if torch.compiler.is_compiling():
         if positions is not None and packed:
-            return attend_restarting(q, k, v, positions, real, options)
+            return attend_restarting(q, k, v, positions, real, tree)
         if positions is not None:
             q = _nan_where_packed(q, positions, real)
     elif positions is not None and has_restarts(positions, real):
-        return attend_real_documents(q, k, v, real, positions, options)
-    if options.importance == "lse":
+        return attend_real_documents(q, k, v, real, positions, tree)
+    if tree.options.importance == "lse":
         # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
-        return attend_cached(q, k, v, real, real, options)
-    return attend_padded(q, k, v, real, options)
+        return attend_cached(q, k, v, real, real, tree)
+    return attend_padded(q, k, v, real, tree)
 
 
 def _attend_behind_a_cache(
@@ -520,11 +551,11 @@ def _attend_behind_a_cache(
     v: Tensor,
     real: Tensor | None,
     positions: Tensor | None,
-    options: TreeOptions,
+    tree: TreeOf,
     leaders: LeaderLayer | None,
 ) -> Tensor:
     """Queries that are the last rows: the tree of all keys is built again."""
-    stride = options.selection_stride
+    stride = tree.options.selection_stride
     if stride != 1 and leaders is None:
         _refuse(
             f"queries behind a cache with selection_stride = {stride} need one that keeps those of leaders: use "
@@ -536,10 +567,10 @@ def _attend_behind_a_cache(
     q = _without_documents(q, positions, real, k.shape[1] - q.shape[1])
     if leaders is not None:
         leaders.keep(q, real)
-        return leaders.attend(q, k, v, real, options)
+        return leaders.attend(q, k, v, real, tree)
     if real is None:
-        return tree_attention(q, k, v, options=options)
-    return attend_cached(q, k, v, real[:, -q.shape[1] :], real, options)
+        return tree.sequences(q, k, v)
+    return attend_cached(q, k, v, real[:, -q.shape[1] :], real, tree)
 
 
 @validate_arguments_as(
@@ -558,7 +589,7 @@ def _attend_bounded(
     cu_seq_lens_k: Tensor | None,
     max_length_q: int | None,
     max_length_k: int | None,
-    options: TreeOptions,
+    tree: TreeOf,
 ) -> Tensor:
     """Documents between boundaries of queries and of keys, in one row."""
     if q.shape[0] != 1:
@@ -577,21 +608,21 @@ def _attend_bounded(
     check_dtype("htree", (torch.int32,), **bounds)
     longest = (max_length_q or q.shape[1], max_length_k or k.shape[1])
     documents = Documents(cu_seq_lens_q, cu_seq_lens_k, *longest)
-    return attend_documents(q[0], k[0], v[0], documents, options)[None]
+    return attend_documents(q[0], k[0], v[0], documents, tree)[None]
 
 
 def _attend_positions(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, options: TreeOptions, packed: bool
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, tree: TreeOf, packed: bool
 ) -> Tensor:
     """Whole sequences, or documents where positions start again."""
     if torch.compiler.is_compiling():
         if packed:
-            return attend_restarting(q, k, v, positions, None, options)
-        return tree_attention(_nan_where_packed(q, positions), k, v, options=options)
+            return attend_restarting(q, k, v, positions, None, tree)
+        return tree.sequences(_nan_where_packed(q, positions), k, v)
     documents = documents_of(positions, len(q))
     if documents is None:
-        return tree_attention(q, k, v, options=options)
-    out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, options)
+        return tree.sequences(q, k, v)
+    out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, tree)
     return out.unflatten(0, q.shape[:2])
 
 

@@ -64,7 +64,7 @@ def test_a_look_takes_one_length_and_compiles_nothing(
     monkeypatch.setenv("HTREE_COMMIT", "abc123")
     path = tmp_path / "models.csv"
     call = ["--device", "cpu", "--tokens", "24", "48", "--phase", "prefill", "--quick", "--csv", str(path)]
-    assert models.main([*call, "--way", "stride (1|16)$|SDPA$"], TINY, HERE) == 0
+    assert models.main([*call, "--way", "ours, stride (1|16)$|SDPA$"], TINY, HERE) == 0
     rows = list(csv.DictReader(path.open()))
     ways = ["eager + SDPA", "ours, stride 1", "ours, stride 16"]
     assert [(row["tokens"], row["way"]) for row in rows] == [("24", way) for way in ways]

@@ -120,6 +120,8 @@ def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
             "fp8_gemm_exact",
             "gated_mlp_backward",
             "_index_lists",
+            "_indexed_attention_varlen",
+            "_indexed_attention_varlen_backward",
             "_listed_attention",
             "_listed_attention_rows",
             "select_blocks",

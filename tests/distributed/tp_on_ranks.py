@@ -59,6 +59,7 @@ def example(name: str) -> tuple[Any, ...]:
     heads, angles, of_each = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6), x(4, 8, 6, seed=19)
     lists = torch.arange(4 * 40 * 4 * 2, dtype=torch.int32).view(4, 40, 4, 2) % 3
     index = x(4, 40, 4, 16, seed=26), x(4, 40, 4, 16, seed=27)
+    indexed = (*documents[:3], index[0][0], index[1][0], *documents[3:])
     sinks, packed_lists = x(8, seed=23), (q[0], k[0], v[0], lists[0])
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
     gradient = x(4, 8, 12, seed=10)
@@ -75,6 +76,16 @@ def example(name: str) -> tuple[Any, ...]:
         "_attention_varlen_backward": lambda: (
             *documents,
             *ops._attention_varlen_forward(*of_documents),
+            x(40, 8, 6, seed=18),
+            None,
+            "auto",
+            mask,
+            *tree,
+        ),
+        "_indexed_attention_varlen": lambda: (*indexed, "auto", *tree),
+        "_indexed_attention_varlen_backward": lambda: (
+            *indexed,
+            *ops._indexed_attention_varlen(*indexed, "auto", *tree),
             x(40, 8, 6, seed=18),
             None,
             "auto",

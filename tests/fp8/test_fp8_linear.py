@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from htree_ops import FP8Linear, HTreeAttention, calibrate_activation_scales, quantize_model_
+from htree_ops import FP8Linear, HTreeAttention, quantize_model_
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.fp8 import calibrate_activation_scales
 from htree_ops.reference import fp8 as reference
 from tests.support.cases import normal
 from tests.support.fp8_cases import codes_of

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -301,21 +302,117 @@ def test_what_is_not_supported_says_so(device: str) -> None:
     layer, x = layer_of(device), tokens(device)
     compiled = torch.compile(lambda x: layer(x), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), layer(x))
-    with (
-        index_losses(),
-        pytest.raises(Exception, match=r"index_losses is not supported under torch\.compile"),
-    ):
+    with index_losses(), pytest.raises(Exception, match=r"require grad before torch\.compile has the model"):
         compiled(x)
     with pytest.raises(ValueError, match="index_dim must be above 0"):
         layer_of(device, index_dim=0).index_of(x, x)
-    ends = torch.tensor([0, 50], dtype=torch.int32, device=device)
-    plain = layer_of(device, index_dim=0)
-    for name, keywords in (
-        ("cu_seqlens", {"cu_seqlens": ends}),
-        ("cache", {"cache": plain.make_cache(1, 64)}),
-    ):
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported beside an index"):
-            layer(x[:1], **keywords)
+
+
+# ---- packed documents
+
+
+def test_packed_documents_select_by_the_index_of_each(device: str) -> None:
+    layer, x = layer_of(device), tokens(device, B=1, T=90)
+    ends = torch.tensor([0, 37, 40, 85], dtype=torch.int32, device=device)
+    out = layer(x, cu_seqlens=ends)
+    wanted = [layer(x[:, a:b]) for a, b in ((0, 37), (37, 40), (40, 85))]
+    torch.testing.assert_close(out[:, :85], torch.cat(wanted, 1))
+    assert not out[:, 85:].any()
+
+
+def test_packed_documents_have_the_loss_of_their_rows(device: str) -> None:
+    """Rows behind the last document hold NaN, and documents of one block have no position."""
+    layer, x = layer_of(device), tokens(device, B=1, T=90)
+    x[:, 88:] = torch.nan
+    ends = torch.tensor([0, 37, 40, 85], dtype=torch.int32, device=device)
+    torch.manual_seed(3)
+    with index_losses(rows=9) as losses:
+        layer(x, cu_seqlens=ends)
+    q, k, _ = layer._project_documents(x[0, :88], torch.arange(88, device=device), ends)
+    torch.manual_seed(3)
+    drawn = draw_positions(q, k, 9, 4, cu_seqlens=ends)
+    assert bool((((drawn >= 4) & (drawn < 37)) | ((drawn >= 44) & (drawn < 85))).all())
+    index = layer.index_of(q, k)
+    wanted = htree_ops.index_loss(q, k, *index, positions=drawn, block_size=4, cu_seqlens=ends)
+    torch.testing.assert_close(losses.mean(), wanted)
+    losses.mean().backward()
+    assert layer.index_key_weight.grad.isfinite().all()
+    with index_losses(rows=9) as losses:
+        layer(x[:, :6], cu_seqlens=torch.tensor([0, 3, 6], dtype=torch.int32, device=device))
+    assert losses.mean().item() == 0.0
+
+
+# ---- torch.compile
+
+
+def seen(model: nn.Module, x: Tensor) -> None:
+    """The first losses, from which on the indexes require grad."""
+    with index_losses(rows=2):
+        model(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_layers_have_the_same_losses(whole: bool, device: str) -> None:
+    """A model compiled as one graph, and each of its layers compiled alone, which share their code."""
+    x, found = tokens(device), []
+    for compiles in (False, True):
+        model = Model(device)
+        seen(model, x)
+        call: Any = model
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        if compiles and whole:
+            call = torch.compile(model, fullgraph=True, backend=counter)
+        elif compiles:
+            for layer in model.layers:
+                layer.compile(fullgraph=True, backend=counter)
+        results = []
+        for seed in (3, 4):
+            torch.manual_seed(seed)
+            with index_losses(rows=6) as losses:
+                out = call(x)
+                assert len(losses) == 2
+            assert [len(calls) for calls in losses._of_layers.values()] == [1, 1]
+            results.append(losses.mean().detach())
+        if compiles:
+            assert counter.frame_count <= (1 if whole else 3)
+        (out.square().mean() + losses.mean()).backward()
+        found.append((*results, *(p.grad for p in model.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_compiled_code_without_losses_leaves_none(device: str) -> None:
+    model, x = Model(device), tokens(device)
+    seen(model, x)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def broken() -> None:
+        with index_losses(rows=2):
+            compiled(x)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+    wanted = compiled(x)
+    assert all(layer._index_pending == [] for layer in model.layers if layer.index_dim)
+    with index_losses(rows=2) as outer:
+        compiled(x)
+        with index_losses(rows=2) as inner:
+            compiled(x)
+            compiled(x)
+    assert [len(calls) for calls in (*outer._of_layers.values(), *inner._of_layers.values())] == [1, 1, 2, 2]
+    torch.testing.assert_close(model(x), wanted)
+
+
+def test_copies_of_a_model_leave_their_own_losses(device: str) -> None:
+    model, x = Model(device), tokens(device)
+    seen(model, x)
+    copied = deepcopy(model)
+    compiled = torch.compile(copied, backend="aot_eager")
+    with index_losses(rows=2) as losses:
+        compiled(x)
+    assert len(losses) == 2
 
 
 def test_copies_have_an_index_of_their_own(device: str) -> None:

@@ -23,6 +23,7 @@ from htree_ops.integrations.cache import CACHE
 from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.leaders import LeaderLayer
 from htree_ops.integrations.transformers import TreeCache, attention, register
+from htree_ops.ops.tree_attention.index import TreeOf
 
 STRIDED = SPARSE | {"selection_stride": 4}
 GREEDY = {"do_sample": False, "eos_token_id": 60, "max_new_tokens": 16}
@@ -121,12 +122,13 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.Data
     real = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     q, k, v = (torch.randn(batch, columns, heads, 8, generator=generator) for heads in (4, 2, 2))
+    tree = TreeOf("htree", TreeOptions(**layer.config.htree, rope_base=None), layer, by_index=False)
     cache = DynamicCache(config=layer.config)
     done = 0
     while done < columns:
         n = data.draw(st.integers(1, columns - done))
         part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, TreeOptions(**layer.config.htree, rope_base=None))[:, part]
+        wanted = attend_padded(q, k, v, real, tree)[:, part]
         handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
         mask = None if bool(real.all()) else real[:, : done + n]
         got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)

@@ -520,7 +520,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown option": (
         lambda: call_with({"options": {"topk": 4}}),
         ValueError,
-        r"config\.htree must have keys among positions, packed, compression_rate.*'topk'",
+        r"config\.htree must have keys among positions, packed, index_dim, compression_rate.*'topk'",
     ),
     "option of the model": (
         lambda: call_with({"options": {"rope_base": 1e6}}),
@@ -547,7 +547,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "no dict": (
         lambda: attention(no_dict(), *(torch.zeros(1, 2, 3, 4) for _ in range(3)), None),
         TypeError,
-        "config.htree must be a dict of options, got str",
+        "config.htree must be a dict of options or 'recommended', got 'fast'",
     ),
     "frequencies of the model": (
         lambda: call_with({"options": {"inv_freq": [1.0] * 4}}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from tests.support.sparse_attention_cases import VARLEN_CASES as SPARSE_VARLEN_C
 from tests.support.sparse_attention_cases import SparseBackwardCase
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
-from tests.support.tree_attention_varlen_cases import VarlenBackwardCase
+from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, offsets
 from tests.support.tree_cache_cases import op_calls, op_options
 
 __all__ = ["row_calls"]
@@ -123,6 +124,21 @@ def listed_calls(device: str) -> list[Call]:
         Call("_index_lists", (q, k, *index, [0], *packed)),
         Call("_listed_attention", (q, k, v, lists, *packed), differentiable=(0, 1, 2)),
         Call("_listed_attention_rows", (q, k, v, lists, [0], *packed)),
+        *_indexed_documents(q, k, v, index, packed),
+    ]
+
+
+def _indexed_documents(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], packed: Any) -> list[Call]:
+    """The same tensors as two packed documents."""
+    ends = offsets((37, 23), q.device)
+    given = (*(x[0] for x in (q, k, v, *index)), ends, ends, 37, 37)
+    out, lse = torch.ops.htree._indexed_attention_varlen(*given, "auto", *packed)
+    return [
+        Call("_indexed_attention_varlen", (*given, "auto", *packed), differentiable=(0, 1, 2)),
+        Call(
+            "_indexed_attention_varlen_backward",
+            (*given, out, lse, out, None, "auto", [True] * 3, *packed),
+        ),
     ]
 
 

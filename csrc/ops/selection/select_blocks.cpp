@@ -115,11 +115,16 @@ BlockLists prepare_blocks(const char* op, const Tensor& index_query, const Tenso
                                  index_query.sym_size(2), options.count});
 }
 
-BlockLists prepare_blocks_varlen(const char* op, const Tensor& index_query, const Tensor& index_key,
-                                 const Documents& documents, const BlockOptions& options) {
+void check_blocks_varlen(const char* op, const Tensor& index_query, const Tensor& index_key,
+                         const Documents& documents, const BlockOptions& options) {
   check_block_options(op, options);
   check_index(op, index_query, index_key, 3);
   check_documents(op, documents, "index_query", index_query);
+}
+
+BlockLists prepare_blocks_varlen(const char* op, const Tensor& index_query, const Tensor& index_key,
+                                 const Documents& documents, const BlockOptions& options) {
+  check_blocks_varlen(op, index_query, index_key, documents, options);
   return new_lists(index_query, {index_query.sym_size(0), index_query.sym_size(1), options.count});
 }
 

@@ -12,9 +12,11 @@ namespace htree::tree_attention {
 // blocks int32 and scores [B, ceil(T_q / s), H_i, count]; of packed documents [N_q, H_i, count].
 using BlockLists = std::tuple<Tensor, Tensor>;
 
-// The checks of prepare_blocks() alone.
+// The checks of prepare_blocks() and of prepare_blocks_varlen() alone.
 void check_blocks(const char* op, const Tensor& index_query, const Tensor& index_key,
                   const BlockOptions& options);
+void check_blocks_varlen(const char* op, const Tensor& index_query, const Tensor& index_key,
+                         const Documents& documents, const BlockOptions& options);
 // Checks the arguments and allocates the lists. index_query [B, T_q, H_i, d], index_key [B, T, H_i, d]; of packed
 // documents [N_q, H_i, d] and [N_k, H_i, d], which prepare_blocks_varlen() takes.
 BlockLists prepare_blocks(const char* op, const Tensor& index_query, const Tensor& index_key,

@@ -1,45 +1,47 @@
 // Tree attention over lists that are given, and the lists that an index chooses: docs/semantics/tree_attention.md §1.17.
 // Schemas, CPU, CUDA and Meta kernels, Autograd.
+#include "ops/tree_attention/listed_attention.h"
+
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/full.h>
 
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
-#include "ops/selection/select_blocks.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/packed_options.h"
 
 namespace htree::tree_attention {
-namespace {
-
-constexpr const char* kOp = "tree_attention";
 
 // ---- the lists of an index
 
-// index_query [B, T_q, H_i, d] of q [B, T_q, H, K], index_key [B, T, H_i, d] of k [B, T, H_kv, K]; H_i is H_kv or 1.
-void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
-                 const Tensor& index_key, c10::SymIntArrayRef starts) {
-  check_attention_rows(kOp, q, k, k, starts, options);
-  TORCH_CHECK_VALUE(!options.selection_span.has_value(), kOp,
+void check_index_options(const char* op, const TreeOptions& options) {
+  TORCH_CHECK_VALUE(!options.selection_span.has_value(), op,
                     ": selection_span must be None beside an index, which has scores of its own, got ",
                     options.selection_span.value_or(0));
-  TORCH_CHECK_VALUE(options.importance == Importance::kLseCausal, kOp,
+  TORCH_CHECK_VALUE(options.importance == Importance::kLseCausal, op,
                     ": importance must be lse_causal beside an index, which has scores of its own, got ",
                     kImportanceNames[static_cast<size_t>(options.importance)]);
-  check_rank(kOp, "index_query", index_query, 4, "[B, T_q, H_i, d]");
-  check_rank(kOp, "index_key", index_key, 4, "[B, T, H_i, d]");
-  check_same_device(kOp, "index_query", index_query, "q", q);
-  check_size(kOp, "index_query", index_query, 0, q.sym_size(0), "B of q");
-  check_size(kOp, "index_query", index_query, 1, q.sym_size(1), "T_q of q");
-  check_size(kOp, "index_key", index_key, 1, k.sym_size(1), "T of k");
-  const SymInt heads = index_query.sym_size(2), kv_heads = k.sym_size(2);
-  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), kOp,
+}
+
+void check_index_heads(const char* op, const Tensor& index_query, const SymInt& heads,
+                       const SymInt& kv_heads) {
+  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), op,
                     ": index_query must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ",
                     index_query.sym_sizes());
 }
+
+BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size) {
+  BlockOptions blocks;
+  blocks.count = options.top_k;
+  blocks.block_size = block_size;
+  blocks.stride = options.selection_stride;
+  blocks.open_next = options.open_next;
+  return blocks;
+}
+
+namespace {
 
 // The list of every parent up to each leader's own, as layers have it whose nodes all are candidates.
 Tensor full_lists(const Tensor& like, int64_t start, int64_t rows, int64_t stride, int64_t parent_span,
@@ -50,6 +52,40 @@ Tensor full_lists(const Tensor& like, int64_t start, int64_t rows, int64_t strid
   return all.masked_fill(all.gt(own.unsqueeze(1)), -1).unsqueeze(1);  // [rows, 1, width]
 }
 
+}  // namespace
+
+void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,
+                       const Tensor& index_query, const Tensor& index_key, int64_t layer, bool is_top,
+                       const Tensor& lists) {
+  const BlockOptions blocks = blocks_of_nodes(options, node_span(options.compression_rate, layer + 1));
+  if (is_top) {
+    const int64_t start = index_key.size(1) - index_query.size(1);
+    lists.copy_(full_lists(lists, start, lists.size(1), blocks.stride, blocks.block_size, options.top_k));
+    return;
+  }
+  const BlockLists found = prepare_blocks(op, index_query, index_key, blocks);
+  kernel(unit_last(index_query), unit_last(index_key), blocks, found);
+  lists.copy_(std::get<0>(found));
+}
+
+namespace {
+
+constexpr const char* kOp = "tree_attention";
+
+// index_query [B, T_q, H_i, d] of q [B, T_q, H, K], index_key [B, T, H_i, d] of k [B, T, H_kv, K]; H_i is H_kv or 1.
+void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
+                 const Tensor& index_key, c10::SymIntArrayRef starts) {
+  check_attention_rows(kOp, q, k, k, starts, options);
+  check_index_options(kOp, options);
+  check_rank(kOp, "index_query", index_query, 4, "[B, T_q, H_i, d]");
+  check_rank(kOp, "index_key", index_key, 4, "[B, T, H_i, d]");
+  check_same_device(kOp, "index_query", index_query, "q", q);
+  check_size(kOp, "index_query", index_query, 0, q.sym_size(0), "B of q");
+  check_size(kOp, "index_query", index_query, 1, q.sym_size(1), "T_q of q");
+  check_size(kOp, "index_key", index_key, 1, k.sym_size(1), "T of k");
+  check_index_heads(kOp, index_query, index_query.sym_size(2), k.sym_size(2));
+}
+
 // for each layer l below the top: lists[l] = select_blocks(index_query, index_key, k, block_size=r^(l + 1), ...)[0]
 template <SelectBlocks* kKernel>
 Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
@@ -57,11 +93,7 @@ Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k,
   check_index(options, q, k, index_query, index_key, starts);
   const int64_t pieces = static_cast<int64_t>(starts.size()), stride = options.selection_stride;
   const SymInt piece = q.sym_size(1) / pieces;
-  BlockOptions blocks;
-  blocks.count = options.top_k;
-  blocks.block_size = options.compression_rate;
-  blocks.stride = stride;
-  blocks.open_next = options.open_next;
+  const BlockOptions blocks = blocks_of_nodes(options, options.compression_rate);
   for (int64_t i = 0; i < pieces; ++i) {
     check_blocks(kOp, index_query.narrow_symint(1, piece * i, piece),
                  index_key.narrow_symint(1, 0, starts[i] + piece), blocks);
@@ -71,19 +103,11 @@ Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k,
     const int64_t queries = piece.expect_int(), depth = depth_of(k.sym_size(1), options);
     const int64_t rows = ceil_div(q.size(1), stride), piece_rows = ceil_div(queries, stride);
     for (int64_t layer = 0; layer < depth && lists.numel() > 0; ++layer) {
-      blocks.block_size = node_span(options.compression_rate, layer + 1);
       for (int64_t i = 0; i < pieces; ++i) {
-        const int64_t start = starts[i].expect_int();
-        const Tensor of_piece = lists.narrow(1, layer * rows + i * piece_rows, piece_rows);
-        if (layer + 1 == depth) {
-          of_piece.copy_(full_lists(lists, start, piece_rows, stride, blocks.block_size, options.top_k));
-          continue;
-        }
-        const Tensor query = index_query.narrow(1, i * queries, queries);
-        const Tensor key = index_key.narrow(1, 0, start + queries);
-        const BlockLists found = prepare_blocks(kOp, query, key, blocks);
-        kKernel(unit_last(query), unit_last(key), blocks, found);
-        of_piece.copy_(std::get<0>(found));
+        write_index_lists(kKernel, kOp, options, index_query.narrow(1, i * queries, queries),
+                          index_key.narrow(1, 0, starts[i].expect_int() + queries), layer,
+                          /*is_top=*/layer + 1 == depth,
+                          lists.narrow(1, layer * rows + i * piece_rows, piece_rows));
       }
     }
     lists.slice(1, std::min(depth * rows, lists.size(1))).fill_(-1);

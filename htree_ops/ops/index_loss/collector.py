@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from htree_ops.ops.arguments import check_int
 from htree_ops.ops.index_loss.function import draw_among, draw_positions, index_loss
+from htree_ops.ops.index_loss.layers import WEIGHTS, index_of, know, take_pending
 
-__all__ = ["Attended", "IndexLosses", "collect", "index_losses", "is_collecting"]
-
-
-class Learner(Protocol):
-    """What a layer must have whose index learns."""
-
-    index_query_weight: nn.Parameter
-    index_key_weight: nn.Parameter
-    _index_forward: Forward | None
-
-    def index_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Index queries and index keys of queries and keys."""
+__all__ = ["Attended", "IndexLosses", "collect", "fitting", "index_losses", "is_fitting"]
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What a layer attends with: q and k [B, T, heads, K] as its attention takes them.
+    """What a layer attends with: q and k as its attention takes them, [B, T, heads, K] or of documents [N, heads, K].
 
     Attributes:
+        function: of the layer, for messages.
         q, k: after the rotations.
         scale: of the scores, None for 1/sqrt(K).
         block_size: tokens of a block.
         lengths: of the sequences, whose padding stands behind; None where there is none.
+        cu_seqlens: int32 [documents + 1] of packed documents.
     """
 
+    function: str
     q: Tensor
     k: Tensor
     scale: float | None
     block_size: int
-    lengths: Tensor | None
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,24 @@ class IndexLosses:
     A layer that is called several times has the mean over its calls.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, fitted: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self.rows = rows
+        self._fitted = fitted  # by the id of its layer, the weights that fit_index moves
         self._of_layers: dict[int, list[Tensor]] = {}
 
     def __len__(self) -> int:
+        self._gather()
         return len(self._of_layers)
 
     def __iter__(self) -> Iterator[Tensor]:
         """The loss of each layer, in the order of their first calls."""
+        self._gather()
         return (torch.stack(losses).mean() for losses in self._of_layers.values())
+
+    def of(self, layer: nn.Module) -> Tensor | None:
+        """The loss of a layer; None where it was not called."""
+        losses = self._of_layers.get(id(layer))
+        return None if losses is None else torch.stack(losses).mean()
 
     def mean(self) -> Tensor:
         """The mean over the layers, a scalar.
@@ -85,10 +88,18 @@ class IndexLosses:
         device = losses[0].device
         return torch.stack([loss.to(device) for loss in losses]).mean()
 
+    def _gather(self) -> None:
+        """Takes what compiled code has computed since."""
+        if _ACTIVE and _ACTIVE[-1] is self:
+            for layer, loss in take_pending():
+                self._add(layer, loss)
+
     def _add(self, layer: object, loss: Tensor) -> None:
         self._of_layers.setdefault(id(layer), []).append(loss)
 
 
+#: The attribute in which a layer keeps its latest :class:`Forward`.
+LATEST = "_index_forward"
 #: Innermost last. Checkpoints run layers again in threads of autograd, so that this is no context variable.
 _ACTIVE: list[IndexLosses] = []
 
@@ -110,8 +121,10 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
 
     Raises:
         TypeError, ValueError: rows is not an int of at least 1.
-        NotImplementedError: in a layer that has the heads of one rank alone, and under torch.compile.
-        RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss.
+        NotImplementedError: in a layer that has the heads of one rank alone.
+        RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss; in a layer
+            whose index does not require grad yet where torch.compile, DistributedDataParallel or fully_shard has the
+            model: they must know it before.
 
     Example:
         >>> import htree_ops
@@ -124,69 +137,139 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
         (1, torch.Size([2, 16, 16]))
     """
     check_int("index_losses", "rows", rows, 1)
-    losses = IndexLosses(rows)
+    with _active(IndexLosses(rows)) as losses:
+        yield losses
+
+
+@contextmanager
+def _active(losses: IndexLosses) -> Iterator[IndexLosses]:
+    """Lets layers add to ``losses``."""
+    if _ACTIVE:
+        _ACTIVE[-1]._gather()
     _ACTIVE.append(losses)
     try:
         yield losses
+        losses._gather()
     finally:
+        take_pending()  # of a forward that failed, or behind an inner context
         _ACTIVE.remove(losses)
 
 
-def is_collecting() -> bool:
-    """Whether a call of a layer adds its loss somewhere."""
-    return len(_ACTIVE) > 0  # which Dynamo can trace
+@contextmanager
+def fitting(rows: int, weights: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[IndexLosses]:
+    """As :func:`index_losses`, of layers whose index has ``weights`` in place of their own, by the ids of the layers.
+
+    These layers attend densely, and only what follows from ``weights`` is recorded for a backward.
+    """
+    with _active(IndexLosses(rows, weights)) as losses:
+        yield losses
 
 
-def collect(layer: Learner, attended: Attended) -> None:
+def is_fitting() -> bool:
+    """Whether layers attend densely, because :func:`htree_ops.fit_index` learns from what they see."""
+    return len(_ACTIVE) > 0 and _ACTIVE[-1]._fitted is not None
+
+
+def collect(layer: nn.Module, attended: Attended) -> None:
     """Adds the loss of a layer's call to the innermost :func:`index_losses`, where there is one."""
+    if torch.compiler.is_compiling():
+        if len(_ACTIVE) > 0:  # which Dynamo can trace
+            _check_known(layer, "torch.compile")
+            pending: list[Tensor] = getattr(layer, "_index_pending")  # noqa: B009
+            pending.append(_loss(attended, _weights(layer), _ACTIVE[-1].rows))
+        return
     if torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again, inside a backward
-        forward = layer._index_forward
+        forward: Forward | None = getattr(layer, LATEST, None)
         if forward is not None:
             if not forward.with_grad:
                 raise RuntimeError(
                     "index_losses: a layer must not run under reentrant checkpointing, whose first forward records "
                     "nothing: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
-            _loss(layer, attended, forward.rows)  # what the first forward has saved, once more
+            _loss(attended, _weights(layer), forward.rows)  # what the first forward has saved, once more
         return
     if not _ACTIVE:
-        layer._index_forward = None
+        if getattr(layer, LATEST, None) is not None:
+            setattr(layer, LATEST, None)
         return
     losses = _ACTIVE[-1]
-    layer._index_forward = Forward(losses.rows, torch.is_grad_enabled())
-    for weight in (layer.index_query_weight, layer.index_key_weight):
+    if losses._fitted is not None:
+        if id(layer) in losses._fitted:
+            with torch.enable_grad():
+                losses._add(layer, _loss(attended, losses._fitted[id(layer)], losses.rows))
+        return
+    if wrapper := _wrapper(layer):
+        _check_known(layer, wrapper)
+    layer._index_chose = True  # type: ignore[assignment]  # it learns: no reason to warn
+    know(layer)
+    setattr(layer, LATEST, Forward(losses.rows, torch.is_grad_enabled()))
+    for weight in _weights(layer):
         weight.requires_grad_(True)
-    losses._add(layer, _loss(layer, attended, losses.rows))
+    losses._add(layer, _loss(attended, _weights(layer), losses.rows))
 
 
-def _loss(layer: Learner, attended: Attended, rows: int) -> Tensor:
+def _wrapper(layer: nn.Module) -> str | None:
+    """What has the layer and reduces its gradients; looked for while the layer does not require grad yet."""
+    if all(weight.requires_grad for weight in _weights(layer)):
+        return None
+    ddp: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if ddp is not None and ddp.DistributedDataParallel._active_ddp_module is not None:
+        return "DistributedDataParallel"
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    if states is not None:  # of fully_shard, by the modules that were given to it
+        for sharded in list(states._module_state_mapping):
+            if any(part is layer for part in sharded.modules()):
+                return "fully_shard"
+    return None
+
+
+def _check_known(layer: nn.Module, wrapper: str) -> None:
+    """Raises unless a wrapper, which looks once at what requires grad, knows of the index."""
+    if not all(weight.requires_grad for weight in _weights(layer)):
+        raise RuntimeError(
+            f"index_losses: the index must require grad before {wrapper} has the model: call the model once inside "
+            "index_losses, or htree_ops.fit_index, first"
+        )
+
+
+def _weights(layer: nn.Module) -> tuple[Any, Any]:
+    """The weights of index queries and of index keys."""
+    return getattr(layer, WEIGHTS[0]), getattr(layer, WEIGHTS[1])
+
+
+def _loss(attended: Attended, weights: tuple[Tensor, Tensor], rows: int) -> Tensor:
     """The loss of one call; 0 where no token has an earlier block."""
-    q, k, r = attended.q.detach(), attended.k.detach(), attended.block_size
-    index_query, index_key = layer.index_of(q, k)
+    q, k, r, ends = attended.q.detach(), attended.k.detach(), attended.block_size, attended.cu_seqlens
+    index_query, index_key = index_of(attended.function, q, k, *weights)
     tensors: tuple[Tensor, ...] = (q, k, index_query, index_key)
-    cu_seqlens: Tensor | None = None
+    options: dict[str, Any] = {"scale": attended.scale, "block_size": r}
+    if ends is not None:
+        lengths = ends.diff()
+        if _none(lengths, r):
+            return _zero(index_query, index_key)
+        return index_loss(
+            *tensors, positions=draw_among(ends[:-1], lengths, rows, r), cu_seqlens=ends, **options
+        )
     if attended.lengths is not None:
         B, T = q.shape[:2]
-        # Real rows and padding are documents in turn; only the former have positions.
-        starts = torch.arange(B, device=q.device) * T
-        cu_seqlens = torch.stack((starts, starts + attended.lengths), 1).flatten()
-        cu_seqlens = torch.cat((cu_seqlens, cu_seqlens.new_tensor([B * T]))).to(torch.int32)
         if _none(attended.lengths, r):
             return _zero(index_query, index_key)
+        # Real rows and padding are documents in turn; only the former have positions.
+        starts = torch.arange(B, device=q.device) * T
+        ends = torch.stack((starts, starts + attended.lengths), 1).flatten()
+        ends = torch.cat((ends, ends.new_tensor([B * T]))).to(torch.int32)
         positions = draw_among(starts, attended.lengths, B * rows, r)
-        tensors = tuple(x.flatten(0, 1) for x in tensors)
-    elif q.shape[1] <= r or q.shape[0] == 0:
+        packed = (x.flatten(0, 1) for x in tensors)
+        return index_loss(*packed, positions=positions, cu_seqlens=ends, **options)
+    if q.shape[1] <= r or q.shape[0] == 0:
         return _zero(index_query, index_key)
-    else:
-        positions = draw_positions(q, k, rows, r)
-    return index_loss(
-        *tensors, scale=attended.scale, block_size=r, positions=positions, cu_seqlens=cu_seqlens
-    )
+    return index_loss(*tensors, positions=draw_positions(q, k, rows, r), **options)
 
 
 def _none(lengths: Tensor, block_size: int) -> bool:
     """Whether no sequence is longer than a block, as far as the host can see: on CUDA the op leaves positions out."""
-    return lengths.numel() == 0 or (lengths.device.type == "cpu" and int(lengths.max()) <= block_size)
+    on_host = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+    return lengths.numel() == 0 or (on_host and int(lengths.max()) <= block_size)
 
 
 def _zero(index_query: Tensor, index_key: Tensor) -> Tensor:

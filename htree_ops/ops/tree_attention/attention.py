@@ -195,19 +195,24 @@ def _attend(
         k, v = expand_heads(options, q, k, v)
         op = torch.ops.htree._attention_lse if return_lse else torch.ops.htree._attention
         return op(q, k, v, options.store_parents, *options.packed())
-    if options.scope != "kv_head":
-        raise ValueError(
-            f"tree_attention: scope must be kv_head beside an index, which has a list for each K/V head, got "
-            f"{options.scope}"
-        )
-    if not (isinstance(index, (tuple, list)) and len(index) == 2):
-        raise TypeError(f"tree_attention: index must be (index_query, index_key), got {type(index).__name__}")
-    for name, x in zip(("index_query", "index_key"), index, strict=True):
-        check_tensor("tree_attention", name, x)
+    check_index("tree_attention", index, options)
     before = k.shape[1] - q.shape[1] if q.dim() == k.dim() == 4 else 0
     lists = torch.ops.htree._index_lists(q, k, *(x.detach() for x in index), [before], *options.packed())
     out, lse = torch.ops.htree._listed_attention(q, k, v, lists, *options.packed())
     return (out, lse) if return_lse else out
+
+
+def check_index(function: str, index: Index, options: TreeOptions) -> None:
+    """Raises unless ``index`` is a pair of tensors and ``options`` have a list for each K/V head."""
+    if options.scope != "kv_head":
+        raise ValueError(
+            f"{function}: scope must be kv_head beside an index, which has a list for each K/V head, got "
+            f"{options.scope}"
+        )
+    if not (isinstance(index, (tuple, list)) and len(index) == 2):
+        raise TypeError(f"{function}: index must be (index_query, index_key), got {type(index).__name__}")
+    for name, x in zip(("index_query", "index_key"), index, strict=True):
+        check_tensor(function, name, x)
 
 
 class DocumentedKeywords(TreeKeywords, total=False):

@@ -1,14 +1,10 @@
-"""The attention layer around tree attention (docs/semantics/tree_attention.md §1).
-
-Longer than 700 lines because it is one layer: whole sequences, documents, padding, ranks, caches and its index.
-"""
+"""The attention layer around tree attention (docs/semantics/tree_attention.md §1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -28,9 +24,18 @@ from htree_ops.ops.arguments import (
     option_device,
     validate_arguments_as,
 )
-from htree_ops.ops.index_loss.collector import Attended, Forward, collect, is_collecting
+from htree_ops.ops.index_loss.layers import (
+    WEIGHTS,
+    add_index_,
+    choose_by_index,
+    draw_index_,
+    index_of,
+    know,
+    set_index_,
+)
 from htree_ops.ops.paging import is_recorded
-from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads, tree_attention
+from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads
+from htree_ops.ops.tree_attention.index import TreeOf, resolve_index_dim
 from htree_ops.ops.tree_attention.options import (
     NAMES,
     Goal,
@@ -65,38 +70,10 @@ def _joined(out: Tensor) -> Tensor:
     "HTreeAttention", cu_seq_q="cu_seqlens", cu_seq_k="cu_seqlens", max_q="max_seqlen", max_k="max_seqlen"
 )
 def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: TreeOptions
+    tree: TreeOf, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
-    """tree_attention_varlen of documents whose queries are all of their tokens."""
-    key, value = expand_heads(options, query, key, value)
-    documents = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    out, _ = torch.ops.htree._attention_varlen(query, key, value, *documents, "auto", *options.packed())
-    return out
-
-
-def resolve_index_dim(index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
-    """The width of a layer's index.
-
-    Raises:
-        TypeError, ValueError: a width that is not an int, no multiple of 16 up to 128 and head_dim, or beside options
-            that choose in another way.
-    """
-    others = {"selection_span": None, "importance": "lse_causal", "scope": "kv_head"}
-    beside_others = [name for name, default in others.items() if getattr(options, name) != default]
-    if index_dim is None:
-        return 0 if beside_others else min(32, head_dim // 16 * 16)
-    check_int("HTreeAttention", "index_dim", index_dim, 0)
-    if index_dim % 16 != 0 or index_dim > min(128, head_dim):
-        raise ValueError(
-            f"HTreeAttention: index_dim must be a multiple of 16 up to 128 and up to head_dim = {head_dim}, got "
-            f"{index_dim}"
-        )
-    if index_dim and beside_others:
-        name = beside_others[0]
-        raise ValueError(
-            f"HTreeAttention: index_dim must be 0 beside {name} = {getattr(options, name)!r}, got {index_dim}"
-        )
-    return index_dim
+    """Documents whose queries are all of their tokens."""
+    return tree.documents(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
 
 class HTreeAttention(nn.Module):
@@ -132,9 +109,9 @@ class HTreeAttention(nn.Module):
             no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
             selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
             the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
-            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does, over whole
-            sequences and from a cache: with ``cu_seqlens`` or ``cp_group`` it raises NotImplementedError. It learns by
-            :func:`htree_ops.index_losses`; until then it is a random projection.
+            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does;
+            with ``cp_group`` it raises NotImplementedError. It learns by :func:`htree_ops.fit_index` or
+            :func:`htree_ops.index_losses`; until then it is a random projection, which warns once.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -218,12 +195,12 @@ class HTreeAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.index_dim = resolve_index_dim(index_dim, head_dim, self.options)
-        for name, heads in (("index_query_weight", num_heads), ("index_key_weight", num_kv_heads)):
-            weight = torch.empty(heads, head_dim, self.index_dim, device=device, dtype=dtype)
-            made = nn.Parameter(weight, requires_grad=False) if self.index_dim else None
-            self.register_parameter(name, made)
-        self._index_forward: Forward | None = None
+        self.index_dim = resolve_index_dim("HTreeAttention", index_dim, head_dim, self.options)
+        if self.index_dim:
+            add_index_(self, num_heads, num_kv_heads, head_dim, self.index_dim, device, dtype)
+        else:
+            for name in WEIGHTS:
+                self.register_parameter(name, None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -232,33 +209,20 @@ class HTreeAttention(nn.Module):
         Of each K/V head a random orthonormal projection, the same for its query heads, such that a product of the index
         is on average that of a query with a key, the mean over the heads.
         """
-        if not self.index_dim or self.index_key_weight.is_meta:
-            return
-        weight, group = self.index_key_weight, self.num_heads // self.num_kv_heads
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        with torch.no_grad():
-            drawn = torch.randn(weight.shape, dtype=wide, device=weight.device)
-            base = torch.linalg.qr(drawn).Q * (self.head_dim / self.index_dim) ** 0.5
-            weight.copy_(base)
-            of_queries = base.repeat_interleave(group, dim=0) / (group * self.head_dim**0.5)
-            self.index_query_weight.copy_(of_queries)
+        if self.index_dim:
+            draw_index_(self)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        for name in ("index_query_weight", "index_key_weight"):  # dense weights have no index
-            if prefix + name in missing_keys:
-                missing_keys.remove(prefix + name)
+    def _take_index(self, query_weight: Tensor, key_weight: Tensor) -> None:
+        """Selects by a fitted index from now on, in the place of spans or of an index that the layer had."""
+        if not self.index_dim:
+            self.index_dim = key_weight.shape[2]
+            self.options = replace(self.options, selection_span=None)
+            weight: Any = getattr(self.k_proj, "weight", None)
+            dtype = getattr(weight, "dtype", None)  # of FP8Linear none of these
+            dtype = dtype if dtype in FLOATING_AND_DOUBLE else key_weight.dtype
+            sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.index_dim)
+            add_index_(self, *sizes, key_weight.device, dtype)
+        set_index_(self, query_weight, key_weight)
 
     def index_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries and index keys [..., H_kv, index_dim] of q [..., H, K] and k [..., H_kv, K].
@@ -269,23 +233,7 @@ class HTreeAttention(nn.Module):
         """
         if not self.index_dim:
             raise ValueError("HTreeAttention.index_of: index_dim must be above 0, got 0")
-        if hasattr(q, "device_mesh") or q.shape[-2] != self.num_heads:
-            raise NotImplementedError(
-                f"HTreeAttention.index_of: q must have the {self.num_heads} heads of all ranks, got {q.shape[-2]} here"
-            )
-        grouped = self.index_query_weight.unflatten(0, (self.num_kv_heads, -1))
-        index_query = torch.einsum("...sgk,sgkd->...sd", q.unflatten(-2, (self.num_kv_heads, -1)), grouped)
-        return index_query, torch.einsum("...sk,skd->...sd", k, self.index_key_weight)
-
-    def _learn(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> None:
-        """Hands what the attention takes to :func:`htree_ops.index_losses`, where the layer has an index."""
-        if not self.index_dim:
-            return
-        if torch.compiler.is_compiling():
-            if is_collecting():
-                raise NotImplementedError("HTreeAttention: index_losses is not supported under torch.compile")
-            return
-        collect(self, Attended(q, k, self.options.scale, self.options.compression_rate, lengths))
+        return index_of("HTreeAttention.index_of", q, k, self.index_query_weight, self.index_key_weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HTreeAttention:
         """A copy that shares the tokens with the same ranks: Python cannot copy a process group."""
@@ -293,6 +241,12 @@ class HTreeAttention(nn.Module):
         memo |= {id(self): copied, id(self.cp_group): self.cp_group}
         copied.__setstate__(deepcopy(self.__dict__, memo))
         return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What a copy or a loaded layer is made of."""
+        super().__setstate__(state)
+        if self.index_dim:
+            know(self)
 
     @classmethod
     def recommended(
@@ -426,7 +380,7 @@ class HTreeAttention(nn.Module):
             if q.shape[1] != 1:
                 places = places + torch.arange(q.shape[1], device=cache.device)
             q, k = self._rotated(q, k, places)
-        index = self.index_of(q, k) if self.index_dim else None
+        index = choose_by_index("HTreeAttention", self, q, k) if self.index_dim else None
         out = cache.decode(q, *expand_heads(options, q, k, v), lengths, index=index)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         y: Tensor = self.o_proj(out.flatten(2))
@@ -517,18 +471,21 @@ class HTreeAttention(nn.Module):
 
     def _attend(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """The layer on [B, T, E], of which each sequence has ``lengths`` tokens, None for T."""
-        attend: Callable[..., Any] = tree_attention
         q, k, v = self._project(x)
-        if self.cp_group is not None:
-            from htree_ops.distributed import tree_attention_cp  # only where it is asked for
-
-            attend = partial(tree_attention_cp, group=self.cp_group, balance=self.cp_balance)
         if self._rotates:
             q, k = self._rotated(q, k, self._places(x))
-        self._learn(q, k, lengths=lengths)
-        if self.index_dim:
-            attend = partial(tree_attention, index=self.index_of(q, k))
-        return self.o_proj(_joined(attend(q, k, v, options=self._of_attention())))
+        if self.cp_group is None:
+            return self.o_proj(_joined(self._tree().sequences(q, k, v, lengths)))
+        from htree_ops.distributed import tree_attention_cp  # only where it is asked for
+
+        options, balance = self._of_attention(), self.cp_balance
+        out = tree_attention_cp(q, k, v, group=self.cp_group, balance=balance, options=options)
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return self.o_proj(_joined(out))
+
+    def _tree(self) -> TreeOf:
+        """The attention between the projections."""
+        return TreeOf("HTreeAttention", self._of_attention(), self, self.index_dim > 0)
 
     def _places(self, x: Tensor) -> Tensor:
         """Where the tokens [B, T, E] of this rank stand in their sequences, [T]."""
@@ -556,7 +513,7 @@ class HTreeAttention(nn.Module):
         behind = (rows >= cu_seqlens[-1])[:, None]
         q, k, v = self._project_documents(x.masked_fill(behind, 0), rows, cu_seqlens)
         longest = x.shape[0] if max_seqlen is None else max_seqlen
-        out = _attend_packed(q, k, v, beside(cu_seqlens, q), longest, self._of_attention())
+        out = _attend_packed(self._tree(), q, k, v, beside(cu_seqlens, q), longest)
         y = self.o_proj(_joined(out))
         return y.masked_fill(beside(behind, y), 0)
 
@@ -688,8 +645,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or that or cu_seqlens
-                beside an index.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or that beside an
+                index.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
@@ -712,12 +669,10 @@ class HTreeAttention(nn.Module):
             )
         if lengths is not None and cache is None:
             raise ValueError("HTreeAttention: lengths must be None where cache is None")
-        if self.index_dim:
-            others = {"cu_seqlens": cu_seqlens, "cp_group": self.cp_group}
-            if beside := [name for name, value in others.items() if value is not None]:
-                raise NotImplementedError(
-                    f"HTreeAttention: {beside[0]} is not supported beside an index, which index_dim = 0 leaves out"
-                )
+        if self.index_dim and self.cp_group is not None:
+            raise NotImplementedError(
+                "HTreeAttention: cp_group is not supported beside an index, which index_dim = 0 leaves out"
+            )
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:

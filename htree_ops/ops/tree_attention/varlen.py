@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from htree_ops.ops.arguments import validate_arguments
-from htree_ops.ops.tree_attention.attention import expand_heads
+from htree_ops.ops.tree_attention.attention import Index, check_index, expand_heads
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["tree_attention_varlen"]
@@ -25,6 +25,7 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
+    index: Index | None = ...,
     return_lse: Literal[False] = ...,
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
@@ -39,6 +40,7 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
+    index: Index | None = ...,
     return_lse: Literal[True],
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
@@ -53,6 +55,7 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
+    index: Index | None = ...,
     return_lse: bool,
     options: TreeOptions | None = ...,
     **keywords: Unpack[TreeKeywords],
@@ -67,6 +70,7 @@ def tree_attention_varlen(
     max_q: int,
     max_k: int,
     *,
+    index: Index | None = None,
     return_lse: bool = False,
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
@@ -95,6 +99,7 @@ def tree_attention_varlen(
             document. The same tensor where every document's queries are all of its tokens.
         max_q, max_k: no document has more queries or keys. Only the rows that are there cost time, but a bound that is
             far too large keeps CUDA from running without a look at the lengths.
+        index: (index_query [N, H_i, d], index_key [N_k, H_i, d]), as in :func:`htree_ops.tree_attention`.
         return_lse: also return the log-sum-exp of each row's scores.
         options, keywords: as in :func:`htree_ops.tree_attention`. The number of keys less that of queries must be a
             multiple of selection_stride in every document that has queries. Lists are never kept for the backward,
@@ -124,8 +129,13 @@ def tree_attention_varlen(
         torch.Size([1000, 8, 64])
     """
     chosen = tree_options("tree_attention_varlen", options, keywords)
-    key, value = expand_heads(chosen, query, key, value)
-    out, lse = torch.ops.htree._attention_varlen(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, "auto", *chosen.packed()
-    )
+    documents = (cu_seq_q, cu_seq_k, max_q, max_k)
+    if index is None:
+        key, value = expand_heads(chosen, query, key, value)
+        out, lse = torch.ops.htree._attention_varlen(query, key, value, *documents, "auto", *chosen.packed())
+    else:
+        check_index("tree_attention_varlen", index, chosen)
+        out, lse = torch.ops.htree._indexed_attention_varlen(
+            query, key, value, *index, *documents, "auto", *chosen.packed()
+        )
     return (out, lse) if return_lse else out

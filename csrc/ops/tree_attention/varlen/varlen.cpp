@@ -8,15 +8,34 @@
 #include "host/no_gradient.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
+#include "ops/tree_attention/listed_attention.h"
 #include "ops/tree_attention/packed_options.h"
 
 namespace htree::tree_attention {
 
 // ---- checks
 
+namespace {
+
+void check_packed_index(const char* op, const PackedInputs& inputs, const Documents& documents,
+                        const TreeOptions& options) {
+  const auto& [query, key, value, index_query, index_key] = inputs;
+  check_index_options(op, options);
+  check_rank(op, "index_query", index_query, 3, "[N, H_i, d]");
+  check_rank(op, "index_key", index_key, 3, "[N_k, H_i, d]");
+  check_same_device(op, "index_query", index_query, "query", query);
+  check_size(op, "index_query", index_query, 0, query.sym_size(0), "N of query");
+  check_size(op, "index_key", index_key, 0, key.sym_size(0), "N_k of key");
+  check_index_heads(op, index_query, index_query.sym_size(1), key.sym_size(1));
+  check_blocks_varlen(op, index_query, index_key, documents,
+                      blocks_of_nodes(options, options.compression_rate));
+}
+
+}  // namespace
+
 void check_varlen(const char* op, const PackedInputs& inputs, const Documents& documents,
                   const TreeOptions& options, std::string_view grouping) {
-  const auto& [query, key, value] = inputs;
+  const Tensor &query = inputs.query, &key = inputs.key, &value = inputs.value;
   check_options(op, options);
   check_rank(op, "query", query, 3, "[N, H, K]");
   check_rank(op, "key", key, 3, "[N_k, H_kv, K]");
@@ -45,6 +64,7 @@ void check_varlen(const char* op, const PackedInputs& inputs, const Documents& d
                       rows);
   }
   check_documents(op, documents, "query", query);
+  if (inputs.index_query.defined()) check_packed_index(op, inputs, documents, options);
   TORCH_CHECK_VALUE(
       grouping == "auto" || grouping == "document" || grouping == "length" || grouping == "rank", op,
       ": grouping must be one of auto, document, length, rank, got '", grouping, "'");

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "ops/selection/select_blocks.h"
 #include "ops/tree/documents.h"
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
@@ -11,9 +12,11 @@
 
 namespace htree::tree_attention {
 
-// query [N, H, K], key [N_k, H_kv, K], value [N_k, H_kv, V]
+// query [N, H, K], key [N_k, H_kv, K], value [N_k, H_kv, V]; index_query [N, H_i, d] and index_key [N_k, H_i, d], undefined
+// where the mean scores choose.
 struct PackedInputs {
   Tensor query, key, value;
+  Tensor index_query = {}, index_key = {};
 };
 
 // (out [N, H, V], gmax [N, H], gsum [N, H])
@@ -42,7 +45,9 @@ FillRows fill_rows_cpu, fill_rows_cuda;
 
 struct VarlenKernels {
   AttentionForward* forward;
+  AttentionForward* over_lists;
   AttentionBackward* backward;
+  SelectBlocks* select;
   GatherRows* gather;
   ScatterRows* scatter;
   FillRows* fill;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <vector>
 
+#include "ops/tree_attention/listed_attention.h"
 #include "ops/tree_attention/varlen/varlen_plan.h"
 
 namespace htree::tree_attention {
@@ -65,8 +66,27 @@ class GroupRows {
 };
 
 AttentionArgs group_args(const char* op, const TreeOptions& options, const Tensor& keys,
-                         const VarlenGroup& group) {
-  return resolve_options(op, options, keys, {group.num_keys - group.num_queries}, /*lists_given=*/false);
+                         const VarlenGroup& group, bool lists_given) {
+  return resolve_options(op, options, keys, {group.num_keys - group.num_queries}, lists_given);
+}
+
+// The lists of a group, one tensor per layer, that its index chooses; none without an index.
+std::vector<Tensor> group_lists(const VarlenKernels& kernels, const char* op, const PackedInputs& inputs,
+                                const TreeOptions& options, const VarlenGroup& group, GroupRows& batch) {
+  std::vector<Tensor> lists;
+  if (!inputs.index_query.defined()) return lists;
+  const Tensor query = batch.take(inputs.index_query, GroupRows::kQueries);
+  const Tensor key = batch.take(inputs.index_key, GroupRows::kKeys);
+  batch.gather();
+  const int64_t depth = depth_of(group.num_keys, options);
+  for (int64_t layer = 0; layer < depth; ++layer) {
+    lists.push_back(at::empty({group.count, ceil_div(group.num_queries, options.selection_stride),
+                               inputs.key.size(1), options.top_k},
+                              query.options().dtype(at::kInt)));
+    write_index_lists(kernels.select, op, options, query, key, layer, /*is_top=*/layer + 1 == depth,
+                      lists.back());
+  }
+  return lists;
 }
 
 // Rows of a packed tensor as the kernels copy them: whole, wherever the next row begins.
@@ -75,13 +95,22 @@ Tensor whole_rows(const Tensor& x) {
   return whole ? x : x.contiguous();
 }
 
+PackedInputs with_whole_rows(const PackedInputs& inputs) {
+  PackedInputs whole = {whole_rows(inputs.query), whole_rows(inputs.key), whole_rows(inputs.value)};
+  if (inputs.index_query.defined()) {
+    whole.index_query = whole_rows(inputs.index_query);
+    whole.index_key = whole_rows(inputs.index_key);
+  }
+  return whole;
+}
+
 }  // namespace
 
 VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const PackedInputs& inputs,
                            const Documents& documents, const TreeOptions& options,
                            std::string_view grouping) {
   check_varlen(op, inputs, documents, options, grouping);
-  const auto& [query, key, value] = inputs;
+  const Tensor &query = inputs.query, &value = inputs.value;
   const std::array<SymInt, 2> rows = {query.sym_size(0), query.sym_size(1)};
   const VarlenState state = {new_tensor({rows[0], rows[1], value.sym_size(2)}, query.scalar_type(), query),
                              new_tensor(rows, state_dtype(query), query),
@@ -89,17 +118,19 @@ VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const P
   if (kernels == nullptr) return state;
   const auto& [out, gmax, gsum] = state;
   const VarlenPlan plan = plan_varlen(*kernels, op, inputs, documents, options, grouping);
-  const Tensor q = whole_rows(query), k = whole_rows(key), v = whole_rows(value);
+  const PackedInputs whole = with_whole_rows(inputs);
   using Rows = GroupRows;
   for (const VarlenGroup& group : plan.groups) {
     GroupRows batch(*kernels, plan, group);
-    const Tensor batch_q = batch.take(q, Rows::kQueries);
-    const Tensor batch_k = batch.take(k, Rows::kKeys), batch_v = batch.take(v, Rows::kKeys);
+    const std::vector<Tensor> lists = group_lists(*kernels, op, whole, options, group, batch);
+    const Tensor batch_q = batch.take(whole.query, Rows::kQueries);
+    const Tensor batch_k = batch.take(whole.key, Rows::kKeys), batch_v = batch.take(whole.value, Rows::kKeys);
     const Tensor batch_out = batch.place(out, Rows::kQueries), batch_max = batch.place(gmax, Rows::kQueries),
                  batch_sum = batch.place(gsum, Rows::kQueries);
     batch.gather();
-    kernels->forward(batch_q, batch_k, batch_v, group_args(op, options, batch_k, group), batch_out, batch_max,
-                     batch_sum, /*parents=*/{});
+    AttentionForward* const forward = lists.empty() ? kernels->forward : kernels->over_lists;
+    forward(batch_q, batch_k, batch_v, group_args(op, options, batch_k, group, !lists.empty()), batch_out,
+            batch_max, batch_sum, lists);
     batch.scatter();
   }
   if (plan.fills) {
@@ -116,7 +147,7 @@ Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& do
                           std::array<bool, 3> output_mask) {
   constexpr const char* kOp = "attention_varlen_backward";
   check_varlen(kOp, inputs, documents, options, grouping);
-  const auto& [query, key, value] = inputs;
+  const Tensor &query = inputs.query, &key = inputs.key, &value = inputs.value;
   const auto& [out, gmax, gsum] = state;
   check_varlen_state(kOp, dout, dlse, inputs, state);
   const auto gradient = [&](bool wanted, const Tensor& like) {
@@ -127,15 +158,16 @@ Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& do
   const auto& [dq, dk, dv] = gradients;
   if (kernels == nullptr || !(output_mask[0] || output_mask[1] || output_mask[2])) return gradients;
   const VarlenPlan plan = plan_varlen(*kernels, kOp, inputs, documents, options, grouping);
-  const Tensor q = whole_rows(query), k = whole_rows(key), v = whole_rows(value);
+  const PackedInputs whole = with_whole_rows(inputs);
   const Tensor upstream = whole_rows(given_or_zeros(dout, out)), result = whole_rows(out),
                max = gmax.contiguous(), sum = gsum.contiguous(),
                of_lse = dlse.has_value() ? dlse->contiguous() : Tensor();
   using Rows = GroupRows;
   for (const VarlenGroup& group : plan.groups) {
     GroupRows batch(*kernels, plan, group);
-    const Tensor batch_q = batch.take(q, Rows::kQueries), batch_k = batch.take(k, Rows::kKeys),
-                 batch_v = batch.take(v, Rows::kKeys);
+    const std::vector<Tensor> lists = group_lists(*kernels, kOp, whole, options, group, batch);
+    const Tensor batch_q = batch.take(whole.query, Rows::kQueries),
+                 batch_k = batch.take(whole.key, Rows::kKeys), batch_v = batch.take(whole.value, Rows::kKeys);
     const Tensor batch_dq = batch.place(dq, Rows::kQueries), batch_dk = batch.place(dk, Rows::kKeys),
                  batch_dv = batch.place(dv, Rows::kKeys);
     // A padded query has the scores 0, so with maximum 0 and sum 1 all of its weights are finite, and without
@@ -146,7 +178,8 @@ Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& do
                  batch_dlse = dlse.has_value() ? batch.take(of_lse, Rows::kQueries) : Tensor();
     batch.gather();
     kernels->backward(batch_dout, batch_dlse, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum,
-                      /*parents=*/{}, group_args(kOp, options, batch_k, group), batch_dq, batch_dk, batch_dv);
+                      lists, group_args(kOp, options, batch_k, group, !lists.empty()), batch_dq, batch_dk,
+                      batch_dv);
     batch.scatter();
   }
   if (plan.fills) {

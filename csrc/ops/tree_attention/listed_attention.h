@@ -1,0 +1,23 @@
+// The lists that an index chooses for tree attention: docs/semantics/tree_attention.md §1.17.
+#pragma once
+
+#include "ops/selection/select_blocks.h"
+#include "ops/tree/options.h"
+
+namespace htree::tree_attention {
+
+// Raises where options choose in another way than an index does.
+void check_index_options(const char* op, const TreeOptions& options);
+// Raises unless there is one index head, or one for each K/V head.
+void check_index_heads(const char* op, const Tensor& index_query, const SymInt& heads,
+                       const SymInt& kv_heads);
+// How blocks of `block_size` tokens are chosen as nodes.
+BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size);
+
+// Writes the lists of one layer, int32 [B, ceil(T_q / s), H_kv, k]: of index_query [B, T_q, H_i, d] behind `start` tokens,
+// index_key [B, start + T_q, H_i, d]. The top layer's lists hold every node.
+void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,
+                       const Tensor& index_query, const Tensor& index_key, int64_t layer, bool is_top,
+                       const Tensor& lists);
+
+}  // namespace htree::tree_attention

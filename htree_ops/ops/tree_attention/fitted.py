@@ -1,0 +1,39 @@
+"""The layers of a model that :func:`htree_ops.fit_index` gives an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from htree_ops.ops.tree_attention.index import resolve_index_dim
+from htree_ops.ops.tree_attention.module import HTreeAttention
+
+__all__ = ["FittedLayer", "fitted_layers"]
+
+
+@dataclass(frozen=True)
+class FittedLayer:
+    """An :class:`HTreeAttention`."""
+
+    layer: HTreeAttention
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Query heads, K/V heads and their width."""
+        return self.layer.num_heads, self.layer.num_kv_heads, self.layer.head_dim
+
+    def check(self, index_dim: int) -> None:
+        """Raises ValueError unless the layer can have an index of this width."""
+        options = replace(self.layer.options, selection_span=None)  # whose place the index takes
+        resolve_index_dim("fit_index", index_dim, self.layer.head_dim, options)
+
+    def take(self, query_weight: Tensor, key_weight: Tensor) -> None:
+        """Gives the layer its index."""
+        self.layer._take_index(query_weight, key_weight)
+
+
+def fitted_layers(model: nn.Module) -> Iterator[FittedLayer]:
+    """Every :class:`HTreeAttention` of a model."""
+    return (FittedLayer(part) for part in model.modules() if isinstance(part, HTreeAttention))

@@ -1,0 +1,125 @@
+"""Tree attention of a layer by its index, which the layer may have or not (docs/semantics/index_loss.md §9.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from htree_ops.ops.arguments import check_int
+from htree_ops.ops.index_loss.collector import Attended, collect, is_fitting
+from htree_ops.ops.index_loss.layers import choose_by_index
+from htree_ops.ops.tree_attention.attention import expand_heads, tree_attention
+from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_attention.stages import rope, rope_cache
+
+__all__ = ["TreeOf", "resolve_index_dim"]
+
+#: Options that choose in a way of their own, and the value beside which an index chooses.
+OTHER_CHOICES = {"selection_span": None, "importance": "lse_causal", "scope": "kv_head"}
+
+
+def resolve_index_dim(function: str, index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
+    """The width of a layer's index.
+
+    Raises:
+        TypeError, ValueError: a width that is not an int, no multiple of 16 up to 128 and head_dim, or beside options
+            that choose in another way.
+    """
+    others = [name for name, default in OTHER_CHOICES.items() if getattr(options, name) != default]
+    if index_dim is None:
+        return 0 if others else min(32, head_dim // 16 * 16)
+    check_int(function, "index_dim", index_dim, 0)
+    if index_dim % 16 != 0 or index_dim > min(128, head_dim):
+        raise ValueError(
+            f"{function}: index_dim must be a multiple of 16 up to 128 and up to head_dim = {head_dim}, got {index_dim}"
+        )
+    if index_dim and others:
+        name = others[0]
+        raise ValueError(
+            f"{function}: index_dim must be 0 beside {name} = {getattr(options, name)!r}, got {index_dim}"
+        )
+    return index_dim
+
+
+@dataclass(frozen=True)
+class TreeOf:
+    """Tree attention as a layer calls it. While :func:`htree_ops.fit_index` runs it is dense attention.
+
+    Attributes:
+        function: named in messages.
+        options: of :func:`htree_ops.tree_attention`.
+        layer: whose index chooses and learns.
+        by_index: whether it chooses by its index.
+    """
+
+    function: str
+    options: TreeOptions
+    layer: nn.Module
+    by_index: bool
+
+    def sequences(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Whole sequences, or queries that are their last tokens.
+
+        Args:
+            q: [B, T_q, H, K]; k: [B, T, H_kv, K]; v: [B, T, H_kv, V].
+            lengths: of the sequences, whose padding stands behind; None where there is none.
+        """
+        is_dense = is_fitting()
+        if (self.by_index or is_dense) and q.shape[1] == k.shape[1]:
+            collect(self.layer, self._attended(q, k, lengths=lengths))
+        if is_dense:
+            return dense_attention(q, k, v, self.options)
+        if not self.by_index:
+            return tree_attention(q, k, v, options=self.options)
+        index = choose_by_index(self.function, self.layer, q, k)
+        return tree_attention(q, k, v, index=index, options=self.options)
+
+    def documents(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
+    ) -> Tensor:
+        """Packed documents, as :func:`htree_ops.tree_attention_varlen` takes them."""
+        is_dense, options, index = is_fitting(), self.options, None
+        if (self.by_index or is_dense) and q.shape[0] == k.shape[0]:
+            collect(self.layer, self._attended(q, k, cu_seqlens=cu_k))
+        if is_dense:  # where every node is opened, the tree is dense attention
+            most = -(-max(1, max_k) // options.compression_rate)
+            every: dict[str, Any] = {"top_k": most, "max_top_nodes": most * options.compression_rate}
+            options = replace(options, selection_span=None, **every)
+        elif self.by_index:
+            index = choose_by_index(self.function, self.layer, q, k)
+        # The ops, whose words the caller replaces by its own.
+        documents = (cu_q, cu_k, max_q, max_k, "auto", *options.packed())
+        if index is None:
+            k, v = expand_heads(options, q, k, v)
+            out, _ = torch.ops.htree._attention_varlen(q, k, v, *documents)
+        else:
+            out, _ = torch.ops.htree._indexed_attention_varlen(q, k, v, *index, *documents)
+        return out
+
+    def _attended(self, q: Tensor, k: Tensor, **rows: Tensor | None) -> Attended:
+        return Attended(self.function, q, k, self.options.scale, self.options.compression_rate, **rows)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, options: TreeOptions) -> Tensor:
+    """Tree attention that opens every node, [B, T, H, V]: what a model computes while its index is fitted.
+
+    Args:
+        q: [B, T, H, K]; k: [B, T, H_kv, K]; v: [B, T, H_kv, V].
+        options: whose rotation and scale count.
+    """
+    if q.shape[1] != k.shape[1]:
+        raise NotImplementedError("fit_index: batches must hold whole sequences: no cache is supported")
+    if options.rope_base is not None or options.inv_freq is not None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        base = 10000.0 if options.rope_base is None else options.rope_base
+        T, K = q.shape[1::2]
+        cos, sin = rope_cache(T, K, base, dtype=wide, device=q.device, inv_freq=options.inv_freq)
+        place = torch.arange(T, device=q.device)
+        q, k = rope(q, cos, sin, place), rope(k, cos, sin, place)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale, enable_gqa=True)
+    return out.transpose(1, 2)

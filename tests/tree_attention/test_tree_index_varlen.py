@@ -1,0 +1,336 @@
+"""Tree attention over packed documents whose nodes an index chooses (docs/semantics/tree_attention.md §1.17)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from htree_ops import TreeOptions, tree_attention, tree_attention_varlen
+from tests.support.cases import normal
+from tests.support.compilers import BACKENDS
+from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_varlen_cases import offsets
+
+OPS = torch.ops.htree
+GROUPINGS = ("document", "length", "rank", "auto")
+Bounds = tuple[Tensor, Tensor, int, int]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of ``lengths`` keys, of which the last ``queries`` attend (None: all), and ``spare`` rows behind."""
+
+    lengths: tuple[int, ...] = (60, 7, 0, 41)
+    queries: tuple[int, ...] | None = None
+    spare: int = 3
+    dtype: torch.dtype = torch.float32
+    H: int = 4
+    H_kv: int = 2
+    H_i: int = 2
+    K: int = 8
+    V: int = 6
+    d: int = 16
+    r: int = 4
+    M: int = 8
+    k: int = 2
+    s: int = 1
+    open_next: bool = False
+    rope_base: float | None = 10000.0
+
+    @property
+    def queries_of(self) -> tuple[int, ...]:
+        return self.lengths if self.queries is None else self.queries
+
+    def options(self) -> TreeOptions:
+        return TreeOptions(
+            compression_rate=self.r,
+            max_top_nodes=self.M,
+            top_k=self.k,
+            selection_stride=self.s,
+            open_next=self.open_next,
+            rope_base=self.rope_base,
+        )
+
+    def tensors(self, device: str, seed: int = 0) -> tuple[Tensor, ...]:
+        """query, key, value, index_query and index_key."""
+        N, N_k = sum(self.queries_of) + self.spare, sum(self.lengths) + self.spare
+        shapes = (
+            (N, self.H, self.K),
+            (N_k, self.H_kv, self.K),
+            (N_k, self.H_kv, self.V),
+            (N, self.H_i, self.d),
+            (N_k, self.H_i, self.d),
+        )
+        return tuple(normal(shape, self.dtype, device, 5 * seed + i) for i, shape in enumerate(shapes))
+
+    def bounds(self, device: str) -> Bounds:
+        cu_k = offsets(self.lengths, device)
+        cu_q = cu_k if self.queries is None else offsets(self.queries, device)
+        return cu_q, cu_k, max(self.queries_of, default=0), max(self.lengths, default=0)
+
+    def rows(self) -> list[tuple[slice, slice]]:
+        """The rows of each document among the queries and among the keys."""
+        found, q, k = [], 0, 0
+        for n_q, n_k in zip(self.queries_of, self.lengths, strict=True):
+            found.append((slice(q, q + n_q), slice(k, k + n_k)))
+            q, k = q + n_q, k + n_k
+        return found
+
+
+CASES: dict[str, Documents] = {
+    "plain": Documents(),
+    "suffix": Documents(lengths=(40, 25, 33), queries=(9, 25, 0)),
+    "stride": Documents(lengths=(44, 26, 9), queries=(12, 26, 5), s=4),
+    "one_index_head": Documents(H_i=1, H=6, H_kv=3),
+    "open_next": Documents(lengths=(130, 64), k=5, M=16, open_next=True),
+    "no_rotation": Documents(rope_base=None),
+    "short": Documents(lengths=(5, 8, 1)),
+    "equal": Documents(lengths=(50, 50, 50), spare=0),
+    "none": Documents(lengths=(), spare=2),
+    "bfloat16": Documents(
+        lengths=(300, 700, 120), dtype=torch.bfloat16, H=8, K=64, V=64, d=32, r=16, M=64, k=4
+    ),
+    "float16": Documents(
+        lengths=(500, 33), dtype=torch.float16, H_kv=1, H_i=1, K=32, V=32, r=16, M=32, k=3, s=16
+    ),
+}
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@st.composite
+def problems(draw: Any, device: str) -> Documents:
+    r = draw(st.sampled_from((2, 4, 8)))
+    k, kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    s = draw(st.sampled_from([s for s in (1, 2, 4) if r % s == 0]))
+    lengths = tuple(draw(st.lists(st.integers(0, 70), min_size=0, max_size=5)))
+    queries = None
+    if draw(st.booleans()):
+        queries = tuple(n - draw(st.integers(0, n // s)) * s for n in lengths)
+    return Documents(
+        lengths=lengths,
+        queries=queries,
+        spare=draw(st.integers(0, 3)),
+        dtype=torch.float32 if device == "cuda" else draw(st.sampled_from((torch.float32, torch.float64))),
+        H=kv_heads * draw(st.integers(1, 3)),
+        H_kv=kv_heads,
+        H_i=draw(st.sampled_from((1, kv_heads))),
+        K=2 * draw(st.integers(1, 4)),
+        V=draw(st.integers(1, 5)),
+        r=r,
+        M=draw(st.integers(1, k * r)),
+        k=k,
+        s=s,
+        open_next=draw(st.booleans()),
+        rope_base=draw(st.sampled_from((None, 10000.0))),
+    )
+
+
+def attend(case: Documents, tensors: tuple[Tensor, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
+    bounds = case.bounds(tensors[0].device.type)
+    return OPS._indexed_attention_varlen(*tensors, *bounds, grouping, *case.options().packed())
+
+
+def alone(case: Documents, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Each document in a call of its own."""
+    q, k, v, index_query, index_key = tensors
+    out, lse = q.new_zeros(len(q), case.H, case.V), q.new_full(q.shape[:2], -torch.inf)
+    lse = lse.to(torch.promote_types(q.dtype, torch.float32))
+    for rows, keys in case.rows():
+        if rows.start == rows.stop:
+            continue
+        found = tree_attention(
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            index=(index_query[None, rows], index_key[None, keys]),
+            return_lse=True,
+            options=case.options(),
+        )
+        out = torch.cat((out[: rows.start], found[0][0], out[rows.stop :]))
+        lse = torch.cat((lse[: rows.start], found[1][0], lse[rows.stop :]))
+    return out, lse
+
+
+def with_gradients(call: Any, tensors: tuple[Tensor, ...], seed: int = 0) -> tuple[Tensor, ...]:
+    leaves = tuple(x.detach().requires_grad_() for x in tensors[:3])
+    out, lse = call((*leaves, *tensors[3:]))
+    given = [normal(tuple(x.shape), x.dtype, x.device.type, seed + i) for i, x in enumerate((out, lse))]
+    seen = lse.isfinite()
+    total = (out * given[0]).sum() + (lse.masked_fill(~seen, 0) * given[1].masked_fill(~seen, 0)).sum()
+    total = total + sum((0 * x).sum() for x in leaves)  # of a call without documents too
+    return out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)
+
+
+def assert_close(case: Documents, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], exact: bool) -> None:
+    tolerance = TOLERANCES[case.dtype]
+    for place, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+        if exact and place < 2:
+            assert torch.equal(x, y)
+        scale = max(1.0, y[y.isfinite()].abs().max().item()) if y.isfinite().any() else 1.0
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_documents_are_calls_of_their_own(name: str, grouping: str, device: str) -> None:
+    """Rows bit for bit on the CPU, gradients to rounding: P follows from lse alone."""
+    case = CASES[name]
+    tensors = case.tensors(device)
+    with poisoned_memory():
+        found = with_gradients(lambda x: attend(case, x, grouping), tensors)
+    wanted = with_gradients(lambda x: alone(case, x), tensors)
+    assert_close(case, found, wanted, exact=device == "cpu")
+
+
+@given(data=st.data(), seed=st.integers(0, 2**20), grouping=st.sampled_from(GROUPINGS))
+def test_any_documents_are_calls_of_their_own(
+    data: st.DataObject, seed: int, grouping: str, device: str
+) -> None:
+    case = data.draw(problems(device))
+    tensors = case.tensors(device, seed)
+    with poisoned_memory():
+        found = with_gradients(lambda x: attend(case, x, grouping), tensors, seed)
+    assert_close(case, found, with_gradients(lambda x: alone(case, x), tensors, seed), exact=device == "cpu")
+
+
+def test_nothing_of_a_document_reaches_another(device: str) -> None:
+    case = CASES["plain"]
+    tensors = case.tensors(device)
+    before = with_gradients(lambda x: attend(case, x), tensors)
+    changed = tuple(x.clone() for x in tensors)
+    for x in changed:
+        x[:60] = torch.nan  # the first document
+        x[108:] = torch.nan  # rows behind the last one
+    out, lse = attend(case, changed)
+    assert torch.equal(out[60:], before[0][60:])
+    assert torch.equal(lse[60:], before[1][60:])
+
+
+def test_the_function_and_the_index_that_has_no_gradient(device: str) -> None:
+    case = CASES["stride"]
+    tensors = tuple(x.requires_grad_() for x in case.tensors(device))
+    call = {"index": tensors[3:], "options": case.options()}
+    out, lse = tree_attention_varlen(*tensors[:3], *case.bounds(device), return_lse=True, **call)
+    wanted = attend(case, tensors)
+    assert torch.equal(out, wanted[0])
+    assert torch.equal(lse, wanted[1])
+    assert torch.equal(tree_attention_varlen(*tensors[:3], *case.bounds(device), **call), out)
+    out.sum().backward()
+    assert all(x.grad is not None for x in tensors[:3])
+    assert all(x.grad is None for x in tensors[3:])
+
+
+@pytest.mark.parametrize("name", ["plain", "stride", "one_index_head"])
+def test_gradcheck(name: str) -> None:
+    case = replace(CASES[name], dtype=torch.float64, lengths=(13, 5), queries=None)
+    *leaves, index_query, index_key = case.tensors("cpu")
+    leaves = [x.requires_grad_() for x in leaves]
+
+    def call(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(case, (*qkv, index_query, index_key))
+        return out, lse[:18]
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("name", ["plain", "suffix", "bfloat16"])
+def test_opcheck(name: str, device: str) -> None:
+    case = CASES[name]
+    tensors = case.tensors(device)
+    rest = (*case.bounds(device), "auto", *case.options().packed())
+    leaves = tuple(x.requires_grad_() for x in tensors[:3])
+    opcheck(OPS._indexed_attention_varlen.default, (*leaves, *tensors[3:], *rest))
+    with torch.no_grad():
+        out, lse = OPS._indexed_attention_varlen(*tensors, *rest)
+    lse = lse.masked_fill(~lse.isfinite(), 0)
+    backward = (
+        *tensors,
+        *case.bounds(device),
+        out,
+        lse,
+        out,
+        lse,
+        "auto",
+        [True] * 3,
+        *case.options().packed(),
+    )
+    opcheck(OPS._indexed_attention_varlen_backward.default, tuple(
+        x.detach() if isinstance(x, Tensor) else x for x in backward
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
+def test_compiled(dynamic: bool, backend: str, device: str) -> None:
+    case = CASES["plain"]
+    tensors = case.tensors(device)
+    bounds = case.bounds(device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> Tensor:
+        return tree_attention_varlen(q * 2, k, v, *bounds, index=index, options=case.options())
+
+    leaves = tuple(x.requires_grad_() for x in tensors[:3])
+    found = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)(*leaves, *tensors[3:])
+    wanted = call(*leaves, *tensors[3:])
+    torch.testing.assert_close(found, wanted)
+    gradients = [torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast_and_the_count_of_work(device: str) -> None:
+    case = CASES["plain"]
+    tensors = case.tensors(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out, _ = attend(case, tensors)
+    assert out.dtype == torch.bfloat16
+    with FlopCounterMode(display=False) as counter:
+        attend(case, tensors)
+    assert counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"index": lambda q, k: (q[:, None], k)}, "index_query must be 3-D"),
+        ({"index": lambda q, k: (q[1:], k)}, r"size 0 of index_query must be 111 \(N of query\), got 110"),
+        ({"index": lambda q, k: (q, k[1:])}, r"size 0 of index_key must be 111 \(N_k of key\), got 110"),
+        (
+            {"index": lambda q, k: (q[..., :8], k[..., :8])},
+            "d, the last size of index_query, must be a multiple of 16",
+        ),
+        ({"index": lambda q, k: (q, k.half())}, "index_key must have the dtype of index_query"),
+        ({"index": lambda q, k: q}, r"index"),
+        ({"scope": "q_head"}, "scope must be kv_head beside an index"),
+        ({"selection_span": 2}, "selection_span must be None beside an index"),
+        ({"importance": "exp_joint"}, "importance must be lse_causal beside an index"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str, device: str) -> None:
+    case = CASES["plain"]
+    q, k, v, *index = case.tensors(device)
+    make = change.pop("index", lambda q, k: (q, k)) if "index" in change else (lambda q, k: (q, k))
+    with pytest.raises((TypeError, ValueError), match=f"tree_attention_varlen: .*{message}"):
+        tree_attention_varlen(
+            q, k, v, *case.bounds(device), index=make(*index), options=case.options(), **change
+        )
+
+
+def test_a_broken_document(device: str) -> None:
+    """An error on the CPU; NaN rows on CUDA, and the other documents keep theirs."""
+    case = replace(CASES["suffix"], lengths=(40, 25, 33), queries=(41, 25, 0))
+    tensors = case.tensors(device)
+    if device == "cpu":
+        with pytest.raises(ValueError, match="tree_attention_varlen"):
+            attend(case, tensors)
+        return
+    out, _ = attend(case, tensors)
+    assert out[:41].isnan().all()
+    assert out[41:66].isfinite().all()
