@@ -297,6 +297,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
 EAGER = {
     *(
         "calibrate_activation_scales",
+        "fit_index",
         "fp8_scale_inv",
         "handle_fp8_overflow",
         "index_losses",
