@@ -221,15 +221,22 @@ def has_torch(unit: str) -> bool:
 
 
 def common_hash() -> str:
-    """Of all that the common libraries and a thin layer share: they fit each other where it is the same. The libraries
-    carry it in their names, so that neither is loaded with another's."""
+    """Of the sources of the common libraries with all that they include: a thin layer fits libraries of the same hash.
+    They carry it in their names, so that neither is loaded with another's."""
+    texts = dict(instances().texts())
+    missing = {str(unit.relative_to("csrc")) for unit in written_sources(cuda=True) if not has_torch(str(unit))}
+    while missing:
+        texts |= {name: (ROOT / "csrc" / name).read_text() for name in missing}
+        missing = included(texts) - texts.keys()
     digest = hashlib.sha256()
-    for name, text in sorted(instances().texts().items()):
+    for name, text in sorted(texts.items()):
         digest.update(name.encode() + b"\0" + text.encode() + b"\0")
-    for path in sorted((ROOT / "csrc").rglob("*")):
-        if path.suffix in (".h", ".cuh", ".cu") or (path.suffix == ".cpp" and not has_torch(str(path))):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
+
+
+def included(texts: dict[str, str]) -> set[str]:
+    """The files of csrc that texts include."""
+    return {name for text in texts.values() for name in re.findall(r'^#include "([^"]+)"', text, re.M)}
 
 
 def common_library(name: str) -> str:

@@ -31,6 +31,11 @@ def namespace_of(common_hash: str) -> str:
     return f"htree_ops_{common_hash[:8]}"
 
 
+def hash_in(library: Path) -> str:
+    """The hash in the name of a common library."""
+    return library.stem.rpartition("-")[2]
+
+
 def relative_text(text: str, depth: int, namespace: str) -> str:
     """A module's text, ``depth`` packages below the top, that neither imports htree_ops by its name nor calls the ops of
     an installed one."""
@@ -86,7 +91,7 @@ def write_variant(libraries: Path, folder: Path) -> Path:
     common = sorted(libraries.glob("libhtree_*.so"))
     # a layer without CUDA needs no kernels
     common = [path for path in common if info["cuda"] or "kernels" not in path.name]
-    namespace = namespace_of(common[0].stem.rpartition("-")[2])
+    namespace = namespace_of(hash_in(common[0]))
     if namespace.encode() not in layer.read_bytes():
         raise SystemExit(f"{layer} was not compiled with HTREE_NAMESPACE={namespace}")
     cuda = torch.version.cuda if info["cuda"] else None
@@ -99,6 +104,7 @@ def write_variant(libraries: Path, folder: Path) -> Path:
     for path in common:
         shutil.copy(path, target)
     shutil.copy(layer, target / "_C.abi3.so")
+    shutil.copytree(PACKAGE / "tuning" / "results", target / "tuning" / "results")
     (target / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
     backend: dict[str, object] = {"type": "cuda" if cuda else "cpu"}
     if cuda:
@@ -117,11 +123,15 @@ def write_variant(libraries: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", type=Path, help="folder with a thin layer and the common libraries")
-    parser.add_argument("folder", type=Path, help="what get_local_kernel is given")
+    parser.add_argument("folder", type=Path, nargs="?", help="what get_local_kernel is given; absent: print a namespace")
     arguments = parser.parse_args()
-    print(write_variant(arguments.libraries, arguments.folder))
+    if arguments.folder is None:
+        (loops,) = arguments.libraries.glob("libhtree_loops-*.so")
+        print(namespace_of(hash_in(loops)))
+    else:
+        print(write_variant(arguments.libraries, arguments.folder))
 
 
 if __name__ == "__main__":
