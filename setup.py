@@ -3,10 +3,10 @@
 CUDA is optional and needs no GPU at build time; ``detect_cuda`` decides and records why.
 Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and ``MAX_JOBS`` are torch's own.
 
-A wheel for several versions of torch is built in parts (release/wheel.sh). ``python setup.py build_common`` compiles what
-includes no torch: the kernels and the CPU loops. With ``HTREE_PREBUILT``, the folder that holds them, every other command
-compiles only the thin layer between them and the torch at hand, without nvcc. ``HTREE_NAMESPACE`` names the ops'
-namespace of a thin layer.
+A wheel for several versions of torch is built in parts (release/wheel.sh). ``python setup.py build_common`` compiles
+what includes no torch: the kernels and the CPU loops. With ``HTREE_PREBUILT``, the folder that holds them, every other
+command compiles only the thin layer between them and the torch at hand, without nvcc. ``HTREE_NAMESPACE`` names the
+ops' namespace of a thin layer.
 """
 
 from __future__ import annotations
@@ -224,7 +224,9 @@ def common_hash() -> str:
     """Of the sources of the common libraries with all that they include: a thin layer fits libraries of the same hash.
     They carry it in their names, so that neither is loaded with another's."""
     texts = dict(instances().texts())
-    missing = {str(unit.relative_to("csrc")) for unit in written_sources(cuda=True) if not has_torch(str(unit))}
+    missing = {
+        str(unit.relative_to("csrc")) for unit in written_sources(cuda=True) if not has_torch(str(unit))
+    }
     while missing:
         texts |= {name: (ROOT / "csrc" / name).read_text() for name in missing}
         missing = included(texts) - texts.keys()
@@ -371,8 +373,8 @@ def numbers(text: str) -> tuple[int, int]:
 
 def cxx_flags(cuda: bool, hidden: bool = True) -> list[str]:
     """Of every C++ file. at::parallel_for is a template: without -fopenmp it runs on one thread. torch itself loads the
-    OpenMP runtime. -g0: the library is stripped, and the -g that most Pythons add takes two thirds of the time of a unit.
-    """
+    OpenMP runtime. -g0: the library is stripped, and the -g that most Pythons add takes two thirds of the time of a
+    unit."""
     visibility = ["-fvisibility=hidden"] if hidden else []
     define = ["-DHTREE_WITH_CUDA"] if cuda else []
     return ["-O3", "-g0", "-fopenmp", *visibility, "-Wno-psabi", *define]
@@ -460,7 +462,10 @@ def layer_extension(cuda: bool, units: list[str], folder: Path) -> Any:
         [*(unit for unit in units if has_torch(unit)), OLD_LIBC],
         include_dirs=[str(ROOT / "csrc"), *([str(headers)] if cuda else [])],
         library_dirs=[str(folder)],
-        libraries=[*(f":{common_library(name)}" for name in names), *(["c10_cuda", "torch_cuda"] if cuda else [])],
+        libraries=[
+            *(f":{common_library(name)}" for name in names),
+            *(["c10_cuda", "torch_cuda"] if cuda else []),
+        ],
         extra_compile_args={"cxx": [*cxx_flags(cuda), *define]},
         extra_link_args=["-s", "-Wl,-rpath,$ORIGIN"],
         py_limited_api=True,
@@ -532,7 +537,9 @@ def main() -> None:
         """BuildExtension that leaves ``_build_info.json`` beside the library and build/compile_times.txt."""
 
         def get_ext_filename(self, name: str) -> str:
-            folder, _, last = name.rpartition(".")  # with its package, or without where that is added afterwards
+            folder, _, last = name.rpartition(
+                "."
+            )  # with its package, or without where that is added afterwards
             file = files.get(f"htree_ops.{last}")
             return os.path.join(folder, file) if file else str(super().get_ext_filename(name))
 
@@ -573,7 +580,10 @@ def main() -> None:
         # Said although it is the default: an editable installation is then a plain path, which type checkers follow.
         package_dir={"": "."},
         packages=find_packages(include=["htree_ops", "htree_ops.*"]),
-        package_data={"htree_ops": ["py.typed", "_build_info*.json", "tuning/results/*.json"]},
+        package_data={
+            # beside a layer stands what was decided for it, and no word of another build
+            "htree_ops": ["py.typed", "tuning/results/*.json", *([] if prebuilt else ["_build_info.json"])]
+        },
         ext_modules=extensions,
         cmdclass={"build_ext": Build, "build_common": BuildCommon},
     )

@@ -33,8 +33,8 @@ def wanted_layers(torch_version: str, cuda_version: str | None) -> list[str]:
 
 
 def library_path() -> Path | None:
-    """The compiled library beside this file: ``_C``, built from source for the torch at hand, before the thin layer of a
-    wheel that fits this torch; or None."""
+    """The compiled library beside this file: ``_C``, built from source for the torch at hand, else the thin layer of a
+    wheel that fits this torch, else None."""
     whole = next(iter(sorted(PACKAGE.glob("_C.*so"))), None)
     found = layers()
     fitting = [found[name] for name in wanted_layers(torch.__version__, torch.version.cuda) if name in found]

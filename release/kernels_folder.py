@@ -1,9 +1,9 @@
 """Writes a variant that HF ``kernels`` loads from a folder: the package and its libraries for one torch.
 
 ``get_local_kernel(Path(FOLDER))``, or ``LOCAL_KERNELS=org/htree-ops=FOLDER`` and ``get_kernel("org/htree-ops",
-version=1)``. A loaded kernel shares its process with others, an installed htree_ops among them: its ops have a namespace
-of their own, and its modules import each other by relative names. ``make kernels-folder`` compiles such a thin layer and
-calls this.
+version=1)``. A loaded kernel shares its process with others, an installed htree_ops among them: its ops have a
+namespace of their own, and its modules import each other by relative names. ``make kernels-folder`` compiles such a
+thin layer and calls this.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def hash_in(library: Path) -> str:
 
 
 def relative_text(text: str, depth: int, namespace: str) -> str:
-    """A module's text, ``depth`` packages below the top, that neither imports htree_ops by its name nor calls the ops of
-    an installed one."""
+    """A module's text, ``depth`` packages below the top, that neither imports htree_ops by its name nor calls the ops
+    of an installed one."""
     dots = "." * (depth + 1)
     text = re.sub(r"^(\s*)from htree_ops\.([\w.]+) import", rf"\1from {dots}\2 import", text, flags=re.M)
     text = re.sub(r"^(\s*)from htree_ops import", rf"\1from {dots} import", text, flags=re.M)
@@ -61,7 +61,9 @@ def imports(text: str) -> list[str]:
 def file_of(module: str) -> Path | None:
     """The file of a module, from the package on; None for a name within a module."""
     path = "/".join(module.split(".")[1:])
-    return next((Path(f) for f in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if (PACKAGE / f).is_file()), None)
+    return next(
+        (Path(f) for f in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if (PACKAGE / f).is_file()), None
+    )
 
 
 def modules() -> list[Path]:
@@ -123,9 +125,13 @@ def write_variant(libraries: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("libraries", type=Path, help="folder with a thin layer and the common libraries")
-    parser.add_argument("folder", type=Path, nargs="?", help="what get_local_kernel is given; absent: print a namespace")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="what get_local_kernel is given; absent: print a namespace"
+    )
     arguments = parser.parse_args()
     if arguments.folder is None:
         (loops,) = arguments.libraries.glob("libhtree_loops-*.so")

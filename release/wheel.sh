@@ -57,14 +57,21 @@ rm -f dist/htree_ops-*.whl
 # `build` finds that layer compiled and adds the Python files
 HTREE_PREBUILT=$lib HTREE_CUDA=$wanted "$work/envs/$torch/bin/python" setup.py -q build --build-lib "$lib" \
   --build-temp "$work/temp-$torch-$flavour" bdist_wheel --skip-build --dist-dir dist
-tagged=$("$builder" -m wheel tags --remove --python-tag py3 --abi-tag none --platform-tag manylinux_2_28_x86_64 \
-  dist/htree_ops-*.whl | tail -1)
-ls -l "dist/$tagged"
-
+plain=$(basename dist/htree_ops-*.whl)
 say "what its libraries ask of a system"
 auditor=$work/envs/audit
 [ -e "$auditor" ] || { "$PYTHON" -m venv "$auditor" && "$auditor/bin/pip" install --quiet auditwheel; }
-"$auditor/bin/auditwheel" show "dist/$tagged" | tee "$work/auditwheel.txt"
+"$auditor/bin/auditwheel" show "dist/$plain" | tee "$work/auditwheel.txt"
+# The libraries of torch and CUDA are those of the environment; only the symbols of the system's C and C++ count.
+asked=$(for so in "$lib"/htree_ops/*.so; do objdump -T "$so"; done | grep -oE '\b(GLIBC|GLIBCXX|CXXABI)_[0-9.]+' | sort -uV)
+for limit in GLIBC_2.28 GLIBCXX_3.4.25 CXXABI_1.3.11; do
+  newest=$(grep "^${limit%_*}_" <<<"$asked" | tail -1)
+  echo "newest ${limit%_*}: $newest, manylinux_2_28 has $limit"
+  [ "$(printf '%s\n' "$newest" "$limit" | sort -V | tail -1)" = "$limit" ] || exit 1
+done
+tagged=$("$builder" -m wheel tags --remove --python-tag py3 --abi-tag none --platform-tag manylinux_2_28_x86_64 \
+  "dist/$plain" | tail -1)
+ls -l "dist/$tagged"
 
 for torch in $CHECKED; do
   say "installed beside torch $torch"

@@ -200,7 +200,10 @@ class TestPrebuilt:
     def test_cuda_of_a_layer(self, build: ModuleType) -> None:
         decide = build.detect_layer_cuda
         assert decide("13.2", {}, "13.0").enabled
-        assert decide("12.8", {}, "13.0").reason == "torch is built for CUDA 12.8 but the prebuilt kernels for 13.0"
+        assert (
+            decide("12.8", {}, "13.0").reason
+            == "torch is built for CUDA 12.8 but the prebuilt kernels for 13.0"
+        )
         assert decide("13.0", {}, None).reason == "the prebuilt libraries hold no CUDA kernels"
         assert decide(None, {}, "13.0").reason == "this torch is built without CUDA"
         assert decide("13.0", {"HTREE_CUDA": "0"}, "13.0").reason == "HTREE_CUDA=0"
@@ -232,7 +235,9 @@ class TestNamespace:
             compile(written, str(path), "exec")
 
     def test_names_are_relative_to_the_depth_of_a_module(self, folder_writer: ModuleType) -> None:
-        text = 'from htree_ops.ops.a import b\n    from htree_ops import _load\ntorch.ops.htree.x("htree::x")\n'
+        text = (
+            'from htree_ops.ops.a import b\n    from htree_ops import _load\ntorch.ops.htree.x("htree::x")\n'
+        )
         wanted = 'from ..ops.a import b\n    from .. import _load\ntorch.ops.n.x("n::x")\n'
         assert folder_writer.relative_text(text, 1, "n") == wanted
 

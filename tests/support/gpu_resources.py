@@ -1,10 +1,9 @@
 """Registers, stack and shared memory of every kernel for each architecture, read from machine code without a GPU.
 
 ``python -m tests.support.gpu_resources FILES`` reads libraries, objects and fatbins. With ``--compile 80,90a,120`` it
-first compiles the .cu files of the build for these architectures into build/resources, as optimised as a build; FILES
-then choose among their names. Kernels that an architecture lacks beside the first one, and kernels that keep more on the
-stack there than for the first one, are listed, and the exit status is 1: what spills on a GPU that nobody has here should
-spill on the one that was measured, too.
+first compiles the .cu files of the build for these architectures into build/resources, optimised as in a build; FILES
+are then words of their names. Kernels that an architecture lacks beside the first one, and kernels that keep more on
+the stack than for the first one, are listed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ Table = dict[str, dict[str, Usage]]
 
 def cuobjdump() -> str:
     """The program: of the toolkit, or of the package triton, which brings one."""
-    found = shutil.which("cuobjdump") or next(iter(map(str, Path("/usr/local/cuda/bin").glob("cuobjdump"))), None)
+    found = shutil.which("cuobjdump") or next(
+        iter(map(str, Path("/usr/local/cuda/bin").glob("cuobjdump"))), None
+    )
     if found is None and (triton := importlib.util.find_spec("triton")) and triton.origin:
         found = next(map(str, Path(triton.origin).parent.glob("backends/nvidia/bin/cuobjdump")), None)
     if found is None:
@@ -80,13 +81,17 @@ def complaints(table: Table, reference: str) -> list[str]:
             if there is None:
                 found.append(f"{architecture} lacks {name}")
             elif there.stack > usage.stack:
-                found.append(f"{architecture} keeps {there.stack} bytes on the stack, {reference} {usage.stack}: {name}")
+                found.append(
+                    f"{architecture} keeps {there.stack} bytes on the stack, {reference} {usage.stack}: {name}"
+                )
     return found
 
 
 def lines(table: Table, reference: str) -> list[str]:
     """The table for people, in Markdown."""
-    text = ["| architecture | kernels | most registers | with a stack | its most bytes | more than on the first |"]
+    text = [
+        "| architecture | kernels | most registers | with a stack | its most bytes | more than on the first |"
+    ]
     text.append("|---|---|---|---|---|---|")
     for architecture, kernels in sorted(table.items(), key=lambda item: (len(item[0]), item[0])):
         stacks = [usage.stack for usage in kernels.values() if usage.stack]
@@ -131,8 +136,12 @@ def compile_kernels(architectures: list[str], wanted: list[str]) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", help="libraries, objects or fatbins; with --compile parts of names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="*", help="libraries, objects or fatbins; with --compile parts of names"
+    )
     parser.add_argument("--compile", metavar="ARCHS", help="such as 80,89,90a,100,120")
     arguments = parser.parse_args()
     if not arguments.compile and not arguments.files:
