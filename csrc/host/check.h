@@ -51,7 +51,7 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& tens
 // The dtype's name in Python, such as torch.float16.
 inline std::string dtype_name(at::ScalarType dtype) {
   return std::string("torch.").append(
-      c10::getDtypeNames(dtype).first);  // a string up to torch 2.14, then a view
+      c10::getDtypeNames(dtype).first);  // a string in torch 2.11, a view in 2.15
 }
 
 inline std::string dtype_names(std::initializer_list<at::ScalarType> dtypes) {
