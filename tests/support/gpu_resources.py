@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "resources"
@@ -110,7 +111,7 @@ def compile_kernels(architectures: list[str], wanted: list[str]) -> list[Path]:
     spec = importlib.util.spec_from_file_location("htree_setup", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None
-    setup = importlib.util.module_from_spec(spec)
+    setup: Any = importlib.util.module_from_spec(spec)
     sys.modules["htree_setup"] = setup
     spec.loader.exec_module(setup)
     setup.GENERATED = OUT / "generated"  # beside a build that may be under way
