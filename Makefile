@@ -9,6 +9,8 @@ TORCH ?= torch==2.11.0
 OUT ?= runs/gpu
 LIMIT ?= 7200
 JOBS ?= 4
+# Where `kernels-folder` writes.
+FOLDER ?= build/kernels/folder
 # Processes of `test`: most tests are calls of microseconds, which keep one core busy.
 WORKERS ?= 2
 # A PY of one's own needs no environment here: it has torch, and a library is in place or in build/cuda.
@@ -23,7 +25,7 @@ endif
 
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
 
-.PHONY: help demo docs test test-gpu test-two-gpus test-vllm vllm-environment bench bits sanitize lint format wheel cuda-build clean preflight
+.PHONY: help demo docs test test-gpu test-two-gpus test-vllm vllm-environment bench bits sanitize lint format sdist wheel kernels-folder cuda-build clean preflight
 .DEFAULT_GOAL := help
 
 # A build that keeps what it prints in a log and shows what is compiled, errors and what setup.py decides:
@@ -81,9 +83,22 @@ format: $(VENV)/.installed ## format Python and C++ in place
 	$(PY) -m ruff format .
 	find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
 
-wheel: $(VENV)/.installed ## an sdist and a wheel in dist/
-	$(call logged,build/wheel.log,$(PY) -m build --no-isolation --outdir dist .)
+sdist: $(VENV)/.installed ## a source distribution in dist/
+	$(call logged,build/sdist.log,$(PY) -m build --sdist --no-isolation --outdir dist .)
 	@ls -l dist
+
+wheel: preflight ## one wheel for several versions of torch in dist/, installed and checked: TORCHES="2.11.0 2.15.0"
+	PYTHON="$(PYTHON)" MAX_JOBS="$(or $(MAX_JOBS),2)" release/wheel.sh
+
+# The ops of a folder have a namespace of their own, so its thin layer is compiled for it. With HTREE_COMMON, a folder
+# with common libraries that stand compiled, it alone.
+kernels-folder: $(VENV)/.installed ## what HF kernels loads without a hub, for the torch of PY: FOLDER=build/kernels/folder
+	@[ -n "$(HTREE_COMMON)" ] || \
+	  $(PY) setup.py -q build_common --build-lib build/kernels/common --build-temp build/kernels/temp-common
+	common=$(or $(HTREE_COMMON),build/kernels/common)/htree_ops; rm -rf build/kernels/lib; \
+	HTREE_PREBUILT=$$common HTREE_NAMESPACE=$$($(PY) release/kernels_folder.py $$common) \
+	  $(PY) setup.py -q build_ext --build-lib build/kernels/lib --build-temp build/kernels/temp
+	$(PY) release/kernels_folder.py build/kernels/lib/htree_ops "$(FOLDER)"
 
 cuda-build: $(VENV)/.installed ## compile the CUDA kernels into build/cuda without a GPU (TORCH_CUDA_ARCH_LIST chooses)
 	$(call logged,build/cuda.log,HTREE_CUDA=1 $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp)

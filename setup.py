@@ -2,6 +2,11 @@
 
 CUDA is optional and needs no GPU at build time; ``detect_cuda`` decides and records why.
 Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and ``MAX_JOBS`` are torch's own.
+
+A wheel for several versions of torch is built in parts (release/wheel.sh). ``python setup.py build_common`` compiles
+what includes no torch: the kernels and the CPU loops. With ``HTREE_PREBUILT``, the folder that holds them, every other
+command compiles only the thin layer between them and the torch at hand, without nvcc. ``HTREE_NAMESPACE`` names the
+ops' namespace of a thin layer.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 GENERATED = ROOT / "build" / "generated"
@@ -43,6 +49,18 @@ GIB_PER_JOB = 3.0
 #: Up to so many compilations at once, the instances of a kernel share a file, and so do the C++ files of a folder: most
 #: of the work of a small file is its headers.
 FEW_JOBS = 4
+#: What the common libraries of a wheel are: beside them.
+COMMON_INFO = "_common_info.json"
+#: Symbols of a thin layer in the common libraries: every function of the kernels, the tables of the CPU loops.
+EXPORTS = {
+    "kernels": "_ZN5htree*; _ZNK5htree*;",
+    "loops": "".join(
+        f"_ZN5htree*{end};"
+        for end in ("BaselineE", "Avx2E", "Avx512E", "KernelsDoubleE", "multiply_bf16_pairs*")
+    ),
+}
+#: Part of every library of a wheel, so that it loads where the C library is older than here.
+OLD_LIBC = "csrc/old_libc.cpp"
 #: Commands for which setuptools before 70.1 needs the package wheel.
 WHEEL_COMMANDS = {"bdist_wheel", "dist_info", "editable_wheel"}
 
@@ -114,6 +132,24 @@ def detect_cuda(torch_cuda: str | None, environ: dict[str, str], has_gpu: bool =
     return CudaDecision(True, reason, home, nvcc, arch_list)
 
 
+def detect_layer_cuda(torch_cuda: str | None, environ: dict[str, str], kernels: str | None) -> CudaDecision:
+    """The same for a thin layer over kernels that nvcc ``kernels`` compiled, None where there are none."""
+    if environ.get("HTREE_CUDA", "") == "0":
+        return CudaDecision(False, "HTREE_CUDA=0")
+    missing = None
+    if torch_cuda is None:
+        missing = "this torch is built without CUDA"
+    elif kernels is None:
+        missing = "the prebuilt libraries hold no CUDA kernels"
+    elif kernels.split(".")[0] != torch_cuda.split(".")[0]:
+        missing = f"torch is built for CUDA {torch_cuda} but the prebuilt kernels for {kernels}"
+    if missing and environ.get("HTREE_CUDA") == "1":
+        raise RuntimeError(f"HTREE_CUDA=1 asks for the CUDA kernels, but {missing}")
+    if missing:
+        return CudaDecision(False, missing)
+    return CudaDecision(True, f"prebuilt kernels of nvcc {kernels}", nvcc_version=kernels)
+
+
 def native_arch_list(capabilities: list[tuple[int, int]]) -> str:
     """Architecture list for the GPUs at hand: Hopper as 9.0a, the others plainly, all with the PTX fallback."""
     names = {"9.0a" if cap == (9, 0) else f"{cap[0]}.{cap[1]}" for cap in capabilities}
@@ -174,6 +210,66 @@ def sources(cuda: bool, merged: bool = False) -> list[str]:
     units = [unit for unit in written_sources(cuda) if unit not in shared]
     units += [unit for unit in made if cuda or not needs_cuda(unit)]
     return sorted(map(str, units))
+
+
+def has_torch(unit: str) -> bool:
+    """Whether a source, given from ROOT on, belongs to the thin layer: neither kernels nor CPU loops include torch."""
+    path = ROOT / unit
+    if path.suffix == ".cpp" and GENERATED in path.parents:
+        return GENERATED / "csrc" in path.parents
+    return path.suffix == ".cpp" and "#define HTREE_" not in path.read_text()
+
+
+def common_hash() -> str:
+    """Of the sources of the common libraries with all that they include: a thin layer fits libraries of the same hash.
+    They carry it in their names, so that neither is loaded with another's."""
+    texts = dict(instances().texts())
+    missing = {
+        str(unit.relative_to("csrc")) for unit in written_sources(cuda=True) if not has_torch(str(unit))
+    }
+    while missing:
+        texts |= {name: (ROOT / "csrc" / name).read_text() for name in missing}
+        missing = included(texts) - texts.keys()
+    digest = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        digest.update(name.encode() + b"\0" + text.encode() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def included(texts: dict[str, str]) -> set[str]:
+    """The files of csrc that texts include."""
+    return {name for text in texts.values() for name in re.findall(r'^#include "([^"]+)"', text, re.M)}
+
+
+def common_library(name: str) -> str:
+    """File and soname of the library ``kernels`` or ``loops``."""
+    return f"libhtree_{name}-{common_hash()}.so"
+
+
+def prebuilt_common(environ: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of ``HTREE_PREBUILT`` that holds the common libraries, with what ``build_common`` wrote about them.
+
+    Raises RuntimeError where they are absent or of other sources.
+    """
+    if not environ.get("HTREE_PREBUILT"):
+        return None
+    given = Path(environ["HTREE_PREBUILT"]).resolve()
+    folder = next((f for f in (given, given / "htree_ops") if (f / COMMON_INFO).is_file()), None)
+    if folder is None:
+        raise RuntimeError(f"HTREE_PREBUILT={given}: no {COMMON_INFO} there, which says what is prebuilt")
+    info = json.loads((folder / COMMON_INFO).read_text())
+    names = ["loops", *(["kernels"] if info["cuda"] else [])]
+    if missing := [name for name in map(common_library, names) if not (folder / name).is_file()]:
+        raise RuntimeError(
+            f"HTREE_PREBUILT={given}: its libraries are of other sources than these, which need {', '.join(missing)}"
+        )
+    return folder, info
+
+
+def layer_name(torch_version: str, cuda: str | None) -> str:
+    """``t211_cu13`` is the thin layer for torch 2.11 with CUDA 13; without CUDA it is ``t211_cpu``."""
+    major, minor = numbers(torch_version)
+    return f"t{major}{minor}_" + (f"cu{cuda.split('.')[0]}" if cuda else "cpu")
 
 
 def source_hashes() -> dict[str, str]:
@@ -275,6 +371,107 @@ def numbers(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def cxx_flags(cuda: bool, hidden: bool = True) -> list[str]:
+    """Of every C++ file. at::parallel_for is a template: without -fopenmp it runs on one thread. torch itself loads the
+    OpenMP runtime. -g0: the library is stripped, and the -g that most Pythons add takes two thirds of the time of a
+    unit."""
+    visibility = ["-fvisibility=hidden"] if hidden else []
+    define = ["-DHTREE_WITH_CUDA"] if cuda else []
+    return ["-O3", "-g0", "-fopenmp", *visibility, "-Wno-psabi", *define]
+
+
+def nvcc_flags(hidden: bool = True) -> list[str]:
+    """Of every .cu file."""
+    return [
+        "-O3",
+        "-DHTREE_WITH_CUDA",
+        "--expt-relaxed-constexpr",
+        *(["-Xcompiler=-fvisibility=hidden"] if hidden else []),
+        "-Xfatbin=-compress-all",
+        # torch switches these operators off; the kernels use them
+        "-U__CUDA_NO_HALF_OPERATORS__",
+        "-U__CUDA_NO_HALF_CONVERSIONS__",
+        "-U__CUDA_NO_HALF2_OPERATORS__",
+        "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    ]
+
+
+def host_extension(cuda: bool) -> Any:
+    """``_host``, for one version of Python."""
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension(
+        "htree_ops._host",
+        ["csrc/bindings.cpp"],
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": [*cxx_flags(cuda), "-O1"]},
+        extra_link_args=["-s"],
+    )
+
+
+def common_extensions(cuda: CudaDecision, units: list[str], files: dict[str, str]) -> list[Any]:
+    """The libraries without torch. Only what a thin layer names leaves them, so that two copies stay apart."""
+    from setuptools import Extension
+
+    groups = {"loops": [unit for unit in units if unit.endswith(".cpp") and not has_torch(unit)]}
+    if cuda.enabled:
+        groups["kernels"] = [unit for unit in units if unit.endswith(".cu")]
+    made = []
+    for name, group in groups.items():
+        files[f"htree_ops.{name}"] = common_library(name)
+        exports = ROOT / "build" / f"{name}.exports"
+        exports.write_text(f"{{ global: {EXPORTS[name]} local: *; }};\n")
+        toolkit = Path(cuda.cuda_home or "", "lib64")
+        made.append(
+            Extension(
+                f"htree_ops.{name}",
+                [*group, OLD_LIBC],
+                include_dirs=[str(ROOT / "csrc")],
+                libraries=["cudart"] if name == "kernels" else [],
+                library_dirs=[str(toolkit)] if name == "kernels" else [],
+                language="c++",
+                extra_compile_args={
+                    "cxx": cxx_flags(cuda.enabled, hidden=False),
+                    "nvcc": nvcc_flags(hidden=False),
+                },
+                extra_link_args=[
+                    "-s",
+                    "-Wl,-z,defs",
+                    f"-Wl,-soname,{common_library(name)},--version-script={exports}",
+                ],
+            )
+        )
+    return made
+
+
+def layer_extension(cuda: bool, units: list[str], folder: Path) -> Any:
+    """What lies between the torch at hand and the common libraries in ``folder``; free of CPython and nvcc."""
+    import torch
+    from torch.utils.cpp_extension import CppExtension
+
+    names = ["loops", *(["kernels"] if cuda else [])]
+    # torch's packages bring the headers of its CUDA; a toolkit is not needed
+    packages = Path(torch.__file__).parents[1] / "nvidia" / f"cu{(torch.version.cuda or '').split('.')[0]}"
+    headers = packages / "include"
+    if not (headers / "cuda_runtime.h").is_file():
+        headers = Path(find_cuda_home(dict(os.environ)) or "/usr/local/cuda", "include")
+    namespace = os.environ.get("HTREE_NAMESPACE")
+    define = ["-DHTREE_THIN_LAYER", *([f"-DHTREE_NAMESPACE={namespace}"] if namespace else [])]
+    return CppExtension(
+        "htree_ops._C",
+        [*(unit for unit in units if has_torch(unit)), OLD_LIBC],
+        include_dirs=[str(ROOT / "csrc"), *([str(headers)] if cuda else [])],
+        library_dirs=[str(folder)],
+        libraries=[
+            *(f":{common_library(name)}" for name in names),
+            *(["c10_cuda", "torch_cuda"] if cuda else []),
+        ],
+        extra_compile_args={"cxx": [*cxx_flags(cuda), *define]},
+        extra_link_args=["-s", "-Wl,-rpath,$ORIGIN"],
+        py_limited_api=True,
+    )
+
+
 def main() -> None:
     try:
         import torch
@@ -292,9 +489,14 @@ def main() -> None:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     environ = dict(os.environ)
-    has_gpu = torch.cuda.is_available()
-    cuda = detect_cuda(torch.version.cuda, environ, has_gpu)
-    arch_list = cuda.arch_list
+    makes_common = "build_common" in sys.argv[1:]
+    prebuilt = None if makes_common else prebuilt_common(environ)
+    if prebuilt:
+        cuda = detect_layer_cuda(torch.version.cuda, environ, prebuilt[1]["cuda"])
+        arch_list = prebuilt[1]["arch_list"] if cuda.enabled else None
+    else:
+        cuda = detect_cuda(torch.version.cuda, environ, torch.cuda.is_available())
+        arch_list = cuda.arch_list
     if arch_list == "native":
         arch_list = native_arch_list(
             [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
@@ -306,52 +508,45 @@ def main() -> None:
     if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
         print("htree_ops: without ninja one file is compiled at a time: pip install ninja", file=sys.stderr)
 
-    define = ["-DHTREE_WITH_CUDA"] if cuda.enabled else []
-    # at::parallel_for is a template: without -fopenmp it runs on one thread. torch itself loads the OpenMP runtime.
-    # -g0: the library is stripped, and the -g that most Pythons add takes two thirds of the time of a unit.
-    cxx_flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", *define]
-    nvcc_flags = [
-        "-O3",
-        *define,
-        "--expt-relaxed-constexpr",
-        "-Xcompiler=-fvisibility=hidden",
-        "-Xfatbin=-compress-all",
-        # torch switches these operators off; the kernels use them
-        "-U__CUDA_NO_HALF_OPERATORS__",
-        "-U__CUDA_NO_HALF_CONVERSIONS__",
-        "-U__CUDA_NO_HALF2_OPERATORS__",
-        "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
-    ]
     jobs = os.environ["MAX_JOBS"]
     merged = jobs.isdecimal() and int(jobs) <= FEW_JOBS
     instances().write(GENERATED, generated(cuda.enabled, merged))
-    op_extension = CUDAExtension if cuda.enabled else CppExtension
-    extensions = [
-        op_extension(
+    units = sources(cuda.enabled, merged)
+    # Of extensions whose file is not named by their place in the package and the Python.
+    files: dict[str, str] = {}
+    if makes_common:
+        extensions = common_extensions(cuda, units, files)
+    elif prebuilt:
+        files["htree_ops._C"] = f"_C_{layer_name(torch.__version__, cuda.nvcc_version)}.so"
+        has_kernels = bool(prebuilt[1]["cuda"])
+        extensions = [layer_extension(cuda.enabled, units, prebuilt[0]), host_extension(has_kernels)]
+    else:
+        op_extension = CUDAExtension if cuda.enabled else CppExtension
+        whole = op_extension(
             "htree_ops._C",
-            sources(cuda.enabled, merged),
+            units,
             include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
+            extra_compile_args={"cxx": cxx_flags(cuda.enabled), "nvcc": nvcc_flags()},
             # -s: without symbols the library is a third of the size; its exports stay
             extra_link_args=["-s"],
             py_limited_api=True,
-        ),
-        CppExtension(
-            "htree_ops._host",
-            ["csrc/bindings.cpp"],
-            include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args={"cxx": [*cxx_flags, "-O1"]},
-            extra_link_args=["-s"],
-        ),
-    ]
+        )
+        extensions = [whole, host_extension(cuda.enabled)]
 
     class Build(BuildExtension):
         """BuildExtension that leaves ``_build_info.json`` beside the library and build/compile_times.txt."""
 
+        def get_ext_filename(self, name: str) -> str:
+            folder, _, last = name.rpartition(
+                "."
+            )  # with its package, or without where that is added afterwards
+            file = files.get(f"htree_ops.{last}")
+            return os.path.join(folder, file) if file else str(super().get_ext_filename(name))
+
         def run(self) -> None:
             super().run()
             record_compilation(Path(self.build_temp), ROOT / "build")
-            target = ROOT if self.inplace else Path(self.build_lib)
+            target = (ROOT if self.inplace else Path(self.build_lib)) / "htree_ops"
             info = {
                 "version": version(),
                 "torch": torch.__version__,
@@ -362,7 +557,18 @@ def main() -> None:
                 "commit": commit(),
                 "source_hashes": source_hashes(),
             }
-            (target / "htree_ops" / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+            name = "_build_info.json"
+            if makes_common:
+                name = COMMON_INFO
+            elif prebuilt:
+                name = f"_build_info_{files['htree_ops._C'][3:-3]}.json"
+                for file in (COMMON_INFO, *map(common_library, ("loops", "kernels"))):
+                    if (prebuilt[0] / file).is_file() and prebuilt[0] != target:
+                        shutil.copy2(prebuilt[0] / file, target)
+            (target / name).write_text(json.dumps(info, indent=2) + "\n")
+
+    class BuildCommon(Build):
+        description = "compile what includes no torch, for HTREE_PREBUILT"
 
     # Not in pyproject.toml: setuptools before 77 refuses the form that later ones ask for.
     license_key = "license_expression" if numbers(setuptools.__version__) >= (77, 0) else "license"
@@ -374,9 +580,12 @@ def main() -> None:
         # Said although it is the default: an editable installation is then a plain path, which type checkers follow.
         package_dir={"": "."},
         packages=find_packages(include=["htree_ops", "htree_ops.*"]),
-        package_data={"htree_ops": ["py.typed", "_build_info.json", "tuning/results/*.json"]},
+        package_data={
+            # beside a layer stands what was decided for it, and no word of another build
+            "htree_ops": ["py.typed", "tuning/results/*.json", *([] if prebuilt else ["_build_info.json"])]
+        },
         ext_modules=extensions,
-        cmdclass={"build_ext": Build},
+        cmdclass={"build_ext": Build, "build_common": BuildCommon},
     )
 
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,27 @@ def _gpus() -> list[dict[str, Any]]:
     ]
 
 
+def code_for(capability: tuple[int, int], arch_list: str) -> str:
+    """What of the compiled architectures, such as ``8.0+PTX;9.0a``, a GPU of this compute capability runs."""
+    native: list[tuple[int, bool, str]] = []
+    ptx: list[tuple[int, int]] = []
+    for arch in re.split(r"[; ]", arch_list):
+        number, _, also = arch.partition("+")
+        major, minor = int(number.split(".")[0]), int(number.split(".")[1].rstrip("af"))
+        own = number.endswith("a")
+        if (major, minor) == capability if own else major == capability[0] and minor <= capability[1]:
+            native.append((minor, own, f"sm_{number.replace('.', '')} machine code"))
+        if also == "PTX" and (major, minor) <= capability:
+            ptx.append((major, minor))
+    if native:
+        code = max(native)[2]
+    elif ptx:
+        code = "the PTX of {}.{} as the driver compiles it at first use".format(*max(ptx))
+    else:
+        return "nothing: no architecture of the build fits it"
+    return f"{code}, {'tuned and measured' if capability == (9, 0) else 'compiled and not measured'}"
+
+
 def collect() -> dict[str, Any]:
     """All facts as one JSON-ready dict.
 
@@ -111,6 +133,8 @@ def format_text(facts: dict[str, Any]) -> str:
     for gpu in facts["gpus"]:
         details = ", ".join(f"{key} {value}" for key, value in gpu.items() if key != "name")
         lines.append(f"GPU              {gpu['name']} ({details})")
+        if built.get("cuda"):
+            lines.append(f"  runs           {code_for(tuple(gpu['capability']), built['arch_list'])}")
     if not facts["gpus"]:
         lines.append("GPU              none visible")
     lines.append(f"ops              {len(facts['ops'])}")

@@ -50,7 +50,8 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& tens
 
 // The dtype's name in Python, such as torch.float16.
 inline std::string dtype_name(at::ScalarType dtype) {
-  return "torch." + c10::getDtypeNames(dtype).first;
+  return std::string("torch.").append(
+      c10::getDtypeNames(dtype).first);  // a string in torch 2.11, a view in 2.15
 }
 
 inline std::string dtype_names(std::initializer_list<at::ScalarType> dtypes) {

@@ -169,7 +169,8 @@ class AutoTuner:
         self.device = device
         self._last_device: torch.device | str | None = None
         self.kernel_type = str(kernel_type or getattr(kernel_fn, "__name__", type(kernel_fn).__name__))
-        is_ours = kernel_type or str(getattr(kernel_fn, "__module__", "")).startswith("htree_ops.")
+        ours = f"{__name__.partition('.')[0]}."
+        is_ours = kernel_type or str(getattr(kernel_fn, "__module__", "")).startswith(ours)
         self._source = (
             source_hash(self.kernel_type)
             if is_ours and self.kernel_type in SPACES

@@ -93,3 +93,31 @@ def test_missing_parts_are_said_not_raised(monkeypatch):
     text = info.format_text(info.collect())
     assert "none: the library says nothing about its build" in text
     assert "unknown: No module named 'htree_ops._host'" in text
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "code"),
+    [
+        ((9, 0), "8.0+PTX;9.0a", "sm_90a machine code, tuned and measured"),
+        ((8, 0), "8.0+PTX;9.0a", "sm_80 machine code, compiled and not measured"),
+        ((8, 6), "8.0+PTX;8.9;9.0a", "sm_80 machine code, compiled and not measured"),
+        ((8, 9), "8.0+PTX;8.9;9.0a", "sm_89 machine code, compiled and not measured"),
+        ((12, 1), "8.0+PTX 9.0a 12.0", "sm_120 machine code, compiled and not measured"),
+        (
+            (10, 0),
+            "8.0+PTX;9.0a",
+            "the PTX of 8.0 as the driver compiles it at first use, compiled and not measured",
+        ),
+        ((7, 5), "8.0+PTX;9.0a", "nothing: no architecture of the build fits it"),
+        ((10, 3), "9.0a", "nothing: no architecture of the build fits it"),
+    ],
+)
+def test_the_code_that_a_gpu_runs(capability, architectures, code):
+    assert info.code_for(capability, architectures) == code
+
+
+def test_text_says_what_a_gpu_runs():
+    gpu = {"name": "NVIDIA A100", "capability": [8, 0]}
+    built = {**BUILT, "cuda": "13.0", "arch_list": "8.0+PTX;9.0a"}
+    text = info.format_text({**info.collect(), "build": built, "gpus": [gpu]})
+    assert "\n  runs           sm_80 machine code, compiled and not measured\n" in text

@@ -143,7 +143,7 @@ void register_device(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library, {
                           "causal_softmax(Tensor x, int block_size=0) -> Tensor",
                           "causal_softmax.out(Tensor x, int block_size=0, *, Tensor(a!) out) -> ()",
@@ -152,31 +152,31 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
                       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<forward_cpu, backward_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<forward_cuda, backward_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("causal_softmax", TORCH_FN(prepare));
   library.impl("causal_softmax.out", TORCH_FN(prepare_out));
   library.impl("causal_softmax_", TORCH_FN(prepare_inplace));
   library.impl("causal_softmax_backward", TORCH_FN(prepare_backward));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("causal_softmax", TORCH_FN(forward_autograd));
   library.impl("causal_softmax.out", TORCH_FN(forward_out_autograd));
   library.impl("causal_softmax_", TORCH_FN(forward_inplace_autograd));
   library.impl("causal_softmax_backward", TORCH_FN(backward_autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("causal_softmax.out", TORCH_FN(forward_out_adinplace));
   library.impl("causal_softmax_", TORCH_FN(forward_inplace_adinplace));
 }

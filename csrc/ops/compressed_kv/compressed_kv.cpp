@@ -128,7 +128,7 @@ Outputs2 decode_meta(const at::Tensor& q, const at::Tensor& k_bitmap, const at::
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {
@@ -146,7 +146,7 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   library.impl("kv_prune", TORCH_FN(prune<prune_cpu>));
   library.impl("kv_compress", TORCH_FN(compress<compress_cpu>));
   library.impl("kv_decompress", TORCH_FN(decompress<decompress_cpu>));
@@ -154,7 +154,7 @@ TORCH_LIBRARY_IMPL(htree, CPU, library) {
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   library.impl("kv_prune", TORCH_FN(prune<prune_cuda>));
   library.impl("kv_compress", TORCH_FN(compress<compress_cuda>));
   library.impl("kv_decompress", TORCH_FN(decompress<decompress_cuda>));
@@ -162,14 +162,14 @@ TORCH_LIBRARY_IMPL(htree, CUDA, library) {
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("kv_prune", TORCH_FN(prepare_prune));
   library.impl("kv_compress", TORCH_FN(prepare_compress));
   library.impl("kv_decompress", TORCH_FN(prepare_decompress));
   library.impl("kv_decode_attention", TORCH_FN(decode_meta));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"kv_prune", "kv_compress", "kv_decompress", "kv_decode_attention"});
 }
 

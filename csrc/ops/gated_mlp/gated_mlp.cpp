@@ -248,7 +248,7 @@ void register_device(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {"gated_mlp(Tensor x, Tensor gate_weight, Tensor up_weight, str activation=\"silu\", "
@@ -263,36 +263,36 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
        "bool[3] output_mask=[True, True, True]) -> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<forward_cpu, backward_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<forward_cuda, backward_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<prepare>)));
   library.impl("_gated_mlp_forward", TORCH_FN((forward_op<prepare_forward>)));
   library.impl("gated_mlp_backward", TORCH_FN((backward_op<prepare_backward>)));
   library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<prepare_saved_backward>)));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autograd>)));
   library.impl("gated_mlp_backward", TORCH_FN((backward_op<backward_autograd>)));
   library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward_autograd>)));
   register_no_gradient(library, {"_gated_mlp_forward"});
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCPU>>)));
   library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCPU>>)));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCUDA>>)));
   library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCUDA>>)));
 }

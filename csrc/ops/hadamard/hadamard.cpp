@@ -153,7 +153,7 @@ void register_device(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library, {
                           "hadamard_transform(Tensor x, float? scale=None) -> Tensor",
                           "hadamard_transform_(Tensor(a!) x, float? scale=None) -> ()",
@@ -161,29 +161,29 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
                       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<transform_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<transform_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("hadamard_transform", TORCH_FN(prepare));
   library.impl("hadamard_transform_", TORCH_FN(prepare_inplace));
   library.impl("grouped_hadamard", TORCH_FN(prepare_grouped));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("hadamard_transform", TORCH_FN(transform_autograd));
   library.impl("hadamard_transform_", TORCH_FN(inplace_autograd));
   library.impl("grouped_hadamard", TORCH_FN(grouped_autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("hadamard_transform_", TORCH_FN(inplace_adinplace));
 }
 

@@ -109,7 +109,7 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string tensors =
       "(Tensor query, Tensor key, Tensor index_query, Tensor index_key, Tensor positions, ";
   const std::string offsets = "Tensor? cu_seqlens=None, *, float? scale=None, int block_size=16";
@@ -123,17 +123,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   }
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<&kCpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<&kCuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<nullptr>(library);
 }
 
@@ -235,17 +235,17 @@ Tensor loss_autocast(const Tensor& query, const Tensor& key, const Tensor& index
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("index_loss", TORCH_FN(loss_autograd));
   library.impl("_index_loss_backward", TORCH_FN(backward_autograd));
   register_no_gradient(library, {"_index_loss_forward"});
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   library.impl("index_loss", TORCH_FN(loss_autocast<at::kCPU>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   library.impl("index_loss", TORCH_FN(loss_autocast<at::kCUDA>));
 }
 

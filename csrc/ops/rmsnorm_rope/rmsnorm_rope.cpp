@@ -160,7 +160,7 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {"rmsnorm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06, int? num_heads=None, "
@@ -172,21 +172,21 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
        "float eps=1e-06, bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<forward<forward_cpu>, backward<backward_cpu>>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<forward<forward_cuda>, backward<backward_cuda>>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<prepare, prepare_backward>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_kernels<forward_autograd, backward_autograd>(library);
 }
 

@@ -128,7 +128,7 @@ BlockLists prepare_blocks_varlen(const char* op, const Tensor& index_query, cons
   return new_lists(index_query, {index_query.sym_size(0), index_query.sym_size(1), options.count});
 }
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string options =
       "int count, int block_size=16, int selection_stride=1, int local=1, int first=0, bool open_next=False) "
       "-> (Tensor blocks, Tensor scores)";
@@ -140,21 +140,21 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {select.c_str(), varlen.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<&select_blocks_cpu, &select_blocks_varlen_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<&select_blocks_cuda, &select_blocks_varlen_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<nullptr, nullptr>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"select_blocks", "select_blocks_varlen"});
 }
 

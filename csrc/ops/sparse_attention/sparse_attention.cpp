@@ -95,7 +95,7 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string tensors = "(Tensor query, Tensor key, Tensor value, Tensor blocks, ";
   const std::string offsets = "Tensor cu_seq_q, Tensor cu_seq_k, ";
   const std::string bounds = "SymInt max_q, SymInt max_k, ";
@@ -115,17 +115,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   }
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<&kSparseCpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<&kSparseCuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<nullptr>(library);
 }
 
@@ -335,18 +335,18 @@ void register_autocast(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("sparse_attention", TORCH_FN(forward_autograd));
   library.impl("_sparse_attention_backward", TORCH_FN(backward_autograd));
   library.impl("sparse_attention_varlen", TORCH_FN(varlen_autograd));
   library.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward_autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   register_autocast<at::kCPU>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   register_autocast<at::kCUDA>(library);
 }
 

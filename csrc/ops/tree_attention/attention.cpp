@@ -227,7 +227,7 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string qkv = "(Tensor q, Tensor k, Tensor v, ";
   const std::string results = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
   const std::string of_dout = "(Tensor dout, " + results;
@@ -271,17 +271,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   register_by_name(library, "attention_backward", "htree::_attention_backward", "attention_backward");
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<attention_forward_cpu, attention_backward_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<attention_forward_cuda, attention_backward_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<nullptr, nullptr>(library);
 }
 
@@ -459,7 +459,7 @@ AttentionRows attention_rows_autocast(const TreeOptions& options, const Tensor& 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"_attention_forward", "_attention_rows"});
   library.impl("_attention", TORCH_FN(kPacked<attention_autograd>));
   library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autograd>));
@@ -470,14 +470,14 @@ TORCH_LIBRARY_IMPL(htree, Autograd, library) {
                TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_sums_op>>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCPU>>));
   library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autocast<at::kCPU>>));
   library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCPU>>));
   library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCPU>>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCUDA>>));
   library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autocast<at::kCUDA>>));
   library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCUDA>>));

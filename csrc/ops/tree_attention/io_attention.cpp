@@ -160,7 +160,7 @@ Tensor io_attention_forward_meta(const Tensor& q, const Tensor& k, const Tensor&
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library,
              {
                  "io_attention_forward(Tensor q, Tensor k, Tensor v, int compression_rate=16, int "
@@ -169,21 +169,21 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
              });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   library.impl("io_attention_forward", TORCH_FN(io_attention_forward));
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   library.impl("io_attention_forward", TORCH_FN(io_attention_forward));
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("io_attention_forward", TORCH_FN(io_attention_forward_meta));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"io_attention_forward"});
 }
 

@@ -229,7 +229,7 @@ void register_listed_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string packed = kPackedSchema;
   const std::string index =
       "_index_lists(Tensor q, Tensor k, Tensor index_query, Tensor index_key, SymInt[] starts, " + packed +
@@ -242,31 +242,31 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {index.c_str(), rows.c_str(), listed.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_listed_kernels<&select_blocks_cpu, attention_over_lists_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_listed_kernels<&select_blocks_cuda, attention_over_lists_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_listed_kernels<nullptr, nullptr>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"_listed_attention_rows"});
   library.impl("_index_lists", torch::CppFunction::makeFallthrough());
   library.impl("_listed_attention", TORCH_FN(kPacked<listed_autograd>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   library.impl("_listed_attention", TORCH_FN(kPacked<listed_autocast<at::kCPU>>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   library.impl("_listed_attention", TORCH_FN(kPacked<listed_autocast<at::kCUDA>>));
 }
 

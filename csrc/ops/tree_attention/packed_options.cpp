@@ -148,7 +148,8 @@ void read(const char* op, const c10::IValue& value, Importance& option) {
 // The kernel of an op by name.
 class CallPacked : public c10::OperatorKernel {
  public:
-  CallPacked(const char* packed, const char* function) : packed_op_(packed), function_(function) {}
+  CallPacked(const char* packed, const char* function)
+      : packed_op_(registered_name(packed)), function_(function) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/,
                   torch::jit::Stack* stack) const {
@@ -169,13 +170,13 @@ class CallPacked : public c10::OperatorKernel {
     torch::jit::drop(*stack, arguments.size());
     PackedOptions numbers = pack_options(options);
     torch::jit::push(packed, std::move(numbers.ints), std::move(numbers.floats));
-    c10::Dispatcher::singleton().findSchemaOrThrow(packed_op_, "").callBoxed(&packed);
+    c10::Dispatcher::singleton().findSchemaOrThrow(packed_op_.c_str(), "").callBoxed(&packed);
     stack->insert(stack->end(), std::make_move_iterator(packed.begin()),
                   std::make_move_iterator(packed.end()));
   }
 
  private:
-  const char* packed_op_;
+  const std::string packed_op_;
   const char* function_;
 };
 
@@ -219,12 +220,12 @@ void check_tree_options(std::string_view function, at::IntArrayRef ints, at::Arr
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string schema = std::string("_check_tree_options(str function, ") + kPackedSchema + ") -> ()";
   define_ops(library, {schema.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CompositeExplicitAutograd, library) {
   library.impl("_check_tree_options", TORCH_FN(check_tree_options));
 }
 

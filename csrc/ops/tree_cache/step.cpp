@@ -307,7 +307,7 @@ using Cuda = Kernels<lengths_cuda, append_cuda, append_packed_cuda, append_index
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string options = tree_attention::kPackedSchema;
   const std::string step =
       "_tree_cache_step_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, "
@@ -322,29 +322,29 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {step.c_str(), truncate.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Cpu>>));
   library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<lengths_cpu>>));
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Cuda>>));
   library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<lengths_cuda>>));
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<NoKernels>>));
   library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<nullptr>>));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("_tree_cache_step_", TORCH_FN(step_autograd));
   library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("_tree_cache_step_", TORCH_FN(MutatingStep::in_place));
   library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::in_place));
 }

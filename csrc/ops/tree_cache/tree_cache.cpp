@@ -160,7 +160,7 @@ using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string options = tree_attention::kPackedSchema;
   const std::string rows =
       "Tensor k, Tensor v, Tensor block_table, Tensor lengths, Tensor cu_new, Tensor? new_lengths, "
@@ -185,28 +185,28 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
                       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<append_cpu, append_packed_cpu, attention_cpu, copy_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<append_cuda, append_packed_cuda, attention_cuda, copy_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_device<nullptr, nullptr, nullptr, nullptr>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"_tree_cache_attention"});
   library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
   library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::autograd));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
   library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::in_place));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));

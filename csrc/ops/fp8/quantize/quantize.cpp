@@ -199,7 +199,7 @@ void register_device(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {
@@ -214,17 +214,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<quantize_cpu, dequantize_cpu, fake_backward_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<quantize_cuda, dequantize_cuda, fake_backward_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("fp8_compute_scale", TORCH_FN(compute_scale_meta));
   library.impl("fp8_quantize", TORCH_FN(quantize_meta));
   library.impl("fp8_dequantize", TORCH_FN(prepare_dequantize));
@@ -232,7 +232,7 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_meta));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"fp8_compute_scale", "fp8_quantize", "fp8_dequantize"});
   library.impl("fp8_fake_quant", TORCH_FN(fake_quant_autograd));
   library.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_autograd));

@@ -152,7 +152,7 @@ Pair tree_build_backward_autograd(const Tensor& dpk, const Tensor& dpv, SymInt n
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library, {
                           "tree_build(Tensor k, Tensor v, int compression_rate=16) -> (Tensor pk, Tensor pv)",
                           "tree_build_backward(Tensor dpk, Tensor dpv, SymInt n_child, int "
@@ -161,27 +161,27 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
                       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   library.impl("tree_build", TORCH_FN(tree_build<tree_build_cpu>));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cpu>));
   library.impl("span_means", TORCH_FN(span_means<span_means_cpu>));
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   library.impl("tree_build", TORCH_FN(tree_build<tree_build_cuda>));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cuda>));
   library.impl("span_means", TORCH_FN(span_means<span_means_cuda>));
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("tree_build", TORCH_FN(prepare_tree_build));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward_meta));
   library.impl("span_means", TORCH_FN(prepare_span_means));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("tree_build", TORCH_FN(tree_build_autograd));
   library.impl("tree_build_backward", TORCH_FN(tree_build_backward_autograd));
   register_no_gradient(library, {"span_means"});

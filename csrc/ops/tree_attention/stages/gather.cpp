@@ -319,7 +319,7 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {
@@ -352,23 +352,23 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<accumulate_non_topk_cpu, compute_and_select_cpu, select_accumulate_cpu,
                    bottom_accumulate_cpu, recompute_selection_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<accumulate_non_topk_cuda, compute_and_select_cuda, select_accumulate_cuda,
                    bottom_accumulate_cuda, recompute_selection_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<nullptr, nullptr, nullptr, nullptr, nullptr>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"accumulate_non_topk", "io_accumulate_non_topk", "compute_and_select",
                                  "select_accumulate", "bottom_accumulate", "recompute_selection"});
 }

@@ -173,7 +173,7 @@ void register_device(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library, {
                           "merge_to_global_(Tensor(a!) gmax, Tensor(b!) gsum, Tensor(c!) gout, Tensor lmax, "
                           "Tensor lsum, Tensor lout) "
@@ -185,28 +185,28 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
                       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<merge_to_global_cpu, subtract_topk_cpu, final_normalize_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<merge_to_global_cuda, subtract_topk_cuda, final_normalize_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("merge_to_global_", TORCH_FN(prepare_merge_to_global));
   library.impl("subtract_topk", TORCH_FN(subtract_topk_meta));
   library.impl("final_normalize", TORCH_FN(prepare_final_normalize));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"subtract_topk", "final_normalize"});
   library.impl("merge_to_global_", TORCH_FN(merge_to_global_autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("merge_to_global_", TORCH_FN(merge_to_global_adinplace));
 }
 

@@ -145,7 +145,7 @@ Tensor rope_autograd(const Tensor& x, const Tensor& cos, const Tensor& sin, cons
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library,
              {
                  "rope_cache(SymInt size, int dim, float base=10000., *, ScalarType dtype=float, Device? "
@@ -154,25 +154,25 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
              });
 }
 
-TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CompositeExplicitAutograd, library) {
   library.impl("rope_cache", TORCH_FN(rope_cache));
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   library.impl("rope", TORCH_FN(rope<rope_cpu>));
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   library.impl("rope", TORCH_FN(rope<rope_cuda>));
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("rope", TORCH_FN(prepare_rope));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("rope", TORCH_FN(rope_autograd));
 }
 

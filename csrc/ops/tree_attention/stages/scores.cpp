@@ -91,7 +91,7 @@ ScoresAndCount io_compute_scores_meta(const Tensor& q, const Tensor& layer_k, co
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {
@@ -104,24 +104,24 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   library.impl("compute_scores", TORCH_FN(compute_scores<compute_scores_cpu>));
   library.impl("io_compute_scores", TORCH_FN(io_compute_scores<io_compute_scores_cpu>));
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   library.impl("compute_scores", TORCH_FN(compute_scores<compute_scores_cuda>));
   library.impl("io_compute_scores", TORCH_FN(io_compute_scores<io_compute_scores_cuda>));
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("compute_scores", TORCH_FN(compute_scores_meta));
   library.impl("io_compute_scores", TORCH_FN(io_compute_scores_meta));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"compute_scores", "io_compute_scores"});
 }
 

@@ -155,7 +155,7 @@ void register_device(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(
       library,
       {
@@ -172,23 +172,23 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
       });
 }
 
-TORCH_LIBRARY_IMPL(htree, CompositeExplicitAutograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CompositeExplicitAutograd, library) {
   library.impl("top_parents", TORCH_FN(top_parents));
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_device<select_topk_cpu, mask_topk_scores_cpu, compute_next_parents_cpu, io_select_topk_cpu,
                   io_compute_next_parents_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<select_topk_cuda, mask_topk_scores_cuda, compute_next_parents_cuda, io_select_topk_cuda,
                   io_compute_next_parents_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("select_topk", TORCH_FN(select_topk<nullptr>));
   library.impl("mask_topk_scores_", TORCH_FN(prepare_mask_topk_scores));
   library.impl("compute_next_parents", TORCH_FN(compute_next_parents_meta));
@@ -196,13 +196,13 @@ TORCH_LIBRARY_IMPL(htree, Meta, library) {
   library.impl("io_compute_next_parents", TORCH_FN(io_compute_next_parents_meta));
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library,
                        {"select_topk", "compute_next_parents", "io_select_topk", "io_compute_next_parents"});
   library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_adinplace));
 }
 

@@ -132,7 +132,7 @@ void register_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string inputs =
       "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt "
       "max_k, ";
@@ -150,17 +150,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {attention_varlen.c_str(), forward.c_str(), backward.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<&kVarlenCpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<&kVarlenCuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_kernels<nullptr>(library);
 }
 
@@ -309,18 +309,18 @@ VarlenState varlen_forward_autocast(const TreeOptions& options, const Tensor& qu
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"_attention_varlen_forward"});
   library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autograd>));
   library.impl("_attention_varlen_backward", TORCH_FN(kPacked<varlen_backward_autograd>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autocast<at::kCPU>>));
   library.impl("_attention_varlen_forward", TORCH_FN(kPacked<varlen_forward_autocast<at::kCPU>>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autocast<at::kCUDA>>));
   library.impl("_attention_varlen_forward", TORCH_FN(kPacked<varlen_forward_autocast<at::kCUDA>>));
 }

@@ -246,7 +246,7 @@ using MutatingPack = Mutating<kPackName, kPacked<pack_prompt<nullptr, nullptr>>,
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string options = tree_attention::kPackedSchema;
   const std::string pools = "Tensor k_pool, Tensor v_pool, ";
   const std::string bytes = "_tree_cache_prompt_bytes(" + pools +
@@ -262,26 +262,26 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {bytes.c_str(), pack.c_str(), prompt.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_prompt<prompt_bytes_cpu, pack_prompt_cpu, prompt_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_prompt<prompt_bytes_cuda, pack_prompt_cuda, prompt_cuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_prompt<nullptr, nullptr, nullptr>(library);
 }
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"_tree_cache_prompt_bytes", "_tree_cache_prompt"});
   library.impl("_tree_cache_pack_prompt_", TORCH_FN(MutatingPack::autograd));
 }
 
-TORCH_LIBRARY_IMPL(htree, ADInplaceOrView, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("_tree_cache_pack_prompt_", TORCH_FN(MutatingPack::in_place));
 }
 
