@@ -88,7 +88,7 @@ sdist: $(VENV)/.installed ## a source distribution in dist/
 	@ls -l dist
 
 wheel: preflight ## one wheel for several versions of torch in dist/, installed and checked: TORCHES="2.11.0 2.15.0"
-	PYTHON="$(PYTHON)" MAX_JOBS="$(or $(MAX_JOBS),2)" release/wheel.sh
+	PYTHON="$(PYTHON)" MAX_JOBS="$(or $(MAX_JOBS),2)" .ci/wheel.sh
 
 # The ops of a folder have a namespace of their own, so its thin layer is compiled for it. With HTREE_COMMON, a folder
 # with common libraries that stand compiled, it alone.
@@ -96,9 +96,9 @@ kernels-folder: $(VENV)/.installed ## what HF kernels loads without a hub, for t
 	@[ -n "$(HTREE_COMMON)" ] || \
 	  $(PY) setup.py -q build_common --build-lib build/kernels/common --build-temp build/kernels/temp-common
 	common=$(or $(HTREE_COMMON),build/kernels/common)/htree_ops; rm -rf build/kernels/lib; \
-	HTREE_PREBUILT=$$common HTREE_NAMESPACE=$$($(PY) release/kernels_folder.py $$common) \
+	HTREE_PREBUILT=$$common HTREE_NAMESPACE=$$($(PY) .ci/kernels_folder.py $$common) \
 	  $(PY) setup.py -q build_ext --build-lib build/kernels/lib --build-temp build/kernels/temp
-	$(PY) release/kernels_folder.py build/kernels/lib/htree_ops "$(FOLDER)"
+	$(PY) .ci/kernels_folder.py build/kernels/lib/htree_ops "$(FOLDER)"
 
 cuda-build: $(VENV)/.installed ## compile the CUDA kernels into build/cuda without a GPU (TORCH_CUDA_ARCH_LIST chooses)
 	$(call logged,build/cuda.log,HTREE_CUDA=1 $(PY) setup.py build_ext --build-lib build/cuda --build-temp build/cuda-temp)

@@ -3,7 +3,7 @@
 CUDA is optional and needs no GPU at build time; ``detect_cuda`` decides and records why.
 Switches: ``HTREE_CUDA=0|1`` forces the decision, ``TORCH_CUDA_ARCH_LIST`` and ``MAX_JOBS`` are torch's own.
 
-A wheel for several versions of torch is built in parts (release/wheel.sh). ``python setup.py build_common`` compiles
+A wheel for several versions of torch is built in parts (.ci/wheel.sh). ``python setup.py build_common`` compiles
 what includes no torch: the kernels and the CPU loops. With ``HTREE_PREBUILT``, the folder that holds them, every other
 command compiles only the thin layer between them and the torch at hand, without nvcc. ``HTREE_NAMESPACE`` names the
 ops' namespace of a thin layer.

@@ -40,7 +40,7 @@ def build() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def folder_writer() -> ModuleType:
-    return module_at(ROOT / "release" / "kernels_folder.py", "kernels_folder")
+    return module_at(ROOT / ".ci" / "kernels_folder.py", "kernels_folder")
 
 
 class TestChoiceOfALayer:
