@@ -21,10 +21,10 @@ namespace htree::tree_cache {
 namespace {
 
 using tree_attention::Candidates;
+using tree_attention::CpuPackedSpans;
 using tree_attention::PackedLayer;
 using tree_attention::PackedLayers;
 using tree_attention::PackedSpan;
-using tree_attention::PackedSpans;
 using tree_attention::QueryShape;
 using tree_attention::QueryWorker;
 using tree_attention::Rotation;
@@ -210,7 +210,7 @@ struct Call {
 template <typename Real>
 struct WholeLayers {
   std::vector<PackedLayers<Real>> layers;
-  std::vector<PackedSpans<Real>> means;  // as many; empty ones where the selection needs none
+  std::vector<CpuPackedSpans<Real>> means;  // as many; empty ones where the selection needs none
 
   bool empty() const { return layers.empty(); }
 };
@@ -521,7 +521,7 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
           PackedLayers<Real>::make(keys, values, call.shape, call.rotation(), false, Type<T>{}));
       const int64_t nodes = keys.size(1);
       if (layer > 0 && means.defined() && nodes > args.top_k) {
-        whole.means[static_cast<size_t>(layer)] = PackedSpans<Real>(
+        whole.means[static_cast<size_t>(layer)] = CpuPackedSpans<Real>(
             means, nodes, layout.tokens[layer] / layout.span, call.shape, call.rotation(), Type<T>{});
       }
     }

@@ -26,8 +26,8 @@ void score_rows(const Tensor& q, const Tensor& layer_k, const Tensor& parents, c
   const auto* queries = stored<T>(q);
   const auto* keys = stored<T>(layer_k);
   const auto* lists = parents.const_data_ptr<int32_t>();
-  const RotaryTable<Real> rotary{cos.const_data_ptr<Real>(), sin.const_data_ptr<Real>(), cos.stride(0),
-                                 sin.stride(0), q.size(3) / 2};
+  const CpuRotaryTable<Real> rotary{cos.const_data_ptr<Real>(), sin.const_data_ptr<Real>(), cos.stride(0),
+                                    sin.stride(0), q.size(3) / 2};
   Real* score_data = scores.mutable_data_ptr<Real>();
   int32_t* counts = num_candidates.mutable_data_ptr<int32_t>();
   const auto score = Work::kIoOnly ? Stage<T>::rows().io_score : Stage<T>::rows().score;

@@ -168,14 +168,14 @@ class PackedLayers {
 // fp32 (fp64 for fp64 inputs). It takes B H_kv ceil(T / selection_span) K elements, and more where the last
 // tiles are not full.
 template <typename Real>
-class PackedSpans {
+class CpuPackedSpans {
  public:
-  PackedSpans() = default;
+  CpuPackedSpans() = default;
   // span_k is [B, ceil(T / selection_span), H_kv, K] with unit stride in the last dim; the means of node i
   // begin at i * means_per_node.
   template <typename T>
-  PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node, const QueryShape& shape,
-              const Rotation<Real>& rotation, Type<T>);
+  CpuPackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node, const QueryShape& shape,
+                 const Rotation<Real>& rotation, Type<T>);
 
   // Empty where every candidate of the layer is selected, so that no means are needed.
   bool empty() const { return !keys_.defined(); }
@@ -210,8 +210,8 @@ inline void pack_key(const T* key, const QueryShape& shape, const Rotation<Real>
 
 template <typename Real>
 template <typename T>
-PackedSpans<Real>::PackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node,
-                               const QueryShape& shape, const Rotation<Real>& rotation, Type<T>)
+CpuPackedSpans<Real>::CpuPackedSpans(const at::Tensor& span_k, int64_t num_nodes, int64_t means_per_node,
+                                     const QueryShape& shape, const Rotation<Real>& rotation, Type<T>)
     : kv_heads_(span_k.size(2)) {
   const int64_t num_means = span_k.size(1);
   const int64_t tiles = std::min(means_per_node, num_means);

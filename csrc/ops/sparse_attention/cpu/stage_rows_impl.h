@@ -9,8 +9,8 @@
 namespace htree::HTREE_ISA {
 
 using tree_attention::CandidateRows;
+using tree_attention::CpuRotaryTable;
 using tree_attention::Importance;
-using tree_attention::RotaryTable;
 using tree_attention::StageRows;
 
 // ---- build
@@ -95,7 +95,7 @@ inline ScalarOf<T> row_sum(const T* row, int64_t width) {
 
 template <typename Work, typename T>
 void score_row(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
-               const RotaryTable<ScalarOf<T>>& rotary, ScalarOf<T> scale, ScalarOf<T>* buffer,
+               const CpuRotaryTable<ScalarOf<T>>& rotary, ScalarOf<T> scale, ScalarOf<T>* buffer,
                ScalarOf<T>* scores) {
   const int64_t half = rotary.half;
   ScalarOf<T>* key = buffer + num_heads * 2 * half;

@@ -12,7 +12,7 @@
 namespace htree::tree_attention {
 
 template <typename Real>
-struct RotaryTable {
+struct CpuRotaryTable {
   const Real* cos;  // [size][half]
   const Real* sin;  // [size][half]
   int64_t cos_stride;
@@ -40,7 +40,7 @@ struct StageRows {
   // scores [num][num_heads] = scale * <R_{num-1} q_g, R_p key_p>, -inf where absent. `buffer` has (num_heads
   // + 1) * K elements.
   using Score = void(const T* q, int64_t head_stride, int64_t num_heads, const CandidateRows<T>& keys,
-                     const RotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
+                     const CpuRotaryTable<Real>& rotary, Real scale, Real* buffer, Real* scores);
   Score* score;
   // The IO-only variant (docs/semantics/io_only.md §2.3). scores[p * num_heads] comes with the hash of
   // candidate p; the IO-only variant adds sums of what `score` reads and spreads the result over the heads.

@@ -142,7 +142,7 @@ class Backward {
     Real* weights = chunk_.scores(row);
     if (merges) worker.score_into(layer, pyramid_.rotation(), candidates, query, weights);
     if (selects && l > 0) {
-      const PackedSpans<Real>& means = pyramid_.span_means[l];
+      const CpuPackedSpans<Real>& means = pyramid_.span_means[l];
       const int64_t count = means.empty()
                                 ? worker.select_from(weights, candidates, args_.top_k, positions.data())
                                 : worker.select_by_span(means.at(b, h), pyramid_.rotation(), candidates,

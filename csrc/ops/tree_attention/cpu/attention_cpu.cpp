@@ -61,7 +61,7 @@ void forward_typed(bool lists_given, const Tensor& q, const Tensor& k, const Ten
           if (leader && l > 0 && lists_given) {
             num_selected[l] = positions_of(candidates, r, list_of(l - 1), width, positions);
           } else if (leader && l > 0) {
-            const PackedSpans<Real>& means = pyramid.span_means[l];
+            const CpuPackedSpans<Real>& means = pyramid.span_means[l];
             num_selected[l] =
                 means.empty() ? worker.select(candidates, width, positions)
                               : worker.select_by_span(means.at(b, h), rotation, candidates, width, positions);

@@ -31,7 +31,7 @@ struct Pyramid {
   RotationTable table;
   std::vector<PackedLayers<Real>> layers;
   // One per layer; empty where no selection reads span means.
-  std::vector<PackedSpans<Real>> span_means;
+  std::vector<CpuPackedSpans<Real>> span_means;
   std::vector<int64_t> spans;  // tokens per node
 
   template <typename T>
@@ -67,8 +67,8 @@ struct Pyramid {
     span_means_cpu(k, span, means);
     for (int64_t layer = 1; layer < depth; ++layer) {
       if (layers[layer].num_nodes() <= args.top_k) continue;
-      span_means[layer] = PackedSpans<Real>(means, layers[layer].num_nodes(), spans[layer] / span, shape,
-                                            rotation(), storage);
+      span_means[layer] = CpuPackedSpans<Real>(means, layers[layer].num_nodes(), spans[layer] / span, shape,
+                                               rotation(), storage);
     }
   }
 

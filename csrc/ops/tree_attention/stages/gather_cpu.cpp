@@ -69,7 +69,7 @@ void accumulate_rows(const Tensor& layer_v, const Tensor& parents, const Tensor&
 
 template <typename T>
 void compute_and_select_rows(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
-                             const Tensor& parents, const RotaryTable<typename Stage<T>::Real>& rotary,
+                             const Tensor& parents, const CpuRotaryTable<typename Stage<T>::Real>& rotary,
                              const LayerArgs& args, const StateOut<typename Stage<T>::Real>& state,
                              const Tensor& topk_indices, const Tensor& topk_scores) {
   using Real = typename Stage<T>::Real;
@@ -153,8 +153,8 @@ void compute_and_select_cpu(const Tensor& q, const Tensor& layer_k, const Tensor
   dispatch_dtype("compute_and_select", q.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Real = typename Stage<T>::Real;
-    const RotaryTable<Real> rotary{cos.const_data_ptr<Real>(), sin.const_data_ptr<Real>(), cos.stride(0),
-                                   sin.stride(0), q.size(3) / 2};
+    const CpuRotaryTable<Real> rotary{cos.const_data_ptr<Real>(), sin.const_data_ptr<Real>(), cos.stride(0),
+                                      sin.stride(0), q.size(3) / 2};
     compute_and_select_rows<T>(q, layer_k, layer_v, parents, rotary, args, {lmax, lsum, lout}, topk_indices,
                                topk_scores);
   });
@@ -191,9 +191,9 @@ void run_layer(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v, co
   const auto layers =
       PackedLayers<Real>::make(layer_k, layer_v, shape, rotation, /*gradients=*/false, Type<T>{});
   const int64_t span = node_span(r, args.layer);
-  PackedSpans<Real> means;
+  CpuPackedSpans<Real> means;
   if (span_k.defined() && span_k.numel() > 0) {
-    means = PackedSpans<Real>(span_k, num_nodes, span / args.selection_span, shape, rotation, Type<T>{});
+    means = CpuPackedSpans<Real>(span_k, num_nodes, span / args.selection_span, shape, rotation, Type<T>{});
   }
 
   const Tensor lists = parents.contiguous();
