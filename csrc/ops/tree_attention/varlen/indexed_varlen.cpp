@@ -49,7 +49,7 @@ void register_indexed_kernels(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(htree, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string inputs =
       "(Tensor query, Tensor key, Tensor value, Tensor index_query, Tensor index_key, Tensor cu_seq_q, "
       "Tensor "
@@ -64,17 +64,17 @@ TORCH_LIBRARY_FRAGMENT(htree, library) {
   define_ops(library, {forward.c_str(), backward.c_str()});
 }
 
-TORCH_LIBRARY_IMPL(htree, CPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_indexed_kernels<&kVarlenCpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(htree, CUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_indexed_kernels<&kVarlenCuda>(library);
 }
 #endif
 
-TORCH_LIBRARY_IMPL(htree, Meta, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   register_indexed_kernels<nullptr>(library);
 }
 
@@ -203,16 +203,16 @@ OutLse indexed_autocast(const TreeOptions& options, const Tensor& query, const T
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(htree, Autograd, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   library.impl("_indexed_attention_varlen", TORCH_FN(kPacked<indexed_autograd>));
   library.impl("_indexed_attention_varlen_backward", TORCH_FN(kPacked<indexed_backward_autograd>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCPU, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
   library.impl("_indexed_attention_varlen", TORCH_FN(kPacked<indexed_autocast<at::kCPU>>));
 }
 
-TORCH_LIBRARY_IMPL(htree, AutocastCUDA, library) {
+TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
   library.impl("_indexed_attention_varlen", TORCH_FN(kPacked<indexed_autocast<at::kCUDA>>));
 }
 
