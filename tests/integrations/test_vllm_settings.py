@@ -56,7 +56,7 @@ def test_options_are_the_recommended_ones_without(given: Any) -> None:
         ({"importance": "lse"}, NotImplementedError, "'lse_causal' or 'exp_joint', got 'lse'"),
         ({"scope": "q_head"}, NotImplementedError, "scope'.* must be 'kv_head', got 'q_head'"),
         ({"topk": 4}, ValueError, "must have keys among .*, got 'topk'"),
-        ("speed", TypeError, "config.htree must be a dict of options, got str"),
+        ("speed", TypeError, "config.htree must be a dict of options or 'recommended', got 'speed'"),
         ({"top_k": 0}, ValueError, "top_k"),
     ],
     ids=str,

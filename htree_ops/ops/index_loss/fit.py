@@ -86,6 +86,7 @@ def fit_index(
         NotImplementedError: weights that are sharded over ranks.
 
     Example:
+        >>> import htree_ops
         >>> layer = htree_ops.HTreeAttention(64, num_heads=2, top_k=4, max_top_nodes=64)
         >>> nats = htree_ops.fit_index(layer, (torch.randn(2, 300, 64) for _ in range(20)), steps=20, rows=16)
         >>> len(nats), layer.index_dim, layer.options.selection_span
