@@ -51,6 +51,7 @@ def test_options_are_the_recommended_ones_without(given: Any) -> None:
     ("given", "error", "words"),
     [
         ({"index_dim": 64}, NotImplementedError, r"htree\['index_dim'\] asks for an index.*take it out"),
+        ("recommended", NotImplementedError, "'recommended' asks for an index, .*selection_span"),
         ({"positions": "compact"}, NotImplementedError, "must be 'own', got 'compact'"),
         ({"selection_stride": 4}, NotImplementedError, r"selection_stride'\] must be 1, got 4"),
         ({"importance": "lse"}, NotImplementedError, "'lse_causal' or 'exp_joint', got 'lse'"),

@@ -35,6 +35,11 @@ def options_of_engine(config: Any) -> TreeOptions:
 
     model = config.model_config.hf_text_config
     given = getattr(model, "htree", None)
+    if given == "recommended":
+        refuse(
+            "config.htree = 'recommended' asks for an index, which the backend does not serve: give --hf-overrides "
+            '\'{"htree": {"selection_span": 2}}\', so that nodes are chosen by their keys'
+        )
     if isinstance(given, Mapping):
         for name in given:
             if str(name).startswith("index"):
