@@ -396,13 +396,13 @@ def nvcc_flags(hidden: bool = True) -> list[str]:
     ]
 
 
-def host_extension(cuda: bool) -> Any:
-    """``_host``, for one version of Python."""
+def host_extension(cuda: bool, beside: tuple[str, ...] = ()) -> Any:
+    """``_host``, for one version of Python, with the sources ``beside`` its own."""
     from torch.utils.cpp_extension import CppExtension
 
     return CppExtension(
         "htree_ops._host",
-        ["csrc/bindings.cpp"],
+        ["csrc/bindings.cpp", *beside],
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={"cxx": [*cxx_flags(cuda), "-O1"]},
         extra_link_args=["-s"],
@@ -519,7 +519,8 @@ def main() -> None:
     elif prebuilt:
         files["htree_ops._C"] = f"_C_{layer_name(torch.__version__, cuda.nvcc_version)}.so"
         has_kernels = bool(prebuilt[1]["cuda"])
-        extensions = [layer_extension(cuda.enabled, units, prebuilt[0]), host_extension(has_kernels)]
+        layer = layer_extension(cuda.enabled, units, prebuilt[0])
+        extensions = [layer, host_extension(has_kernels, (OLD_LIBC,))]
     else:
         op_extension = CUDAExtension if cuda.enabled else CppExtension
         whole = op_extension(
