@@ -432,10 +432,8 @@ class HTreeAttention(nn.Module):
     @options.setter
     def options(self, options: TreeOptions) -> None:
         # Both are made here: what a forward call added to the layer would compile it a second time.
-        self._options = options
-        self._unrotated_options = tree_options(
-            "HTreeAttention", options, {"rope_base": None, "inv_freq": None}
-        )
+        unrotated = tree_options("HTreeAttention", options, {"rope_base": None, "inv_freq": None})
+        self._options, self._unrotated_options = options, unrotated
 
     @property
     def _rotates(self) -> bool:
