@@ -15,7 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from htree_ops.ops.arguments import FLOATING_AND_DOUBLE
 from htree_ops.ops.index_loss.layers import WEIGHTS, add_index_, draw_index_, index_dim_of, set_index_
 from htree_ops.ops.tree_attention import TreeOptions
-from htree_ops.ops.tree_attention.index import OTHER_CHOICES, resolve_index_dim
+from htree_ops.ops.tree_attention.index import resolve_index_dim
+from htree_ops.ops.tree_attention.options import OTHER_CHOICES
 
 __all__ = ["ABSENT", "RECOMMENDED", "FittedAttention", "chooses_by_index", "fitted_layers", "our_attention"]
 

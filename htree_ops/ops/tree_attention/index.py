@@ -9,39 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from htree_ops.ops.arguments import check_int
 from htree_ops.ops.index_loss.collector import Attended, collect, is_fitting
 from htree_ops.ops.index_loss.layers import choose_by_index
 from htree_ops.ops.tree_attention.attention import expand_heads, tree_attention
-from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_attention.options import TreeOptions, check_index_dim, other_choices
 from htree_ops.ops.tree_attention.stages import rope, rope_cache
 
 __all__ = ["TreeOf", "resolve_index_dim"]
 
-#: Options that choose in a way of their own, and the value beside which an index chooses.
-OTHER_CHOICES = {"selection_span": None, "importance": "lse_causal", "scope": "kv_head"}
-
 
 def resolve_index_dim(function: str, index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
-    """The width of a layer's index.
+    """The width of a layer's index; None is what fits its heads and options.
 
     Raises:
-        TypeError, ValueError: a width that is not an int, no multiple of 16 up to 128 and head_dim, or beside options
-            that choose in another way.
+        As :func:`htree_ops.ops.tree_attention.options.check_index_dim`.
     """
-    others = [name for name, default in OTHER_CHOICES.items() if getattr(options, name) != default]
     if index_dim is None:
-        return 0 if others else min(32, head_dim // 16 * 16)
-    check_int(function, "index_dim", index_dim, 0)
-    if index_dim % 16 != 0 or index_dim > min(128, head_dim):
-        raise ValueError(
-            f"{function}: index_dim must be a multiple of 16 up to 128 and up to head_dim = {head_dim}, got {index_dim}"
-        )
-    if index_dim and others:
-        name = others[0]
-        raise ValueError(
-            f"{function}: index_dim must be 0 beside {name} = {getattr(options, name)!r}, got {index_dim}"
-        )
+        return 0 if other_choices(options) else min(32, head_dim // 16 * 16)
+    check_index_dim(function, index_dim, options, head_dim)
     return index_dim
 
 

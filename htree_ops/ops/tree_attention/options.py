@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from htree_ops.ops.arguments import check_kind
+from htree_ops.ops.arguments import check_int, check_kind
 
 __all__ = [
+    "OTHER_CHOICES",
     "RECOMMENDED",
     "Frequencies",
     "Goal",
@@ -28,7 +29,9 @@ __all__ = [
     "TreeKeywords",
     "TreeOptions",
     "check_frequencies",
+    "check_index_dim",
     "frequencies",
+    "other_choices",
     "pack",
     "recommended_options",
     "tree_options",
@@ -39,6 +42,8 @@ Importance = Literal["lse_causal", "lse", "exp_joint"]
 Scope = Literal["kv_head", "q_head"]
 #: inv_freq, as the functions take it.
 Frequencies: TypeAlias = Sequence[float] | Tensor
+#: Options that choose in a way of their own, and the value beside which an index chooses.
+OTHER_CHOICES = {"selection_span": None, "importance": "lse_causal", "scope": "kv_head"}
 #: max_top_nodes = None is at most this many nodes.
 MOST_TOP_NODES = 8192
 
@@ -317,6 +322,29 @@ def check_frequencies(function: str, options: TreeOptions, head_dim: int) -> Non
     if given is not None and len(given) != head_dim // 2:
         raise ValueError(
             f"{function}: inv_freq must have head_dim / 2 = {head_dim // 2} numbers, got {len(given)}"
+        )
+
+
+def other_choices(options: TreeOptions) -> list[str]:
+    """The options by which nodes are chosen in another way than by an index."""
+    return [name for name, default in OTHER_CHOICES.items() if getattr(options, name) != default]
+
+
+def check_index_dim(function: str, index_dim: int, options: TreeOptions, head_dim: int | None = None) -> None:
+    """Raises unless an index may have this width, 0 for none, up to ``head_dim`` where there is a bound.
+
+    Raises:
+        TypeError, ValueError: a width that is not an int, no multiple of 16 up to 128 and head_dim, or beside options
+            that choose in another way.
+    """
+    check_int(function, "index_dim", index_dim, 0)
+    most, also = (128, "") if head_dim is None else (min(128, head_dim), f" and up to head_dim = {head_dim}")
+    if index_dim % 16 or index_dim > most:
+        raise ValueError(f"{function}: index_dim must be a multiple of 16 up to 128{also}, got {index_dim}")
+    if index_dim and (others := other_choices(options)):
+        name = others[0]
+        raise ValueError(
+            f"{function}: index_dim must be 0 beside {name} = {getattr(options, name)!r}, got {index_dim}"
         )
 
 

@@ -13,7 +13,7 @@ from htree_ops.ops.arguments import (
     check_kind,
     check_option_dtype,
 )
-from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_attention.options import TreeOptions, check_index_dim
 
 __all__ = ["IndexPages", "index_sizes"]
 
@@ -36,18 +36,11 @@ def index_sizes(
         TypeError, ValueError, UnsupportedDtypeError: they are out of range, or beside options that choose in another
             way.
     """
-    check_int(function, "index_dim", index_dim, 0)
-    if index_dim % 16 or index_dim > 128:
-        raise ValueError(f"{function}: index_dim must be a multiple of 16 up to 128, got {index_dim}")
+    check_index_dim(function, index_dim, options)
     if index_dim == 0:
         for name, value in (("index_heads", index_heads), ("index_dtype", index_dtype)):
             if value is not None:
                 raise ValueError(f"{function}: {name} must be None where index_dim is 0, got {value}")
-    elif options.selection_span is not None or options.importance != "lse_causal":
-        name = "importance" if options.selection_span is None else "selection_span"
-        raise ValueError(
-            f"{function}: index_dim must be 0 beside {name} = {getattr(options, name)!r}, got {index_dim}"
-        )
     heads = num_kv_heads if index_heads is None else index_heads
     check_int(function, "index_heads", heads, 1)
     if heads not in (1, num_kv_heads):
