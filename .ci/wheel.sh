@@ -78,7 +78,7 @@ for torch in $CHECKED; do
   environment "checked-$torch" "$torch"
   python=$work/envs/checked-$torch/bin/python
   "$python" -m pip install --quiet --force-reinstall --no-deps "dist/$tagged"
-  "$python" -m pip install --quiet pytest expecttest
+  "$python" -m pip install --quiet pytest expecttest hypothesis
   rm -rf "$work/elsewhere" && mkdir "$work/elsewhere"
   cp -r tests pyproject.toml "$work/elsewhere"
   cd "$work/elsewhere"
