@@ -35,7 +35,7 @@ INDEX_DIM = 32
 
 @dataclass(frozen=True)
 class Setting:
-    """A call: T tokens, k opened nodes of 16, s queries that share a selection."""
+    """A call: T tokens, k opened nodes of 16, s queries that share a selection, a top of at most M nodes."""
 
     T: int
     k: int
@@ -43,6 +43,7 @@ class Setting:
     H: int = 32
     H_kv: int = 4
     D: int = 128
+    M: int = 8192
     open_next: bool = False
     backward: bool = True
 
@@ -54,6 +55,8 @@ SETTINGS = {
         Setting(131_072, 128),
         Setting(131_072, 128, 4),
         Setting(131_072, 128, 16, open_next=True),
+        Setting(131_072, 128, 16, M=2048, open_next=True),
+        Setting(131_072, 128, M=2048),
         Setting(131_072, 64),
         Setting(131_072, 256),
         Setting(32_768, 64, H=64),
@@ -61,7 +64,7 @@ SETTINGS = {
         Setting(1_048_576, 128, backward=False),
         Setting(1_048_576, 128, 4, backward=False),
     ),
-    "cpu": (Setting(32_768, 64, H=4, H_kv=1, D=64),),
+    "cpu": (Setting(32_768, 64, H=4, H_kv=1, D=64, M=4096),),
 }
 
 
@@ -102,7 +105,11 @@ def make_tensors(setting: Setting, device: str) -> list[Tensor]:
 def ours(setting: Setting) -> Callable[..., Tensor]:
     """The call of a setting on what :func:`make_tensors` gives."""
     options = TreeOptions(
-        top_k=setting.k, selection_stride=setting.s, open_next=setting.open_next, rope_base=None
+        top_k=setting.k,
+        max_top_nodes=setting.M,
+        selection_stride=setting.s,
+        open_next=setting.open_next,
+        rope_base=None,
     )
 
     def call(q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> Tensor:
@@ -142,7 +149,6 @@ def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[In
             for name, call in ways.items()
         }
         dense_ms = sustained.get("dense")
-        options = TreeOptions(top_k=setting.k)
         yield IndexRow(
             gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
             torch=torch.__version__,
@@ -153,7 +159,7 @@ def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[In
             H_kv=setting.H_kv,
             D=setting.D,
             top_k=setting.k,
-            max_top_nodes=options.top_nodes,
+            max_top_nodes=setting.M,
             selection_stride=setting.s,
             open_next=setting.open_next,
             median_ms=times["ours"].median_us / 1e3,

@@ -11,10 +11,8 @@ void check_options(const char* op, const TreeOptions& options) {
   const TreeOptions defaults;
   check_rate(op, options.compression_rate);
   check_list_width(op, "top_k", options.top_k, options.compression_rate);
-  const int64_t most = options.top_k * options.compression_rate;
-  TORCH_CHECK_VALUE(options.max_top_nodes >= 1 && options.max_top_nodes <= most, op,
-                    ": max_top_nodes must be at least 1 and at most top_k * compression_rate = ", most,
-                    ", got ", options.max_top_nodes);
+  TORCH_CHECK_VALUE(options.max_top_nodes >= 1 && options.max_top_nodes < kIndexLimit, op,
+                    ": max_top_nodes must be at least 1 and below 2^31, got ", options.max_top_nodes);
   check_selection_stride(op, options.selection_stride, options.compression_rate);
   check_scale(op, options.scale);
   check_selection_span(op, options.selection_span, options.compression_rate, options.importance);

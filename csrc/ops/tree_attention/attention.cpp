@@ -12,6 +12,7 @@
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/packed_options.h"
+#include "ops/tree_attention/segments.h"
 
 namespace htree::tree_attention {
 
@@ -78,7 +79,8 @@ void run_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor&
   if constexpr (kKernel != nullptr) {
     const AttentionArgs args = resolve_options(op, options, k, starts, !parents.empty());
     if (out.numel() > 0) {
-      kKernel(unit_last(q), unit_last(k), unit_last(v), args, out, gmax, gsum, parents);
+      forward_by_depth(kKernel, options, args, unit_last(q), unit_last(k), unit_last(v), out, gmax, gsum,
+                       parents);
     }
   }
 }
@@ -159,9 +161,9 @@ void run_backward(const char* op, const OptionalTensor& dout, const OptionalTens
       for (const Tensor& list : parents) {
         lists.push_back(packed_rows(list));
       }
-      kKernel(unit_last(given_or_zeros(dout, out)), dlse.has_value() ? dlse->contiguous() : Tensor(),
-              unit_last(q), unit_last(k), unit_last(v), unit_last(out), unit_last(gmax), unit_last(gsum),
-              lists, args, dq, dk, dv);
+      backward_by_depth(kKernel, options, args, unit_last(given_or_zeros(dout, out)),
+                        dlse.has_value() ? dlse->contiguous() : Tensor(), unit_last(q), unit_last(k),
+                        unit_last(v), unit_last(out), unit_last(gmax), unit_last(gsum), lists, dq, dk, dv);
     }
   }
 }

@@ -35,6 +35,10 @@ Tensor prepare_io_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
                             std::string_view select) {
   constexpr const char* kOp = "htree_forward_io_only";  // the Python function that calls the op
   parse_io_select(kOp, select);
+  const int64_t most = options.top_k * options.compression_rate;
+  TORCH_CHECK_VALUE(options.max_top_nodes <= most, kOp,
+                    ": max_top_nodes must be at most top_k * compression_rate = ", most, ", got ",
+                    options.max_top_nodes);
   return std::get<0>(prepare_attention_forward(kOp, q, k, v, options, /*store_parents=*/false));
 }
 

@@ -11,6 +11,7 @@
 #include "ops/tree_attention/attention.h"
 #include "ops/tree_attention/kernels.h"
 #include "ops/tree_attention/packed_options.h"
+#include "ops/tree_attention/segments.h"
 
 namespace htree::tree_attention {
 
@@ -52,20 +53,36 @@ Tensor full_lists(const Tensor& like, int64_t start, int64_t rows, int64_t strid
   return all.masked_fill(all.gt(own.unsqueeze(1)), -1).unsqueeze(1);  // [rows, 1, width]
 }
 
+void select_into(SelectBlocks* kernel, const char* op, const Tensor& index_query, const Tensor& index_key,
+                 const BlockOptions& blocks, const Tensor& lists) {
+  const BlockLists found = prepare_blocks(op, index_query, index_key, blocks);
+  kernel(unit_last(index_query), unit_last(index_key), blocks, found);
+  lists.copy_(std::get<0>(found));
+}
+
 }  // namespace
 
 void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,
                        const Tensor& index_query, const Tensor& index_key, int64_t layer, bool is_top,
                        const Tensor& lists) {
   const BlockOptions blocks = blocks_of_nodes(options, node_span(options.compression_rate, layer + 1));
+  const int64_t start = index_key.size(1) - index_query.size(1);
+  if (walks_prefixes(options)) {
+    const int64_t implied =
+        std::clamp<int64_t>((first_token_of(options, layer + 2) - start) / blocks.stride, 0, lists.size(1));
+    lists.narrow(1, 0, implied).fill_(-1);
+    if (implied < lists.size(1)) {
+      const int64_t rows = index_query.size(1) - implied * blocks.stride;
+      select_into(kernel, op, index_query.narrow(1, implied * blocks.stride, rows), index_key, blocks,
+                  lists.narrow(1, implied, lists.size(1) - implied));
+    }
+    return;
+  }
   if (is_top) {
-    const int64_t start = index_key.size(1) - index_query.size(1);
     lists.copy_(full_lists(lists, start, lists.size(1), blocks.stride, blocks.block_size, options.top_k));
     return;
   }
-  const BlockLists found = prepare_blocks(op, index_query, index_key, blocks);
-  kernel(unit_last(index_query), unit_last(index_key), blocks, found);
-  lists.copy_(std::get<0>(found));
+  select_into(kernel, op, index_query, index_key, blocks, lists);
 }
 
 namespace {
@@ -137,8 +154,8 @@ Rows listed_rows(const TreeOptions& options, const Tensor& q, const Tensor& k, c
     const AttentionArgs args = resolve_options(kOp, options, k, starts, /*lists_given=*/true);
     const auto& [out, gmax, gsum] = results;
     if (out.numel() > 0) {
-      kKernel(unit_last(q), unit_last(k), unit_last(v), args, out, gmax, gsum,
-              lists_of_layers(lists.contiguous(), q, k, options));
+      forward_by_depth(kKernel, options, args, unit_last(q), unit_last(k), unit_last(v), out, gmax, gsum,
+                       lists_of_layers(lists.contiguous(), q, k, options));
     }
   }
   return results;

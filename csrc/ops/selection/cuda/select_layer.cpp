@@ -50,6 +50,12 @@ cudaError_t score_lists(const TreeCall& call, const PackedSpans& spans, const Ch
   });
 }
 
+// The most entries of the lists of `gather`, whose last query stands in node `last_rank`.
+int64_t longest_list(const GatherParams& gather, int64_t last_rank) {
+  const int64_t parents = last_rank / kTensorCoreRate + 1;
+  return gather.lists ? std::min<int64_t>(parents, gather.list_width) : parents;
+}
+
 // Computes the scores of a dense top by span means.
 cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const GatherParams& gather,
                             float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
@@ -149,8 +155,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
         dense_spans ? score_top_spans(call, part, gather, scratch, select, stream)
         : dense     ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)
                     : score_lists(call, layer.spans, part, gather,
-                                  list_candidates(last_rank + 1, p.args.top_k, kTensorCoreRate), scratch, select,
-                                  stream);
+                                  longest_list(gather, last_rank) * kTensorCoreRate, scratch, select, stream);
     if (error != cudaSuccess) {
       return error;
     }

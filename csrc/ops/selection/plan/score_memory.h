@@ -61,7 +61,7 @@ inline int64_t selection_bytes(const AttentionProblem& p, const TreeConfig& c) {
                            c.batch_chunk * c.top_chunk * p.num_kv_heads * importance_width(p.nodes(layer)));
     } else {
       lay_out_list_scores(space, c.batch_chunk * c.selection_chunk * p.num_heads,
-                          list_candidates(p.nodes(layer), p.args.top_k, kTensorCoreRate));
+                          most_parents(p, layer) * kTensorCoreRate);
     }
     bytes = std::max(bytes, space.bytes());
   }

@@ -25,6 +25,7 @@ struct AttendParams {
   void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
   // Of a caller's lists, which have one layer: [H], a score beside the keys' that has no value; null: none.
   const float* sinks = nullptr;
+  int most_slots = 0;  // entries that a list can have: set and read by per_list/ alone
 };
 
 // ---- each query gathers for itself: sm_80 and later

@@ -81,6 +81,7 @@ inline AttentionProblem list_problem(const SparseProblem& p, int64_t key_dim, bo
   problem.key_dim = key_dim;
   problem.value_dim = p.value_dim;
   problem.half_dtype = half_dtype;
+  problem.listed = true;
   problem.args.compression_rate = kTensorCoreRate;
   problem.args.max_top_nodes = std::max<int64_t>(1, p.num_keys);  // a single layer
   problem.args.top_k = std::min(p.list_width * parts, ceil_div(p.num_keys, kTensorCoreRate));

@@ -173,8 +173,6 @@ RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q,
   if (!problem.args.rotate) {
     return {};
   }
-  const int64_t rate = problem.args.compression_rate;
-  const int64_t size = list_candidates(problem.num_keys, problem.args.top_k, rate);
   const auto options = q.options().dtype(at::kDouble);
   Tensor frequencies = given_frequencies(problem.args.inv_freq, q, stream);
   if (!frequencies.defined()) {
@@ -182,7 +180,7 @@ RopeTables general_rope_tables(const AttentionProblem& problem, const Tensor& q,
         at::arange(0, problem.key_dim, 2, options).div(-static_cast<double>(problem.key_dim));
     frequencies = at::pow(problem.args.rope_base, exponent);
   }
-  const Tensor angle = at::outer(at::arange(size, options), frequencies);
+  const Tensor angle = at::outer(at::arange(rotated_positions(problem), options), frequencies);
   return {angle.cos().to(at::kFloat), angle.sin().to(at::kFloat)};
 }
 
@@ -190,7 +188,7 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   LayerArgs args;
   args.layer = layer;
   args.compression_rate = problem.args.compression_rate;
-  args.list_width = problem.args.top_k;
+  args.list_width = layer + 1 == problem.layers() ? list_room(problem) : problem.args.top_k;
   args.top_k = problem.args.top_k;
   args.t0 = problem.token_of(first_query);
   args.selection_stride = problem.args.selection_stride;

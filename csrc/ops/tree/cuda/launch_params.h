@@ -56,12 +56,13 @@ struct GatherParams {
   TensorView queries;            // [B, T_q, H, K], from the first query of the chunk
   const char* packed = nullptr;  // [B, H_kv, num_parents] packed parents of the layer
   int64_t num_parents = 0;
-  const int32_t* lists = nullptr;  // [B, num_lists, H_kv, list_width]; null: parents 0, 1, ... up to the own
-  int64_t list_batch = 0;          // stride in elements
+  const int32_t* lists =
+      nullptr;             // [B, num_lists, H_kv, list_width]; null, implied: parents 0, 1, ... up to the own
+  int64_t list_batch = 0;  // stride in elements
   // Of a caller's lists, [B, num_lists, H_kv]: the entries of each, or their complement (~) where the queries' diagonal
   // parent is none of them. Null: it is every list's last entry.
   const int32_t* list_sizes = nullptr;
-  const float2* rope = nullptr;  // [list_width * 16 + 1, K/2]
+  const float2* rope = nullptr;  // [list_room() * 16 + 1, K/2]
   float score_scale = 0.f;       // scale * log2(e), so that scores are in log2 units
   int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;
@@ -69,9 +70,15 @@ struct GatherParams {
   int num_lists = 0;
   int num_batches = 0;
   int num_kv_heads = 0;
-  int group = 0;  // G
-  int list_width = 0;
+  int group = 0;       // G
+  int list_width = 0;  // of these lists, and of those of the layer below
   int stride = 1;
+
+  // How far apart the first entries of neighbouring lists are where entries are numbered: an implied list names every
+  // parent.
+  HTREE_HOST_DEVICE uint32_t entries_of_list() const {
+    return static_cast<uint32_t>(lists ? list_width : num_parents);
+  }
 };
 
 // ---- from the run-time shape of a launch to a compiled one

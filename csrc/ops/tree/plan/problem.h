@@ -73,6 +73,7 @@ struct AttentionProblem {
   int64_t key_dim = 0;
   int64_t value_dim = 0;
   bool half_dtype = false;  // fp16 or bf16
+  bool listed = false;      // a caller gives the lists of the only layer; else those of the top are implied
   AttentionArgs args;
 
   int64_t group() const { return num_heads / num_kv_heads; }
@@ -136,21 +137,31 @@ inline int64_t tensor_core_shared_bytes(const AttentionProblem& p) {
   return p.key_dim == 128 ? 112 * 1024 : 64 * 1024;
 }
 
-inline bool tensor_core_shape(const AttentionProblem& p) {
-  return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
-         (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) && p.group() <= 16 &&
-         p.args.top_k * 16 <= kMaxSelectWidth && p.num_kv_heads <= 65535 &&
-         ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
-}
-
-// The most candidates of a list in the layer with `num_nodes` nodes.
-inline int64_t list_candidates(int64_t num_nodes, int64_t top_k, int64_t rate) {
-  return std::min(top_k, ceil_div(num_nodes, rate)) * rate;
-}
-
 // The nodes of the top layer.
 inline int64_t top_nodes(const AttentionProblem& p) {
   return p.nodes(p.layers() - 1);
+}
+
+// The most entries of a list in a layer. The list of the top is implied and names all parents.
+inline int64_t most_parents(const AttentionProblem& p, int64_t layer) {
+  const bool whole = layer + 1 == p.layers() && !p.listed;
+  return whole ? p.parents(layer) : std::min(p.args.top_k, p.parents(layer));
+}
+// The positions that the general kernels rotate keys and queries to.
+inline int64_t rotated_positions(const AttentionProblem& p) {
+  return std::max(most_parents(p, 0), most_parents(p, p.layers() - 1)) * p.args.compression_rate;
+}
+// The entries that lists have room for, at any layer.
+inline int64_t list_room(const AttentionProblem& p) {
+  return std::max(p.args.top_k, most_parents(p, p.layers() - 1));
+}
+
+inline bool tensor_core_shape(const AttentionProblem& p) {
+  return p.half_dtype && p.args.compression_rate == 16 && p.key_dim == p.value_dim &&
+         (p.key_dim == 32 || p.key_dim == 64 || p.key_dim == 128) && p.group() <= 16 &&
+         p.args.top_k * 16 <= kMaxSelectWidth &&
+         (p.layers() == 1 || p.args.max_top_nodes <= kMaxSelectWidth) && p.num_kv_heads <= 65535 &&
+         ceil_div(p.num_keys, 16) < (int64_t{1} << 27);
 }
 
 // The floats of a row of importances at a dense top.
@@ -247,7 +258,7 @@ inline bool dense_span_shape(const AttentionProblem& p) {
 
 // The words of a row of a mask of candidates, whose size is a multiple of 16 bytes.
 inline int64_t mask_words(const AttentionProblem& p) {
-  return ceil_div(p.args.top_k * kTensorCoreRate, 128) * 4;
+  return ceil_div(list_room(p) * kTensorCoreRate, 128) * 4;
 }
 
 }  // namespace htree::tree_attention

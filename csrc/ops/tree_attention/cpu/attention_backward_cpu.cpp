@@ -126,11 +126,11 @@ class Backward {
     const int64_t token = token_of_query(args_, pyramid_.num_queries, i);
     const int64_t row = i - begin;
     const bool selects = parents_.empty() && i % args_.selection_stride == 0;
-    int32_t* list = list_of(b, h, l, begin, i);
-    if (selects && l + 1 == pyramid_.depth) pyramid_.write_top_list(token, r, args_.top_k, list);
     Candidates& candidates = chunk_.candidates(row);
-    candidates = candidates_of(list, std::min(args_.top_k, shape_.max_parents), token / pyramid_.spans[l],
-                               layer.num_nodes, r);
+    candidates = l + 1 == pyramid_.depth
+                     ? pyramid_.top_candidates(token, r)
+                     : candidates_of(list_of(b, h, l, begin, i), std::min(args_.top_k, shape_.max_parents),
+                                     token / pyramid_.spans[l], layer.num_nodes, r);
     int64_t num_excluded = 0;
     if (l > 0 && !parents_.empty()) {
       num_excluded =

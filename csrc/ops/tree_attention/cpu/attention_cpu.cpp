@@ -50,11 +50,13 @@ void forward_typed(bool lists_given, const Tensor& q, const Tensor& k, const Ten
         worker.load_query(q_data + b * q.stride(0) + i * q.stride(1) + h * group * q.stride(2), q.stride(2),
                           args.scale);
         worker.clear_state();
-        if (leader && !lists_given) pyramid.write_top_list(token, r, width, list_of(pyramid.depth - 1));
-        for (int64_t l = pyramid.depth - 1; l >= 0; --l) {
+        const int64_t top = pyramid.depth - 1;
+        if (leader && !lists_given && !kept.empty()) pyramid.write_top_list(token, r, width, list_of(top));
+        for (int64_t l = top; l >= 0; --l) {
           const PackedLayer<Real> layer = pyramid.layers[l].at(b, h);
           const Candidates candidates =
-              candidates_of(list_of(l), width, token / pyramid.spans[l], layer.num_nodes, r);
+              l == top ? pyramid.top_candidates(token, r)
+                       : candidates_of(list_of(l), width, token / pyramid.spans[l], layer.num_nodes, r);
           const bool merges = l == 0 || candidates.count > width;  // else all are selected
           if (merges) worker.score(layer, rotation, candidates);
           int32_t* const positions = selected.data() + l * width;

@@ -2,6 +2,8 @@
 // and what a query sees of them.
 #pragma once
 
+#include <numeric>
+
 #include "ops/sparse_attention/cpu/query_worker.h"
 #include "ops/tree_attention/kernels.h"
 
@@ -32,7 +34,8 @@ struct Pyramid {
   std::vector<PackedLayers<Real>> layers;
   // One per layer; empty where no selection reads span means.
   std::vector<CpuPackedSpans<Real>> span_means;
-  std::vector<int64_t> spans;  // tokens per node
+  std::vector<int64_t> spans;        // tokens per node
+  std::vector<int32_t> top_parents;  // 0, 1, ...: the list of the top, up to a query's own parent
 
   template <typename T>
   Pyramid(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args, bool selects,
@@ -46,8 +49,14 @@ struct Pyramid {
         depth(num_layers(num_tokens, args.max_top_nodes, args.compression_rate)),
         num_lists(ceil_div(num_queries, args.selection_stride)) {
     const int64_t r = args.compression_rate;
-    // A list never names more parents than the bottom layer has.
-    const int64_t max_parents = std::min(args.top_k, ceil_div(num_tokens, r));
+    // A list names at most top_k parents, and never more than the bottom layer has; that of the top names all.
+    int64_t top_nodes = num_tokens;
+    for (int64_t layer = 1; layer < depth; ++layer)
+      top_nodes = ceil_div(top_nodes, r);
+    top_parents.resize(ceil_div(top_nodes, r));
+    std::iota(top_parents.begin(), top_parents.end(), 0);
+    const int64_t max_parents =
+        std::max<int64_t>(std::min(args.top_k, ceil_div(num_tokens, r)), top_parents.size());
     shape = query_shape(q, kv_heads, value_dim, r, max_parents, args.selection, query_kernels<Real>().lanes);
     if (args.rotate) table = make_rotation<Real>(max_parents * r, shape, args.rope_base, args.inv_freq);
     int64_t layer = 0;
@@ -74,8 +83,13 @@ struct Pyramid {
 
   Rotation<Real> rotation() const { return table.rotation<Real>(); }
 
-  // Writes the list of the top layer: its first virtual parents, then -1 up
-  // to `width` (docs/semantics/tree_attention.md §1.3).
+  // The candidates of a token's query at the top layer, whose list is implied (docs/semantics/tree_attention.md §1.3).
+  Candidates top_candidates(int64_t token, int64_t r) const {
+    const int64_t node = token / spans[depth - 1];
+    return candidates_of(top_parents.data(), node / r + 1, node, layers[depth - 1].num_nodes(), r);
+  }
+
+  // Writes that list as it is stored: its first virtual parents, then -1 up to `width`.
   void write_top_list(int64_t token, int64_t r, int64_t width, int32_t* list) const {
     const int64_t count = std::min(token / spans[depth - 1] / r + 1, width);
     for (int64_t i = 0; i < count; ++i) {

@@ -280,12 +280,12 @@ struct Slice {
 
 Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tensor& like) {
   const int64_t num_lists = ceil_div(slice.queries, slice.stride);
-  Tensor lists = at::empty({slice.batches, num_lists, problem.num_kv_heads, problem.args.top_k},
+  Tensor lists = at::empty({slice.batches, num_lists, problem.num_kv_heads, list_room(problem)},
                            like.options().dtype(at::kInt));
   const int64_t parent_span = node_span(problem.args.compression_rate, problem.layers());
   C10_CUDA_CHECK(launch_top_lists(
       {lists.mutable_data_ptr<int32_t>(), slice.batches, num_lists, num_lists, problem.num_kv_heads,
-       problem.args.top_k, problem.token_of(slice.query), slice.stride, parent_span},
+       lists.size(3), problem.token_of(slice.query), slice.stride, parent_span},
       c10::cuda::getCurrentCUDAStream()));
   return lists;
 }
@@ -306,14 +306,16 @@ void general_chunk(const AttentionProblem& problem, bool given, const Slice& sli
   const Tensor means = span_means.defined() ? slice.nodes(span_means) : Tensor();
 
   Tensor lists = top_lists(problem, slice, q);
+  const std::vector<int64_t> next_shape = {lists.size(0), lists.size(1), lists.size(2), problem.args.top_k};
   if (!parents.empty() && !given) {
-    slice.lists(parents.back()).copy_(lists);
+    slice.lists(parents.back()).copy_(lists.narrow(3, 0, problem.args.top_k));
   }
   for (int64_t layer = problem.layers() - 1; layer >= 0; --layer) {
     const LayerArgs args = layer_args(problem, layer, slice.query);
     const Tensor keys = slice.nodes(tree.keys[layer]), values = slice.nodes(tree.values[layer]);
     if (layer > 0) {
-      const Tensor next = parents.empty() ? at::empty_like(lists) : slice.lists(parents[layer - 1]);
+      const Tensor next =
+          parents.empty() ? at::empty(next_shape, lists.options()) : slice.lists(parents[layer - 1]);
       (given ? accumulate_given_cuda : select_accumulate_cuda)(queries, keys, values, means, lists, rope.cos,
                                                                rope.sin, args, layer_max, layer_sum,
                                                                layer_out, next);

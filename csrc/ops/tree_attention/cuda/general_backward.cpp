@@ -19,8 +19,7 @@ class GeneralBackward {
   GeneralBackward(const AttentionProblem& problem, const BackwardConfig& config, const Backward& b,
                   const CudaTree& tree, cudaStream_t stream)
       : problem_(problem), config_(config), b_(b), tree_(tree), stream_(stream) {
-    const int64_t positions =
-        list_candidates(problem.num_keys, problem.args.top_k, problem.args.compression_rate);
+    const int64_t positions = rotated_positions(problem);
     rope_ = scratch_of(positions * problem.key_dim, at::kFloat, b.q);
     const Tensor inv_freq = given_frequencies(problem.args.inv_freq, b.q, stream);
     C10_CUDA_CHECK(launch_rope_table(rope(), positions, static_cast<int>(problem.key_dim),
@@ -69,18 +68,17 @@ class GeneralBackward {
     for (size_t i = 0; i < top && !b_.parents.empty(); ++i) {
       lists[i] = b_.parents[i].narrow(0, c.batch, c.num_batches).narrow(1, c.query / stride, count);
     }
-    const auto new_lists = [&] {
-      return at::empty({c.num_batches, count, problem_.num_kv_heads, problem_.args.top_k},
-                       b_.q.options().dtype(at::kInt));
+    const auto new_lists = [&](int64_t width) {
+      return at::empty({c.num_batches, count, problem_.num_kv_heads, width}, b_.q.options().dtype(at::kInt));
     };
-    lists[top] = new_lists();
+    lists[top] = new_lists(list_room(problem_));
     const int64_t parent_span = node_span(problem_.args.compression_rate, problem_.layers());
     C10_CUDA_CHECK(launch_top_lists(
         {lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count, count, problem_.num_kv_heads,
-         problem_.args.top_k, problem_.token_of(c.query), stride, parent_span},
+         lists[top].size(3), problem_.token_of(c.query), stride, parent_span},
         stream_));
     for (size_t i = top; i > 0 && b_.parents.empty(); --i) {
-      lists[i - 1] = new_lists();
+      lists[i - 1] = new_lists(problem_.args.top_k);
       recompute_selection_cuda(
           rows_of(b_.q, c), tree_.keys[i].narrow(0, c.batch, c.num_batches),
           span_means_.defined() ? span_means_.narrow(0, c.batch, c.num_batches) : Tensor(), lists[i],
@@ -121,6 +119,7 @@ class GeneralBackward {
     if (i > 0) {
       params.lists.next = lists[i - 1].const_data_ptr<int32_t>();
       params.lists.next_batch = lists[i - 1].stride(0);
+      params.lists.next_width = static_cast<int>(lists[i - 1].size(3));
     }
     params.layer.num_nodes = tree_.keys[i].size(1);
     params.layer.rate = problem_.args.compression_rate;
@@ -133,7 +132,7 @@ class GeneralBackward {
     params.lists.num_lists = static_cast<int>(lists[i].size(1));
     params.heads.num_kv_heads = static_cast<int>(problem_.num_kv_heads);
     params.heads.group = static_cast<int>(problem_.group());
-    params.lists.width = static_cast<int>(problem_.args.top_k);
+    params.lists.width = static_cast<int>(lists[i].size(3));
     params.heads.key_dim = static_cast<int>(problem_.key_dim);
     params.heads.value_dim = static_cast<int>(problem_.value_dim);
     return params;

@@ -24,9 +24,9 @@ struct ForwardConfig : TreeConfig {
 constexpr int64_t kForwardBytes = 1'000'000'000 - (int64_t{16} << 20);
 constexpr int64_t kScratchBytes = int64_t{896} << 20;
 constexpr int64_t kLeastScratchBytes = int64_t{256} << 20;
-// A row before max_top_nodes opens every node at every layer, because max_top_nodes <= top_k * r, so its result is dense
-// causal attention. The bound is a multiple of the stride, where a list of queries begins. It must not depend on the
-// length of the sequence.
+// A row before max_top_nodes is a row of dense causal attention: up to top_k * r it opens every node, and beyond it has a
+// tree of one layer (segments.h). The bound is a multiple of the stride, where a list of queries begins. It must not
+// depend on the length of the sequence.
 inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
   if (!hopper_kernels(device) || choice == GatherChoice::kPerQuery) {
     return 0;
@@ -84,7 +84,7 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfi
   const int64_t heads = p.batch * p.num_kv_heads;
   int64_t nodes = p.num_keys;
   int64_t bytes = heads * nodes * 4 + p.batch * p.num_queries * p.num_heads * 8 +
-                  (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 4;
+                  (list_room(p) * kTensorCoreRate + 1) * p.key_dim * 4;
   for (int64_t layer = 1; layer < p.layers(); ++layer) {
     nodes = ceil_div(nodes, kTensorCoreRate);
     bytes += heads * (nodes * (p.key_dim + p.value_dim) * 2 +
@@ -117,7 +117,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   const int64_t stride = p.args.selection_stride;
   // Bytes of a list: the running states of its queries, two lists, and the mask of one, and its marks.
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 +
-                           p.num_kv_heads * (p.args.top_k * 10 + 64) + mark_bytes_of_list(p, config);
+                           p.num_kv_heads * (list_room(p) * 10 + 64) + mark_bytes_of_list(p, config);
   const int64_t scratch =
       config.path == AttentionPath::kGeneral
           ? kScratchBytes
@@ -141,7 +141,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   config.batch_chunk = std::clamp<int64_t>(lists / used, 1, std::max<int64_t>(1, most_batches));
   if (p.layers() > 1) {
     const int64_t widest =
-        list_candidates(ceil_div(p.num_keys, p.args.compression_rate), p.args.top_k, p.args.compression_rate);
+        std::max(most_parents(p, 1), most_parents(p, p.layers() - 1)) * p.args.compression_rate;
     const int64_t row = p.num_heads * (widest * 4 + ceil_div(widest, 1024) * 8);  // scores and sums of runs
     config.batch_chunk = std::clamp<int64_t>(score_bytes / row, 1, config.batch_chunk);
     config.selection_chunk = std::clamp<int64_t>(score_bytes / (row * config.batch_chunk), 1, used);

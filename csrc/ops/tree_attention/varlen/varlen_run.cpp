@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ops/tree_attention/listed_attention.h"
+#include "ops/tree_attention/segments.h"
 #include "ops/tree_attention/varlen/varlen_plan.h"
 
 namespace htree::tree_attention {
@@ -129,8 +130,8 @@ VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const P
                  batch_sum = batch.place(gsum, Rows::kQueries);
     batch.gather();
     AttentionForward* const forward = lists.empty() ? kernels->forward : kernels->over_lists;
-    forward(batch_q, batch_k, batch_v, group_args(op, options, batch_k, group, !lists.empty()), batch_out,
-            batch_max, batch_sum, lists);
+    forward_by_depth(forward, options, group_args(op, options, batch_k, group, !lists.empty()), batch_q,
+                     batch_k, batch_v, batch_out, batch_max, batch_sum, lists);
     batch.scatter();
   }
   if (plan.fills) {
@@ -177,9 +178,9 @@ Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& do
                  batch_sum = batch.take(sum, Rows::kQueries, /*padding=*/1),
                  batch_dlse = dlse.has_value() ? batch.take(of_lse, Rows::kQueries) : Tensor();
     batch.gather();
-    kernels->backward(batch_dout, batch_dlse, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum,
-                      lists, group_args(kOp, options, batch_k, group, !lists.empty()), batch_dq, batch_dk,
-                      batch_dv);
+    backward_by_depth(kernels->backward, options, group_args(kOp, options, batch_k, group, !lists.empty()),
+                      batch_dout, batch_dlse, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum,
+                      lists, batch_dq, batch_dk, batch_dv);
     batch.scatter();
   }
   if (plan.fills) {

@@ -551,7 +551,7 @@ template <RowSource kSource>
 cudaError_t launch_longest(const LeaderSelectParams& params, cudaStream_t stream) {
   const GatherParams& p = params.gather;
   const int64_t last_slots = (p.t0 + int64_t{p.num_lists - 1} * p.stride) / p.node_span / kParentRows + 1;
-  const int64_t longest = std::min<int64_t>(last_slots, p.list_width) * kParentRows;
+  const int64_t longest = (p.lists ? std::min<int64_t>(last_slots, p.list_width) : last_slots) * kParentRows;
   constexpr bool kScores = kSource == RowSource::kScores || kSource == RowSource::kScoresOfEight;
   if (longest <= 8 * kSelectThreads) {
     return launch < kSource, 8, kScores ? 5 : 6 > (params, stream);

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   const int64_t list_idx = query / p.lists.stride * p.heads.num_kv_heads + kv_head;
   const int32_t* list = p.lists.data + batch * p.lists.batch + list_idx * p.lists.width;
   const int32_t* next =
-      p.lists.next ? p.lists.next + batch * p.lists.next_batch + list_idx * p.lists.width : nullptr;
+      p.lists.next ? p.lists.next + batch * p.lists.next_batch + list_idx * p.lists.next_width : nullptr;
   const int64_t rightmost = (p.t0 + query) / p.layer.node_span;
   const int64_t n = candidate_count(count_entries(list, p.lists.width), rightmost, p.layer.rate);
   const int half = p.heads.key_dim / 2;
@@ -107,13 +107,13 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
   const float max = p.states.max[state], total = p.states.sum[state];
   const float delta = p.delta[row];
   int refined = 0;  // entries of `next` that are passed: both lists ascend
-  for (int64_t c = next && n <= p.lists.width ? n : 0; c < n; ++c) {
+  for (int64_t c = next && n <= p.lists.next_width ? n : 0; c < n; ++c) {
     const int64_t node = list[c / p.layer.rate] * p.layer.rate + c % p.layer.rate;
     if (next) {
-      while (refined < p.lists.width && next[refined] >= 0 && next[refined] < node) {
+      while (refined < p.lists.next_width && next[refined] >= 0 && next[refined] < node) {
         ++refined;
       }
-      if (refined < p.lists.width && next[refined] == node) {
+      if (refined < p.lists.next_width && next[refined] == node) {
         continue;
       }
     }
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kGeneralWarps * 32)
     const int64_t in_chunk = list_row * p.heads.num_kv_heads + kv_head;
     const int64_t count = out.counts[batch * int64_t{p.lists.num_lists} * p.heads.num_kv_heads + in_chunk];
     const int64_t c = slot * p.layer.rate + node % p.layer.rate;
-    if (p.lists.next && list_holds(p.lists.next + batch * p.lists.next_batch + in_chunk * p.lists.width,
-                                   p.lists.width, node)) {
+    if (p.lists.next && list_holds(p.lists.next + batch * p.lists.next_batch + in_chunk * p.lists.next_width,
+                                   p.lists.next_width, node)) {
       continue;
     }
     const int64_t last_query = min(list_row * p.lists.stride + p.lists.stride, int64_t{p.num_queries});

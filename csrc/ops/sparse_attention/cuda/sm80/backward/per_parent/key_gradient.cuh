@@ -125,7 +125,7 @@ class RowStream {
     }
     const uint32_t list = row / inverted_.rows_per_list;
     return inverted_.entries ? inverted_.entries[list]
-                             : (inverted_.first_list + list) * params_.common.gather.list_width +
+                             : (inverted_.first_list + list) * params_.common.gather.entries_of_list() +
                                    static_cast<uint32_t>(inverted_.parent);
   }
 
@@ -155,11 +155,11 @@ class RowStream {
       const GradientParams& common = params_.common;
       const GatherParams& p = common.gather;
       const uint32_t row = row_of(next_);
-      const uint32_t list_row = entry_ / p.list_width;
+      const uint32_t list_row = entry_ / p.entries_of_list();
       const uint32_t in_list = row % inverted_.rows_per_list;
       const uint32_t query = list_row * p.stride + in_list / p.group;
       exists_ = row < inverted_.num_rows && query < static_cast<uint32_t>(p.num_queries);
-      slot_ = static_cast<int>(entry_ % p.list_width);
+      slot_ = static_cast<int>(entry_ % p.entries_of_list());
       token_ = p.t0 + query;
       const int64_t list_idx =
           (inverted_.batch * int64_t{p.num_lists} + list_row) * p.num_kv_heads + inverted_.kv_head;

@@ -124,7 +124,7 @@ class QueryStream {
       return 0;
     }
     const uint32_t at = window_.begin + static_cast<uint32_t>(list_of(p, index));
-    return params_.entries ? params_.entries[at] : at * p.list_width + static_cast<uint32_t>(parent_);
+    return params_.entries ? params_.entries[at] : at * p.entries_of_list() + static_cast<uint32_t>(parent_);
   }
 
   // For this lane's query among the next 32 of the inverted list: what it sees of the parent, its position and its number.
@@ -134,8 +134,8 @@ class QueryStream {
     const uint32_t index = next_ + lane_;
     const uint32_t entry = entry_;
     entry_ = read_entry(next_ + 32);
-    const uint32_t list_row = entry / p.list_width;
-    const int slot = static_cast<int>(entry % p.list_width);
+    const uint32_t list_row = entry / p.entries_of_list();
+    const int slot = static_cast<int>(entry % p.entries_of_list());
     query_ = list_row * p.stride + (index & (p.stride - 1));
     present_ = 0;
     position_ = 0;
