@@ -79,15 +79,22 @@ def assert_equal_to_reference(case: SparseCase, device: str, seed: int = 0, of: 
 def reference_gradients(
     case: SparseCase, inputs: Sequence[Any], found: tuple[Tensor, ...], of: str
 ) -> tuple[Tensor, ...]:
+    """(out, lse) and the gradients that follow from the out that was found.
+
+    The backward takes sum(dout out) from the out that the forward rounded. Where that sum cancels its other terms,
+    the rounding is the larger: what it adds to the sum enters as a gradient of the lse that counts the sink.
+    """
     leaves = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     out, lse = reference_of(case)(*leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    pairs = [
-        (x, normal(tuple(x.shape), like.dtype, like.device, 99 + i).double().cpu())
-        for i, (x, like) in enumerate(zip((out, lse), found, strict=False))
-    ]
-    chosen = {"both": pairs, "out": pairs[:1], "lse": pairs[1:]}[of]
-    gradients = torch.autograd.grad([x for x, _ in chosen], wanted, [g for _, g in chosen], allow_unused=True)
+    dout, dlse = (
+        normal(tuple(x.shape), like.dtype, like.device, 99 + i).double().cpu() * (of in ("both", name))
+        for i, (x, like, name) in enumerate(zip((out, lse), found, ("out", "lse"), strict=False))
+    )
+    sinks = leaves[-1]
+    whole = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype))
+    rounded = (dout * (found[0].double().cpu() - out.detach())).sum(-1)
+    gradients = torch.autograd.grad((out, lse, whole), wanted, (dout, dlse, -rounded), allow_unused=True)
     return (
         out.detach(),
         lse.detach(),

@@ -88,6 +88,14 @@ def test_any_problem_equals_the_reference(data: st.DataObject, seed: int, device
         assert_equal_to_reference(case, device, seed, of=data.draw(st.sampled_from(("both", "out", "lse"))))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_whose_terms_cancel(dtype: torch.dtype, device: str) -> None:
+    """One token beside a sink: the gradient of its score is a difference of two sums that are nearly equal."""
+    case = replace(FAST_CASES[0], dtype=dtype, B=1, T=1, H=2, n=1, scale=1.0, has_sinks=True)
+    for seed in range(50):
+        assert_equal_to_reference(case, device, seed, of="out")
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.n], ids=case_id)
 def test_gradcheck(case: SparseCase) -> None:
     case = replace(
