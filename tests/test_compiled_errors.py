@@ -116,7 +116,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
     ),
     (
         htree_ops.sparse_attention,
-        {"query": Q, "key": K, "value": V, "blocks": int32(2, 12, 2, 3), "block_size": 4},
+        {"query": Q, "key": K, "value": V, "blocks": int32(2, 12, 2, 3), "block_size": 16},
         [
             {"key": zeros(2, 12, 2, 8)},
             {"value": V.half()},
