@@ -22,6 +22,8 @@ __all__ = [
     "BENCHMARK_CASES",
     "CASES",
     "DTYPES",
+    "FREE_CASES",
+    "FREE_SHAPES",
     "GRADIENT_SHAPES",
     "LAYOUTS",
     "SHAPES",
@@ -203,6 +205,60 @@ NEXT_CASES = [
     for dtype in (DTYPES[0], DTYPES[1 + i % (len(DTYPES) - 1)])
 ]
 
+#: M above k*r (§1.3): each row walks the tree of its own prefix. Three layers begin at M * r tokens.
+FREE_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
+    dataclasses.replace(shape, name=f"{shape.name}_free")
+    for shape in (
+        # lengths around the boundaries of layers, ragged
+        _shape("empty_sequence", T=0, M=20),
+        _shape("one_token", T=1, M=20),
+        _shape("one_layer_full", T=20, M=20),
+        _shape("two_layers_first", T=21, M=20),
+        _shape("two_layers_full", T=80, M=20),
+        _shape("three_layers_first", T=81, M=20),
+        _shape("three_layers", T=333, M=20, H=4, H_kv=2),
+        _shape("one_above_kr", T=107, M=9),
+        _shape("far_above_kr", T=107, M=100),
+        _shape("ragged_everywhere", T=107, r=3, top_k=2, M=10),
+        _shape("binary", T=101, r=2, top_k=1, M=7),
+        _shape("only_the_rightmost", T=150, top_k=1, M=9),
+        _shape("r16", T=700, r=16, top_k=2, M=40),
+        # heads
+        _shape("group_of_1", T=120, M=20, H=2, H_kv=2),
+        _shape("group_of_3", B=2, T=120, M=20, H=6, H_kv=2),
+        _shape("group_of_4", T=120, M=20, H=8, H_kv=2),
+        _shape("odd_value", T=100, M=20, K=4, V=5),
+        # suffixes of the keys, strides of the selection; M need not be a multiple of s
+        _shape("decode", T=107, num_queries=1, M=20),
+        _shape("decode_dense", T=17, num_queries=1, M=20),
+        _shape("chunk", B=2, T=107, num_queries=93, M=20),
+        _shape("no_query", T=40, num_queries=0, M=20),
+        _shape("stride2", T=107, M=11, selection_stride=2),
+        _shape("stride4", B=2, T=130, H=4, H_kv=2, M=10, selection_stride=4),
+        _shape("stride4_dense_followers", T=11, M=10, selection_stride=4),
+        _shape("stride4_suffix", T=125, num_queries=117, M=10, selection_stride=4),
+        _shape("stride16", T=901, r=16, M=40, selection_stride=16),
+        # options
+        _shape("span1", T=150, M=20, selection_span=1),
+        _shape("span2", T=333, M=20, H=4, H_kv=2, selection_span=2),
+        _shape("span4_stride2", T=150, M=19, selection_span=4, selection_stride=2),
+        _shape("next", T=333, top_k=4, M=30, open_next=True),
+        _shape(
+            "next_stride4_span2", T=150, top_k=5, M=30, open_next=True, selection_stride=4, selection_span=2
+        ),
+        _shape("joint", B=2, T=100, M=20, H=6, H_kv=2, importance="exp_joint"),
+        _shape("lse", B=2, T=100, M=20, H=6, H_kv=2, importance="lse"),
+        _shape("no_rotation", T=107, M=20, rope_base=None),
+        _shape("inv_freq", T=107, M=20, inv_freq=frequencies(8)),
+        _shape("peaked", T=107, M=20, H=4, H_kv=2, scale=0.7, spread=8.0),
+        # layouts
+        _shape("fused_suffix", B=2, T=60, num_queries=51, M=20, H=4, H_kv=2, layout="fused_projection"),
+        _shape("misaligned", B=2, T=90, M=20, H=4, H_kv=2, layout="misaligned"),
+        _shape("copied_last_stride", B=2, T=60, M=20, H=4, H_kv=2, layout="non_unit_last_stride"),
+    )
+)
+FREE_CASES = [shape.with_dtype(dtype) for shape in FREE_SHAPES for dtype in DTYPES]
+
 #: Small problems in float64 for gradcheck and gradient comparisons: several layers, all options.
 GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     shape.with_dtype(torch.float64)
@@ -217,6 +273,8 @@ GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
         _shape("decode", T=21, num_queries=1, H=2, H_kv=1, K=2, V=2, r=3, top_k=2, M=4),
         _shape("stride", T=22, H=2, H_kv=1, K=2, V=2, r=4, top_k=2, M=4, selection_stride=2),
         _shape("no_rotation", T=15, H=2, H_kv=1, K=2, V=2, r=2, top_k=2, M=3, rope_base=None),
+        _shape("free_top", T=31, H=2, H_kv=1, K=2, V=2, r=2, top_k=2, M=6),
+        _shape("free_top_stride", T=40, num_queries=34, H=2, H_kv=1, K=2, V=2, M=9, selection_stride=2),
         _shape(
             "fused_projection", B=2, T=11, H=2, H_kv=1, K=2, V=2, r=2, top_k=2, M=3, layout="fused_projection"
         ),

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import htree_ops.reference.tree_attention as ref
-from tests.support.cases import case_id
-from tests.support.tree_attention_cases import SHAPES
+from htree_ops.reference.selection import select_blocks
+from tests.support.cases import case_id, normal
+from tests.support.tree_attention_cases import FREE_SHAPES, SHAPES
 
 FLOAT64_SHAPES = [shape.with_dtype(torch.float64) for shape in SHAPES]
+FREE = [shape.with_dtype(torch.float64) for shape in FREE_SHAPES]
+CAUSAL = [case for case in FREE if case.importance != "lse"]
 SMALL = [case for case in FLOAT64_SHAPES if 0 < case.T * case.B <= 110 and case.K <= 18 and case.T_q]
 
 
@@ -78,11 +81,11 @@ def scalar_span_importance(query, nodes, means, per_node, base, scale, kind):
     return importance
 
 
-def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind, means=None, span=None):
+def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind, means=None, span=None, given=None):
     """The loop of §1.8 for one (b, t) and one selection head; query[g][K], keys and values by level.
 
-    With a span the importances are those of the means. Returns out[g][V] and the list used at each level, bottom
-    first.
+    With a span the importances are those of the means. Lists that are given take the place of the selection. Returns
+    out[g][V] and the list used at each level, bottom first.
     """
     depth = len(keys)
     parents = list(range(t // rate ** (depth - 1) // rate + 1))
@@ -100,7 +103,9 @@ def scalar_row(query, keys, values, t, rate, top_k, base, scale, kind, means=Non
                 [scale * sum(a * b for a, b in zip(rotated, key, strict=True)) for key in rotated_keys]
             )
         chosen = []
-        if level:
+        if level and given is not None:
+            chosen = [p for p in range(n) if nodes[p] in given[level - 1]]
+        elif level:
             importance = (
                 scalar_importance(scores, kind)
                 if span is None
@@ -199,7 +204,103 @@ def test_stride_takes_the_leaders_lists(case):
     torch.testing.assert_close(got.out, forced.out, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", FLOAT64_SHAPES, ids=case_id)
+def rows_to_check(case):
+    """Places around the boundaries of layers, the ends, and some between."""
+    edges = [case.M * case.r**i for i in range(4)]
+    some = {edge + i for edge in edges for i in (-1, 0, 1, 3)} | set(range(case.t0, case.T, 13))
+    return sorted(t for t in some | {case.t0, case.T - 1} if case.t0 <= t < case.T)
+
+
+@pytest.mark.parametrize("case", [c for c in CAUSAL if not c.open_next and c.inv_freq is None], ids=case_id)
+def test_with_a_free_top_a_row_walks_the_tree_of_its_own_prefix(case):
+    """M > k*r: the loop over the tokens up to the row alone, with as many layers as the leader's prefix has."""
+    q, k, v = case.make_qkv("cpu")
+    got = ref.htree_forward_naive(q, k, v, **case.reference_options())
+    scale = case.K**-0.5 if case.scale is None else case.scale
+    group, span = case.H // case.H_kv, case.selection_span
+    for t in rows_to_check(case):
+        leader = t - t % case.selection_stride
+        depth = len(ref.layer_sizes(leader + 1, case.r, case.M))
+        for b, s in {(0, 0), (case.B - 1, case.H_kv - 1)}:
+            heads = slice(s * group, (s + 1) * group)
+            tokens = k[b, : t + 1, s].tolist(), v[b, : t + 1, s].tolist()
+            levels = [scalar_levels(x, case.r, 1)[:depth] for x in tokens]
+            means = tokens[0] if span in (None, 1) else scalar_levels(tokens[0], span, max(1, t))[-1]
+            options = (case.r, case.top_k, case.rope_base, scale, case.importance, means, span)
+            _, lists = scalar_row(q[b, leader - case.t0, heads].tolist(), *levels, leader, *options)
+            out, _ = scalar_row(q[b, t - case.t0, heads].tolist(), *levels, t, *options, lists)
+            wanted = torch.tensor(out, dtype=torch.float64)
+            torch.testing.assert_close(got.out[b, t - case.t0, heads], wanted, rtol=1e-11, atol=1e-12)
+            for level, own in enumerate(got.parents):
+                listed = lists[level] if level < depth - 1 else []
+                stored = own[b, (leader - case.t0) // case.selection_stride, s].tolist()
+                assert stored == listed + [-1] * (case.top_k - len(listed)), (t, level)
+
+
+@pytest.mark.parametrize("case", CAUSAL, ids=case_id)
+def test_with_a_free_top_a_row_is_the_last_one_of_its_prefix(case):
+    q, k, v = case.make_qkv("cpu")
+    got = ref.htree_forward_naive(q, k, v, **case.reference_options())
+    for t in rows_to_check(case):
+        first = t - t % case.selection_stride
+        part = q[:, first - case.t0 : t + 1 - case.t0], k[:, : t + 1], v[:, : t + 1]
+        own = ref.htree_forward_naive(*part, **case.reference_options())
+        torch.testing.assert_close(own.out[:, -1], got.out[:, t - case.t0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own.lse[:, -1], got.lse[:, t - case.t0], rtol=1e-12, atol=1e-12)
+        row = (first - case.t0) // case.selection_stride
+        for level, lists in enumerate(own.parents):
+            assert torch.equal(lists[:, 0], got.parents[level][:, row])
+
+
+@pytest.mark.parametrize("case", [c for c in FREE if c.T_q], ids=case_id)
+def test_with_a_free_top_rows_of_one_depth_are_a_call_of_their_own(case):
+    """Each depth ends with a token that follows from the options: what may stand behind it changes no row."""
+    q, k, v = case.make_qkv("cpu")
+    got = ref.htree_forward_naive(q, k, v, **case.reference_options())
+    stride, begin, end = case.selection_stride, 0, -(-case.M // case.selection_stride) * case.selection_stride
+    depth = 1
+    while begin < case.T:
+        first, last = max(begin, case.t0), min(end, case.T)
+        if first < last:
+            part = q[:, first - case.t0 : last - case.t0], k[:, :last], v[:, :last]
+            own = ref.htree_forward_naive(*part, **case.reference_options())
+            rows = slice(first - case.t0, last - case.t0)
+            torch.testing.assert_close(own.out, got.out[:, rows], rtol=1e-12, atol=1e-12)
+            leaders = slice(rows.start // stride, -(-rows.stop // stride))
+            for level, lists in enumerate(got.parents):
+                listed = lists[:, leaders] != -1
+                assert bool(listed.any(-1).all()) if level < depth - 1 else not listed.any()
+                assert level >= depth - 1 or torch.equal(own.parents[level], lists[:, leaders])
+        begin, end, depth = end, case.M * case.r**depth, depth + 1
+
+
+@pytest.mark.parametrize("case", [c for c in FREE if c.selection_span is None], ids=case_id)
+def test_with_a_free_top_an_index_lists_what_a_flat_choice_lists(case):
+    """The lists of the layers below a row's own top; those of the top and above are -1."""
+    index = [
+        normal((case.B, rows, case.H_kv, 16), torch.float64, "cpu", rows).round()
+        for rows in (case.T_q, case.T)
+    ]
+    stride, rate = case.selection_stride, case.r
+    lists = ref.index_parents(
+        *index, case.H_kv, compression_rate=rate, max_top_nodes=case.M, top_k_per_layer=case.top_k,
+        selection_stride=stride, open_next=case.open_next,
+    )  # fmt: skip
+    depths = [len(ref.layer_sizes(t + 1, rate, case.M)) for t in range(case.t0, case.T, stride)]
+    assert len(lists) == len(case.sizes)
+    for level, got in enumerate(lists):
+        flat, _ = select_blocks(
+            *index,
+            case.top_k,
+            block_size=rate ** (level + 1),
+            selection_stride=stride,
+            open_next=case.open_next,
+        )
+        below = torch.tensor([depth > level + 1 for depth in depths], dtype=torch.bool).view(1, -1, 1, 1)
+        assert torch.equal(got, torch.where(below, flat, -1))
+
+
+@pytest.mark.parametrize("case", FLOAT64_SHAPES + FREE, ids=case_id)
 def test_cut_tiles_the_past_and_merging_is_one_softmax(case):
     q, k, v = case.make_qkv("cpu")
     got = ref.htree_forward_naive(q, k, v, **case.reference_options())
@@ -210,7 +311,7 @@ def test_cut_tiles_the_past_and_merging_is_one_softmax(case):
     torch.testing.assert_close(ref.softmax_over_cut(got), got.out, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", FLOAT64_SHAPES, ids=case_id)
+@pytest.mark.parametrize("case", FLOAT64_SHAPES + FREE, ids=case_id)
 @pytest.mark.parametrize("regime", ["one layer", "everything selected"])
 def test_exact_regimes_are_dense_attention(case, regime):
     q, k, v = case.make_qkv("cpu")

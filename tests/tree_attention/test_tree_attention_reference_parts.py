@@ -241,7 +241,6 @@ def test_half_precision_rounds_the_tree_but_not_the_gradient():
     [
         {"compression_rate": 1},
         {"max_top_nodes": 0},
-        {"max_top_nodes": 9},
         {"top_k_per_layer": 0},
         {"importance": "max"},
         {"scope": "head"},

@@ -15,6 +15,7 @@ from .stages import score_candidates, span_importance
 from .state import State
 from .tree import (
     Candidates,
+    OwnTops,
     accumulate_dtype,
     build_layers,
     candidates,
@@ -29,7 +30,7 @@ from .tree import (
 class LayerTrace:
     """What one layer did. S selection heads with G query heads each, C positions.
 
-    parents: int32 [B,ceil(T_q/s),S,k], the lists used here.
+    parents: int32 [B,ceil(T_q/s),S,k], the lists used here; with M > k*r -1 where a row opens every node (§1.3).
     candidates: nodes, counts and masks [B,T_q,S,C].
     scores: [B,T_q,S,C,G]. selected: bool [B,T_q,S,C], refined at the next layer.
     merged: bool [B,T_q,S,C], present and not selected: this layer's part of the cut.
@@ -75,8 +76,8 @@ def _check(
         raise ValueError(f"q, k, v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if q.shape[2] % k.shape[2] or q.shape[1] > k.shape[1] or q.shape[3] % 2:
         raise ValueError(f"H % H_kv, T_q <= T and even K are required: {tuple(q.shape)}, {tuple(k.shape)}")
-    if rate < 2 or top_k < 1 or not 1 <= top_nodes <= top_k * rate:
-        raise ValueError(f"r >= 2, k >= 1, 1 <= M <= k*r are required: r={rate}, k={top_k}, M={top_nodes}")
+    if rate < 2 or top_k < 1 or top_nodes < 1:
+        raise ValueError(f"r >= 2, k >= 1, M >= 1 are required: r={rate}, k={top_k}, M={top_nodes}")
     if stride < 1 or rate % stride or stride & (stride - 1) or (k.shape[1] - q.shape[1]) % stride:
         raise ValueError(f"selection_stride {stride} must be a power of two that divides r and T - T_q")
     if span is not None and (span < 1 or rate % span):
@@ -112,7 +113,8 @@ def htree_forward_naive(
     inv_freq: K/2 frequencies in place of rope_base^(-2i/K) (§1.4).
     selection_span: tokens of a span mean whose scores decide the selection (§1.15); None scores the nodes.
     parents: one list per layer, as `attention_forward` returns them; they replace the selection
-    (teacher forcing), and the result is then differentiable by autograd in q, k and v.
+    (teacher forcing), and the result is then differentiable by autograd in q, k and v. With M > k*r the lists of a
+    row's top layer and of those above are not read.
     with_importance: put the importances into the trace under given lists too.
     compute_dtype: dtype of everything after the tree, which is always rounded to k's and v's own dtype
     level by level; default float32 (float64 for float64 inputs). The rotary table is rounded to float32
@@ -143,6 +145,9 @@ def htree_forward_naive(
             None if selection_span is None else span_means(k.detach().to(wide), selection_span).to(k.dtype)
         )
     lists = top_parents(batch, num_queries, groups, top_k, len(layers), rate, t0, stride, device=q.device)
+    own: OwnTops | None = None  # with M <= k*r every row may walk the tree of all tokens
+    if max_top_nodes > top_k * rate:
+        own = OwnTops.of(torch.arange(t0, k.shape[1], stride, device=q.device), rate, max_top_nodes, top_k)
     used: list[Tensor] = []
     trace: list[LayerTrace] = []
     total = state.empty_state(batch, num_queries, num_heads, v.shape[-1], query)
@@ -150,8 +155,9 @@ def htree_forward_naive(
         layer_k, layer_v = layers[layer]
         if parents is not None:
             lists = parents[layer]
-        used.insert(0, lists)
-        busy = int(num_parents(lists).max()) if lists.numel() else 0  # the tail of -1 costs only time
+        lists = lists if own is None else own.lists(lists, layer)
+        used.insert(0, lists if own is None else own.kept(lists, layer, top_k))
+        busy = max(1, int(num_parents(lists).max())) if lists.numel() else 0  # the tail of -1 costs only time
         short = lists[..., :busy]
         found = candidates(rows_of_queries(short, num_queries, stride), layer, layer_k.shape[1], rate, t0)
         table = rope_cache(

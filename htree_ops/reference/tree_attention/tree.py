@@ -133,6 +133,47 @@ def top_parents(
 
 
 @dataclass
+class OwnTops:
+    """Where the tree of each row's own prefix ends, for M > k*r (§1.3).
+
+    Row t, with its leader t0, walks a tree of L layers, the least L with ceil((t0 + 1) / r^(L - 1)) <= M. Its list at
+    layer L - 1 holds every parent up to its own; that list and those above follow from t0 alone and are kept as -1.
+
+    tops: int64 [ceil(T_q/s)], L - 1 of each leader. leaders: its place t0. width: of the widest list.
+    """
+
+    tops: Tensor
+    leaders: Tensor
+    width: int
+    compression_rate: int
+
+    @classmethod
+    def of(cls, leaders: Tensor, compression_rate: int, max_top_nodes: int, top_k: int) -> OwnTops:
+        """Those of the rows whose leaders stand at `leaders`, int64 [ceil(T_q/s)]."""
+        tops, nodes = torch.zeros_like(leaders), leaders + 1
+        while (nodes > max_top_nodes).any():
+            above = nodes > max_top_nodes
+            tops = tops + above
+            nodes = torch.where(above, -(-nodes // compression_rate), nodes)
+        own_parents = leaders // compression_rate**tops // compression_rate
+        width = max([top_k, *(own_parents + 1).tolist()])
+        return cls(tops, leaders, width, compression_rate)
+
+    def lists(self, chosen: Tensor, layer: int) -> Tensor:
+        """The lists [B,rows,S,width] of `layer`, where the layers above chose `chosen` [B,rows,S,k or width]."""
+        parents = self.leaders // self.compression_rate**layer // self.compression_rate
+        slots = torch.arange(self.width, device=chosen.device)
+        every = torch.where(slots <= parents[:, None], slots, -1).to(chosen.dtype)[None, :, None]
+        wide = torch.nn.functional.pad(chosen, (0, self.width - chosen.shape[-1]), value=-1)
+        tops = self.tops[None, :, None, None]
+        return torch.where(tops == layer, every, torch.where(tops > layer, wide, -1))
+
+    def kept(self, lists: Tensor, layer: int, top_k: int) -> Tensor:
+        """`lists` of `layer` as they are stored, int32 [B,rows,S,k]."""
+        return torch.where(self.tops[None, :, None, None] > layer, lists[..., :top_k], -1).to(torch.int32)
+
+
+@dataclass
 class Candidates:
     """The candidates of one layer for queries t0 ... t0+T_q-1.
 
