@@ -73,7 +73,8 @@ def fault_of_lists(
     """What is wrong with the structure of the lists of every layer (§1.3, §1.11); None where nothing is.
 
     Each is int32 [B,ceil(T_q/s),S,k]: ascending and unique, -1 only at the tail, the last one the parent
-    that contains the query, min(k, n) entries, children of the layer above's entries.
+    that contains the query, min(k, n) entries, children of the layer above's entries. With M > k*r the lists of a
+    row's own top layer and of those above are -1.
     """
     rate, top_k = options["compression_rate"], options["top_k_per_layer"]
     stride = options.get("selection_stride", 1)
@@ -82,12 +83,23 @@ def fault_of_lists(
         return f"{len(parents)} lists for {len(sizes)} layers"
     t0 = length - num_queries
     times = torch.arange(t0, length, stride, device=parents[0].device)
+    tops = torch.full_like(times, len(sizes) - 1)
+    is_free = options["max_top_nodes"] > top_k * rate
+    if is_free:
+        tops = reference.OwnTops.of(times, rate, options["max_top_nodes"], top_k).tops
     for layer, lists in enumerate(parents):
         if lists.dtype != torch.int32:
             return f"layer {layer}: {lists.dtype}"
         got = (lists.shape[1], lists.shape[3])
         if got != (times.numel(), top_k):
             return f"layer {layer}: {tuple(lists.shape)}"
+        above = parents[layer + 1] if layer + 1 < len(sizes) else lists
+        here, top = times, tops
+        if is_free:
+            listed = tops > layer
+            if (lists[:, ~listed] != -1).any():
+                return f"layer {layer}: a list that the place implies"
+            lists, above, here, top = lists[:, listed], above[:, listed], times[listed], tops[listed]
         num = reference.num_parents(lists)
         slots = torch.arange(top_k, device=lists.device)
         if ((lists == -1) != (slots >= num[..., None])).any():
@@ -97,24 +109,24 @@ def fault_of_lists(
         if (steps[inner] <= 0).any():
             return f"layer {layer}: not ascending"
         last = lists.gather(-1, (num - 1).clamp(min=0)[..., None])[..., 0].long()
-        own = (times // rate**layer // rate).view(1, -1, 1)
+        own = (here // rate**layer // rate).view(1, -1, 1)
         if (last != own).any():
             return f"layer {layer}: the last parent does not contain the query"
         if layer == len(sizes) - 1:
+            if is_free:
+                continue
             shape = (lists.shape[0], num_queries, lists.shape[2])
             wanted = reference.top_parents(*shape, top_k, len(sizes), rate, t0, stride, device=lists.device)
             if not torch.equal(lists, wanted):
                 return "the top list is not the virtual one"
             continue
-        n_above = (
-            (reference.num_parents(parents[layer + 1]) - 1) * rate
-            + (times // rate ** (layer + 1) % rate).view(1, -1, 1)
-            + 1
-        )
+        node = (here // rate ** (layer + 1)).view(1, -1, 1)
+        from_top = is_free & (top == layer + 1).view(1, -1, 1)
+        n_above = torch.where(from_top, node, (reference.num_parents(above) - 1) * rate + node % rate) + 1
         if (num != n_above.clamp(max=top_k)).any():
             return f"layer {layer}: wrong number of parents"
         families = torch.div(lists.long(), rate, rounding_mode="floor").masked_fill(lists == -1, -1)
-        known = (families[..., :, None] == parents[layer + 1].long()[..., None, :]).any(-1)
+        known = (families[..., :, None] == above.long()[..., None, :]).any(-1) | from_top[..., None]
         if not known[lists != -1].all():
             return f"layer {layer}: a parent that is no child of the list above"
     return None
@@ -213,7 +225,8 @@ def reference_results(
     ]
     leaves = [leaf for layer in layers for leaf in layer]
     span_k = None if problem.selection_span is None else reference.span_means(k, problem.selection_span)
-    capacity = min(problem.top_k_per_layer * rate, max(layer[0].shape[1] for layer in layers) + rate)
+    most = max(problem.top_k_per_layer * rate, problem.max_top_nodes + rate)
+    capacity = min(most, max(layer[0].shape[1] for layer in layers) + rate)
     step = max(
         1, PIECE_ELEMENTS // (problem.batch * problem.h_kv * capacity * (problem.k_dim + problem.v_dim))
     )

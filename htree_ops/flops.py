@@ -28,20 +28,35 @@ __all__ = ["tree_candidates"]
 Shape = Sequence[int]
 
 
-def tree_candidates(T: int, T_q: int, r: int, M: int, k: int) -> list[tuple[int, int, np.ndarray]]:
+def _own_tops(leaders: np.ndarray, depth: int, r: int, M: int, k: int) -> np.ndarray:
+    """The layer that each query starts at, by its leader: with M > k * r the top of its prefix, else of all tokens."""
+    if k * r >= M:
+        return np.full_like(leaders, depth - 1)
+    tops = np.zeros_like(leaders)
+    for layer in range(depth - 1):
+        tops += leaders >= M * r**layer
+    return tops
+
+
+def tree_candidates(
+    T: int, T_q: int, r: int, M: int, k: int, stride: int = 1
+) -> list[tuple[int, int, np.ndarray]]:
     """How many candidates the last ``T_q`` of ``T`` queries score and open, layer by layer from the top.
 
     Returns:
         Per layer (scored, opened, n): sums over the queries, and the candidates of each query, int64 [T_q].
     """
-    sizes = [T]
-    while sizes[-1] > M:
-        sizes.append(-(-sizes[-1] // r))
+    depth, nodes = 1, T
+    while nodes > M:
+        depth, nodes = depth + 1, -(-nodes // r)
     t = np.arange(T - T_q, T, dtype=np.int64)
-    parents = t // r ** len(sizes) + 1
+    tops = _own_tops(t - t % stride, depth, r, M, k)
+    parents = np.ones_like(t)
     layers = []
-    for layer in reversed(range(len(sizes))):
-        n = (parents - 1) * r + t // r**layer % r + 1
+    for layer in reversed(range(depth)):
+        own = t // r**layer
+        below = np.where(tops > layer, (parents - 1) * r + own % r + 1, 0)
+        n = np.where(tops == layer, own + 1, below)
         parents = np.minimum(n, k)
         layers.append((int(n.sum()), int(parents.sum()) if layer else 0, n))
     return layers
@@ -51,13 +66,14 @@ def _tree_work(q: Shape, k: Shape, options: TreeOptions) -> tuple[int, int, int]
     """(pairs of a query and a candidate that are scored, those that are kept, scores for the selection alone)."""
     B, T_q, H, _ = q
     r, stride, span = options.compression_rate, options.selection_stride, options.selection_span
-    layers = tree_candidates(k[1], T_q, r, options.top_nodes, options.top_k) if T_q else []
+    layers = tree_candidates(k[1], T_q, r, options.top_nodes, options.top_k, stride) if T_q else []
     scored = sum(scores for scores, _, _ in layers)
     kept = sum(scores - opened for scores, opened, _ in layers)
     selecting = 0
     if span is not None:  # the leaders score every mean of `span` tokens of their candidates but the last
         for depth, (_, _, n) in enumerate(layers[:-1]):
-            selecting += int((n[::stride] - 1).sum()) * r ** (len(layers) - 1 - depth) // span
+            before = np.maximum(n[::stride] - 1, 0)
+            selecting += int(before.sum()) * r ** (len(layers) - 1 - depth) // span
     return B * H * scored, B * H * kept, B * H * selecting
 
 
@@ -316,24 +332,17 @@ def _select_blocks_varlen(
 def _index_lists(
     q: Shape, k: Shape, index_query: Shape, index_key: Shape, starts: Sequence[int], *packed: Any, **_: Any
 ) -> int:
-    """:func:`_select_blocks` for every layer below the top."""
-    options, piece = TreeOptions.from_packed(*packed), _piece(index_query, starts)
-    layers = (
-        len(tree_candidates(k[1], 1, options.compression_rate, options.top_nodes, options.top_k))
-        if k[1]
-        else 1
-    )
-    return sum(
-        _select_blocks(
-            piece,
-            _until(index_key, start + piece[1]),
-            0,
-            options.compression_rate**layer,
-            options.selection_stride,
-        )
-        for layer in range(1, layers)
-        for start in starts
-    )
+    """The products of :func:`_select_blocks` for every layer below the top of a query."""
+    options, (B, T_q, H_i, d) = TreeOptions.from_packed(*packed), _piece(index_query, starts)
+    r, M = options.compression_rate, options.top_nodes
+    depth = len(tree_candidates(k[1], 1, r, M, options.top_k)) if k[1] else 1
+    keys = 0
+    for start in starts:
+        leaders = np.arange(start, start + T_q, options.selection_stride, dtype=np.int64)
+        tops = _own_tops(leaders, depth, r, M, options.top_k)
+        for layer in range(1, depth):
+            keys += int((leaders[tops >= layer] // r**layer * r**layer).sum())
+    return 2 * B * H_i * d * keys
 
 
 def _listed_attention(q: Shape, k: Shape, v: Shape, lists: Shape, *packed: Any, **_: Any) -> int:

@@ -16,7 +16,7 @@ from htree_ops import HTreeAttention, fp8_gemm, gated_mlp, tree_attention
 from htree_ops.flops import FORMULAS
 from htree_ops.info import op_names
 from tests.support.cases import normal
-from tests.support.tree_attention_cases import SHAPES
+from tests.support.tree_attention_cases import FREE_SHAPES, SHAPES
 
 OPTIONS = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -35,26 +35,33 @@ def counted(call) -> int:
 # ---- FLOP counts
 
 
-def candidates_by_lists(q: Tensor, parents: list[Tensor], r: int, T: int, stride: int) -> tuple[int, int]:
+def candidates_by_lists(
+    q: Tensor, parents: list[Tensor], r: int, T: int, stride: int, is_free: bool
+) -> tuple[int, int]:
     """(scored, kept) of §1.3, read from the lists that the op has used."""
     t = torch.arange(T - q.shape[1], T)
     group = q.shape[2] // parents[0].shape[2]
     lengths = [(rows >= 0).sum(-1).cpu().repeat_interleave(stride, 1)[:, : q.shape[1]] for rows in parents]
     scored = kept = 0
     for layer, m in enumerate(lengths):
-        n = (m - 1) * r + (t // r**layer % r + 1)[None, :, None]
+        own = (t // r**layer)[None, :, None]
+        n = (m - 1) * r + own % r + 1
+        if is_free:  # the top list of a row and those above are not stored
+            is_top = lengths[layer - 1] > 0 if layer else torch.ones_like(m, dtype=torch.bool)
+            n = torch.where(m > 0, n, torch.where(is_top, own + 1, 0))
         scored += group * int(n.sum())
         kept += group * int(n.sum() - (lengths[layer - 1].sum() if layer else 0))
     return scored, kept
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SHAPES + FREE_SHAPES, ids=lambda case: case.name)
 def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> None:
     q, k, v = case.make_qkv(device)
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *case.op_options())
     if not q.numel() or not parents:
         return
-    scored, kept = candidates_by_lists(q, parents, case.r, k.shape[1], case.selection_stride)
+    is_free = case.top_k * case.r < case.M
+    scored, kept = candidates_by_lists(q, parents, case.r, k.shape[1], case.selection_stride, is_free)
     K, V = k.shape[3], v.shape[3]
     forward = 2 * K * scored + 2 * V * kept
     assert counted(lambda: torch.ops.htree.attention(q, k, v, *case.op_options())) == forward

@@ -28,10 +28,12 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(correctness, "PIECE_ELEMENTS", 1 << 14)
 
 
+@pytest.mark.parametrize("top_nodes", [12, 30])
 @pytest.mark.parametrize("span", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_pieces_give_the_reference(dtype, span):
-    problem = correctness.Problem(**{**vars(PROBLEM), "dtype": dtype, "selection_span": span})
+def test_pieces_give_the_reference(dtype, span, top_nodes):
+    changes = {"dtype": dtype, "selection_span": span, "max_top_nodes": top_nodes}
+    problem = correctness.Problem(**{**vars(PROBLEM), **changes})
     q, k, v, dout = problem.make(3, "cpu")
     whole = ref.htree_forward_naive(q, k, v, **problem.options, compute_dtype=torch.float64)
     free = correctness.reference_results(q, k, v, dout, problem, None)
@@ -43,7 +45,7 @@ def test_pieces_give_the_reference(dtype, span):
             torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("span", [[], ["--selection-span=2"]], ids=str)
+@pytest.mark.parametrize("span", [[], ["--selection-span=2"], ["--max-top-nodes=30"]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_pass(device, dtype, span, capsys):
     flags = [*FLAGS, f"--device={device}", "--seeds", "1", "2", f"--dtype={dtype}", *span]
@@ -131,7 +133,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch, capsys):
     [
         (["--hq=3"], "H_kv"),
         (["--k-dim=5"], "even"),
-        (["--max-top-nodes=17"], "max_top_nodes"),
+        (["--max-top-nodes=0"], "at least 1"),
         (["--compression-rate=1"], "compression_rate"),
         (["--rope-base=-1"], "rope_base"),
         (["--selection-span=3"], "selection_span"),

@@ -282,9 +282,15 @@ class TreeAttentionCase(OptionFields, Case):
         times = torch.arange(self.t0, self.T, device="cpu")
         num_layers = len(self.sizes)
         found, merged = [0] * num_layers, [0] * num_layers
-        lists = times // self.r**num_layers + 1
+        tops = torch.full_like(times, num_layers - 1)
+        if self.top_k * self.r < self.M:
+            leaders = times - times % self.selection_stride
+            tops = reference.OwnTops.of(leaders, self.r, self.M, self.top_k).tops
+        lists = torch.ones_like(times)
         for layer in reversed(range(num_layers)):
-            n = (lists - 1) * self.r + times // self.r**layer % self.r + 1
+            own = times // self.r**layer
+            n = torch.where(tops > layer, (lists - 1) * self.r + own % self.r + 1, 0)
+            n = torch.where(tops == layer, own + 1, n)
             lists = n.clamp(max=self.top_k)
             found[layer] = int(n.sum())
             merged[layer] = found[layer] - (int(lists.sum()) if layer else 0)

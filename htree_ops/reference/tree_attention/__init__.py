@@ -39,6 +39,7 @@ from .stages import (
 from .state import empty_state, final_normalize, merge_to_global, subtract_topk
 from .tree import (
     Candidates,
+    OwnTops,
     build_layers,
     candidates,
     child_counts,
@@ -57,6 +58,7 @@ __all__ = [
     "Candidates",
     "Forward",
     "LayerTrace",
+    "OwnTops",
     "accumulate_non_topk",
     "attention_varlen",
     "bottom_accumulate",
