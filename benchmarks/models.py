@@ -158,7 +158,8 @@ def most_exact_tokens(way: Way) -> float:
     if way.htree is None:
         return float("inf")
     rate, top_k = way.htree.get("compression_rate", 16), way.htree.get("top_k", 512)
-    return way.htree.get("max_top_nodes", min(8192, rate * top_k))
+    by_scores = way.htree.get("index_dim", 0) == 0
+    return way.htree.get("max_top_nodes", min(8192, rate * top_k) if by_scores else 8192)
 
 
 def measure(

@@ -41,7 +41,7 @@ HELP = {
     "batch": "sequences per step, of all ranks together",
     "learning_rate": f"peak of AdamW's (default {LEARNING_RATE})",
     "kv_heads": "key and value heads, a divisor of heads",
-    "max_top_nodes": "M, most nodes of the top layer, at most k * r",
+    "max_top_nodes": "M, most nodes of the top layer",
 }
 
 

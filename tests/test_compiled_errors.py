@@ -79,7 +79,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
             {"v": V.half()},
             {"q": zeros(2, 12, 3, 6)},
             {"top_k": 0},
-            {"max_top_nodes": 9},
+            {"max_top_nodes": 0},
             {"compression_rate": 1},
             {"selection_stride": 3},
             {"scale": 1e39},

@@ -151,14 +151,21 @@ def candidates_by_layer(context: int, settings: Settings) -> list[Tensor]:
     """Nodes that each query scores, int64 [context] per layer, tokens first (docs/semantics/tree_attention.md §1.3).
 
     Dense attention scores t + 1 at position t. A layer gives (m - 1) * r + (t // r^l) % r + 1 candidates from m
-    parents; min(k, that many) of them are the parents of the layer below.
+    parents; min(k, that many) of them are the parents of the layer below. At its top layer a query scores every node
+    up to its own.
     """
     rate, top = settings.compression_rate, len(layer_sizes(context, settings)) - 1
     position = torch.arange(context)
-    parents = position // rate ** (top + 1) + 1
+    tops = torch.full_like(position, top)
+    if settings.max_top_nodes > settings.top_k * rate:  # then a query starts at the top of its own prefix
+        leader = position - position % settings.selection_stride
+        tops = sum(((leader >= settings.max_top_nodes * rate**i).long() for i in range(top)), 0 * position)
+    parents = torch.ones_like(position)
     counts = []
     for layer in range(top, -1, -1):
-        counts.append((parents - 1) * rate + position // rate**layer % rate + 1)
+        node = position // rate**layer
+        below = (parents - 1) * rate + node % rate + 1
+        counts.append(torch.where(tops == layer, node + 1, torch.where(tops > layer, below, 0)))
         parents = counts[-1].clamp(max=settings.top_k)
     return counts[::-1]
 
@@ -174,5 +181,6 @@ def span_means_of_last_query(context: int, settings: Settings) -> int:
         return 0
     above = list(enumerate(candidates_by_layer(context, settings)))[1:]
     return sum(
-        (int(n[-1]) - 1) * settings.compression_rate**layer // settings.selection_span for layer, n in above
+        max(0, int(n[-1]) - 1) * settings.compression_rate**layer // settings.selection_span
+        for layer, n in above
     )

@@ -155,7 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--max-top-nodes",
         type=int,
         metavar="N",
-        help=f"M, most nodes of the top layer, at most k * r; decides the depth ({both('max_top_nodes')})",
+        help=f"M, most nodes of the top layer; decides the depth ({both('max_top_nodes')})",
     )
     tree.add_argument(
         "--selection-stride",
@@ -269,16 +269,7 @@ def check(settings: Settings) -> None:
     check_size("--batch * --context", settings.batch * settings.context, 2)
     if not 0 < settings.learning_rate < float("inf"):
         raise UserError(f"--learning-rate must be positive and finite, got {settings.learning_rate}")
-    r, k, m, s = (
-        settings.compression_rate,
-        settings.top_k,
-        settings.max_top_nodes,
-        settings.selection_stride,
-    )
-    if m > k * r:
-        raise UserError(
-            f"--max-top-nodes must be at most top-k * compression-rate = {k} * {r} = {k * r}, got {m}"
-        )
+    r, s = settings.compression_rate, settings.selection_stride
     if s & (s - 1) or r % s:
         raise UserError(f"--selection-stride must be a power of two that divides {r}, got {s}")
     if settings.selection_span and r % settings.selection_span:

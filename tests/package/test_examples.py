@@ -130,7 +130,7 @@ def test_an_interrupted_run_continues_exactly(lm, tmp_path, capsys, monkeypatch)
         ("--batch 0", "--batch must be at least 1, got 0"),
         ("--dim 30 --heads 4", "--dim 30, --heads 4"),
         ("--heads 4 --kv-heads 3", "--kv-heads 3"),
-        ("--max-top-nodes 1000", "--max-top-nodes must be at most top-k * compression-rate = 32 * 16 = 512"),
+        ("--max-top-nodes 0", "--max-top-nodes must be at least 1, got 0"),
         ("--selection-span 3", "--selection-span must be 0 or a divisor of 16, got 3"),
         ("--copy-steps -1", "--copy-steps must be at least 0, got -1"),
         ("--selection-stride 3", "--selection-stride must be a power of two that divides 16, got 3"),
@@ -223,13 +223,14 @@ def test_both_models_agree_while_nothing_is_selected(lm):
     assert "nothing is selected" in lm.report.tree_words(settings)
 
 
+@pytest.mark.parametrize("top_nodes", [24, 40])
 @pytest.mark.parametrize("context", [24, 25, 97, 200])
-def test_the_printed_candidates_are_those_of_the_algorithm(lm, context):
+def test_the_printed_candidates_are_those_of_the_algorithm(lm, context, top_nodes):
     from htree_ops.reference.tree_attention import htree_forward_naive
 
-    settings = settings_of(lm, f"{MODEL} --context {context} --device cpu")
+    settings = settings_of(lm, f"{MODEL} --max-top-nodes {top_nodes} --context {context} --device cpu")
     q, k = torch.randn(1, context, 1, 4), torch.randn(1, context, 1, 4)
-    trace = htree_forward_naive(q, k, k, compression_rate=4, top_k_per_layer=8, max_top_nodes=24).trace
+    trace = htree_forward_naive(q, k, k, compression_rate=4, top_k_per_layer=8, max_top_nodes=top_nodes).trace
     expected = sum(layer.candidates.present.sum(-1).flatten() for layer in trace)
     torch.testing.assert_close(lm.model.candidates_per_query(context, settings), expected)
     assert len(lm.model.layer_sizes(context, settings)) == len(trace)

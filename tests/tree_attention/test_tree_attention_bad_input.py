@@ -54,7 +54,7 @@ WHOLE = {
     "k = 0": ({"top_k_per_layer": 0}, ValueError, ["top_k", "1", "0"]),
     "k huge": ({"top_k_per_layer": 2**62}, ValueError, ["top_k", str(2**62)]),
     "M = 0": ({"max_top_nodes": 0}, ValueError, ["max_top_nodes", "1", "0"]),
-    "M > k r": ({"max_top_nodes": 9}, ValueError, ["max_top_nodes", "8", "9"]),
+    "M < 0": ({"max_top_nodes": -9}, ValueError, ["max_top_nodes", "1", "-9"]),
     "scale nan": ({"scale": nan}, ValueError, ["scale", "finite", "nan"]),
     "scale inf": ({"scale": -inf}, ValueError, ["scale", "finite", "inf"]),
     "stride no power of two": (

@@ -154,7 +154,7 @@ BAD = {
     "device": ({"v": torch.zeros(2, 20, 2, 5, device="meta")}, htree_ops.DeviceError, ["v", "cpu", "meta"]),
     "r": ({"compression_rate": 1}, ValueError, ["compression_rate", "2", "1"]),
     "k": ({"top_k": 0}, ValueError, ["top_k", "1", "0"]),
-    "M": ({"max_top_nodes": 9}, ValueError, ["max_top_nodes", "8", "9"]),
+    "M": ({"max_top_nodes": 0}, ValueError, ["max_top_nodes", "1", "0"]),
     "scale": ({"scale": math.nan}, ValueError, ["scale", "finite", "nan"]),
     "stride": ({"selection_stride": 3}, ValueError, ["selection_stride", "3"]),
     "suffix": (

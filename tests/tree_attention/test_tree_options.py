@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import re
+import warnings
 from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any, get_args
 
@@ -187,7 +188,7 @@ def test_they_are_saved_and_loaded() -> None:
         ({"top_k": 0}, ValueError, "top_k"),
         ({"top_k": 1.5}, TypeError, "top_k"),
         ({"selection_stride": 3}, ValueError, "selection_stride"),
-        ({"max_top_nodes": 9000}, ValueError, "max_top_nodes"),
+        ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1, got 0"),
         ({"importance": "mean"}, ValueError, "importance"),
         (
             {"selection_span": 3},
@@ -283,6 +284,32 @@ def test_max_top_nodes_is_what_top_k_allows(options: dict[str, int], M: int) -> 
     before = layer(x)
     layer.options = replace(layer.options, max_top_nodes=M)
     assert torch.equal(layer(x), before)
-    if options:
-        with pytest.raises(ValueError, match="max_top_nodes"):
-            tree_attention(q, k, v, **options, max_top_nodes=M + 1)
+
+
+def test_max_top_nodes_beside_an_index_is_8192() -> None:
+    """Whatever top_k is: of the function, of packed documents, of a layer and of a cache."""
+    torch.manual_seed(2)
+    options: dict[str, Any] = {"top_k": 2, "compression_rate": 4}
+    assert TreeOptions(**options).beside_index() == TreeOptions(**options, max_top_nodes=MOST_TOP_NODES)
+    given = TreeOptions(**options, max_top_nodes=7)
+    assert given.beside_index() is given
+    (q, k, v), index = torch.randn(3, 1, 90, 2, 8), torch.randn(2, 1, 90, 2, 16).unbind()
+    wanted = tree_attention(q, k, v, index=index, **options, max_top_nodes=MOST_TOP_NODES)
+    assert torch.equal(tree_attention(q, k, v, index=index, **options), wanted)
+    assert not torch.equal(tree_attention(q, k, v, index=index, **options, max_top_nodes=8), wanted)
+    rows = [x[0] for x in (q, k, v)]
+    ends = torch.tensor([0, 90], dtype=torch.int32)
+    packed = tree_attention_varlen(*rows, ends, ends, 90, 90, index=(index[0][0], index[1][0]), **options)
+    assert torch.equal(packed, wanted[0])
+    layer = HTreeAttention(32, 2, index_dim=16, options=TreeOptions(**options))
+    assert layer.options.max_top_nodes is None
+    cache = layer.make_cache(1, 90)
+    assert cache.options.max_top_nodes == layer._of_attention().max_top_nodes == MOST_TOP_NODES
+    x, cu_seqlens = torch.randn(1, 90, 32), ends
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the index is not fitted
+        whole = layer(x)
+        torch.testing.assert_close(layer(x, cu_seqlens=cu_seqlens), whole)
+        torch.testing.assert_close(layer(x, cache=cache), whole)
+        layer.options = replace(layer.options, max_top_nodes=MOST_TOP_NODES)
+        assert torch.equal(layer(x), whole)

@@ -482,7 +482,7 @@ def test_a_leader_that_was_never_attended_is_reported() -> None:
         ({"page_size": 6}, ValueError, "page_size must be a multiple"),
         ({"importance": "lse"}, ValueError, "nodes that are not finished"),
         ({"top_k": 0}, ValueError, "top_k"),
-        ({"max_top_nodes": 13}, ValueError, "max_top_nodes"),
+        ({"max_top_nodes": 0}, ValueError, "max_top_nodes"),
         ({"selection_stride": 3}, ValueError, "selection_stride"),
         ({"selection_span": 3}, ValueError, "selection_span must be None or a divisor"),
         ({"dtype": torch.int8}, TypeError, "dtype must be"),

@@ -98,7 +98,7 @@ def tree_attention(
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention over a tree of mean-pooled keys and values, at most top_k * r of them per layer.
+    """Causal attention over a tree of mean-pooled keys and values: the top layer, and below it top_k * r per layer.
 
     Layer 0 of the tree is the tokens; a node of layer l + 1 is the mean of its (at most r) children. Each
     query starts at the top layer, refines its ``top_k`` most important candidates into their children and
@@ -108,8 +108,8 @@ def tree_attention(
 
         out[t, h] = sum(exp(s) V) / sum(exp(s))
 
-    While T <= max_top_nodes, or top_k covers every layer, this is dense causal attention with rotary
-    positions.
+    A query walks the tree over its own prefix, whatever stands behind it. While that is at most max_top_nodes tokens,
+    or top_k covers every layer, this is dense causal attention with rotary positions.
     Source: docs/semantics/tree_attention.md §1.1-1.7, §1.12, §1.13, §1.15; design documents [000] and [001].
 
     Args:
@@ -125,8 +125,9 @@ def tree_attention(
         options: the keywords below as one :class:`htree_ops.TreeOptions`; those that are given beside it replace its
             own. None is their defaults.
         compression_rate: r >= 2, children per node; 16.
-        max_top_nodes: M, most nodes of the top layer; 1 <= M <= top_k * r. It decides the number of layers.
-            None is min(8192, top_k * r).
+        max_top_nodes: M >= 1, most nodes of the top layer. It decides the number of layers: a query has one while no
+            more than M tokens stand before the end of its prefix, and one more each time these are r times as many.
+            None is min(8192, top_k * r), with ``index`` 8192.
         top_k: k >= 1, candidates that a query refines per layer; 512.
         selection_stride: s, a power of two that divides r: s consecutive queries refine the set of their
             first one. T - T_q must be a multiple of it. 1 is recommended for quality, 4 for speed
@@ -196,6 +197,7 @@ def _attend(
         op = torch.ops.htree._attention_lse if return_lse else torch.ops.htree._attention
         return op(q, k, v, options.store_parents, *options.packed())
     check_index("tree_attention", index, options)
+    options = options.beside_index()
     before = k.shape[1] - q.shape[1] if q.dim() == k.dim() == 4 else 0
     lists = torch.ops.htree._index_lists(q, k, *(x.detach() for x in index), [before], *options.packed())
     out, lse = torch.ops.htree._listed_attention(q, k, v, lists, *options.packed())

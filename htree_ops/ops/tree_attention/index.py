@@ -75,7 +75,7 @@ class TreeOf:
             every: dict[str, Any] = {"top_k": most, "max_top_nodes": most * options.compression_rate}
             options = replace(options, selection_span=None, **every)
         elif self.by_index:
-            index = choose_by_index(self.function, self.layer, q, k)
+            index, options = choose_by_index(self.function, self.layer, q, k), options.beside_index()
         # The ops, whose words the caller replaces by its own.
         documents = (cu_q, cu_k, max_q, max_k, "auto", *options.packed())
         if index is None:

@@ -44,7 +44,7 @@ Scope = Literal["kv_head", "q_head"]
 Frequencies: TypeAlias = Sequence[float] | Tensor
 #: Options that choose in a way of their own, and the value beside which an index chooses.
 OTHER_CHOICES = {"selection_span": None, "importance": "lse_causal", "scope": "kv_head"}
-#: max_top_nodes = None is at most this many nodes.
+#: max_top_nodes = None is this many nodes where an index chooses, else at most so many.
 MOST_TOP_NODES = 8192
 
 Goal = Literal["quality", "speed"]
@@ -120,11 +120,25 @@ class TreeOptions:
 
     @property
     def top_nodes(self) -> int:
-        """``max_top_nodes`` as a number; None is the largest that top_k allows, and at most 8192."""
+        """``max_top_nodes`` as a number; None is top_k * compression_rate, and at most 8192."""
         if self.max_top_nodes is not None:
             return self.max_top_nodes
         most = min(MOST_TOP_NODES, self.top_k * self.compression_rate)
         return max(1, most)  # the op refuses other options by their own names
+
+    @property
+    def num_rotations(self) -> int:
+        """Rows that a table of rotations needs: a row per place among the candidates of a query."""
+        of_dense_rows = -(-self.top_nodes // self.selection_stride) * self.selection_stride
+        return max(self.top_k * self.compression_rate, of_dense_rows)
+
+    def beside_index(self) -> TreeOptions:
+        """The same where an index chooses: there ``max_top_nodes=None`` is 8192."""
+        if self.max_top_nodes is not None:
+            return self
+        if torch.compiler.is_compiling():
+            return replace(self, max_top_nodes=MOST_TOP_NODES)
+        return _replaced(self, max_top_nodes=MOST_TOP_NODES)
 
     def packed(self) -> tuple[list[int], list[float]]:
         """All options but ``scope`` and ``store_parents`` as the last two arguments of every op that takes them."""

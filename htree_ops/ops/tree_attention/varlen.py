@@ -135,6 +135,7 @@ def tree_attention_varlen(
         out, lse = torch.ops.htree._attention_varlen(query, key, value, *documents, "auto", *chosen.packed())
     else:
         check_index("tree_attention_varlen", index, chosen)
+        chosen = chosen.beside_index()
         out, lse = torch.ops.htree._indexed_attention_varlen(
             query, key, value, *index, *documents, "auto", *chosen.packed()
         )

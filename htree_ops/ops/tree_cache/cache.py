@@ -186,6 +186,8 @@ class TreeKVCache:
         self.index_heads, self.index_dtype = index_sizes(
             OP, self.options, num_kv_heads, index_dim, index_heads, index_dtype, dtype
         )
+        if index_dim:
+            self.options = self.options.beside_index()
         self.leaf_bits = leaf_bits
         self.batch, self.num_kv_heads = batch, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
@@ -233,7 +235,7 @@ class TreeKVCache:
         # The CPU keeps the table of tree_attention between calls.
         self._rope_table = (
             rope_cache(
-                options.top_k * options.compression_rate,
+                options.num_rotations,
                 self.head_dim,
                 options.rope_base,
                 device=device,

@@ -223,8 +223,9 @@ def tree_cache_attention(
             tokens, -1 for none. Both or neither.
         q_lengths: int32 [B]: how many rows of a sequence count; None is all.
         rope_table: ``rope_cache(size, K, rope_base)``, where inv_freq is given ``rope_cache(size, K,
-            inv_freq=inv_freq)``, with size >= top_k * compression_rate. Without it CUDA computes one in every call, and
-            the CPU keeps one between calls.
+            inv_freq=inv_freq)``, with size >= top_k * compression_rate and >= max_top_nodes, this rounded up to a
+            multiple of selection_stride. Without it CUDA computes one in every call, and the CPU keeps one between
+            calls.
         page_size: P, a multiple of compression_rate.
         k_codes, k_scales, v_codes, v_scales: the tokens where they are packed, as in
             :func:`tree_cache_append_packed_`; all or none. A channel is its code times the scale, rounded to the dtype.
@@ -232,7 +233,8 @@ def tree_cache_attention(
             which nodes are chosen as with ``index`` of :func:`htree_ops.tree_attention`; both or neither. H_i is H_kv
             or 1, d a multiple of 16 up to 128. Row t % page_size of page t // page_size of a sequence is the index key
             of its token t, which the caller writes (docs/semantics/tree_cache.md §7.7).
-        options, keywords: as in :func:`htree_ops.tree_attention`.
+        options, keywords: as in :func:`htree_ops.tree_attention`. With an index max_top_nodes=None is 8192; the pools
+            must have been filled with the same number.
 
     Returns:
         out [N_q, H, V] in the dtype of q; lse [N_q, H], natural logarithm, float32 (float64 for float64). A row that
@@ -246,6 +248,8 @@ def tree_cache_attention(
         IndexError: on the CPU, for a page that the pool does not have. On CUDA its rows are left out.
     """
     chosen = cache_options("tree_cache_attention", options, keywords)
+    if index_query is not None:
+        chosen = chosen.beside_index()
     if (
         chosen.selection_stride > 1
         and lists is None is list_pos
