@@ -153,6 +153,19 @@ CASES: list[VarlenCase] = [
     replace(_RAGGED, name="half", dtype=torch.bfloat16, H=2, K=32, V=32),
     replace(_RAGGED, name="inv_freq", inv_freq=(1.0, -0.3, 0.01, 0.0)),
     replace(_RAGGED, name="joint", importance="exp_joint"),
+    replace(_RAGGED, name="free_top", lengths=(33, 0, 1, 70, 13, 13, 100), M=13),
+    replace(
+        _RAGGED,
+        name="free_top_stride",
+        M=10,
+        selection_stride=4,
+        queries=(33, 0, 1, 22, 9, 1, 4),
+        selection_span=2,
+        open_next=True,
+        top_k=2,
+    ),
+    replace(_RAGGED, name="free_top_half", M=20, dtype=torch.bfloat16, H=2, K=32, V=32),
+    replace(_RAGGED, name="free_top_not_causal", M=20, importance="lse"),
     replace(_RAGGED, name="not_causal", importance="lse"),
 ]
 

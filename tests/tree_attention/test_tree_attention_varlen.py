@@ -151,7 +151,7 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
         V=draw(st.integers(1, 5)),
         r=r,
         top_k=top_k,
-        M=draw(st.integers(1, top_k * r)),
+        M=draw(st.integers(1, 3 * top_k * r)),
         selection_stride=stride,
         selection_span=None if importance == "lse" else draw(spans_of(r)),
         **draw(switches),

@@ -99,7 +99,16 @@ CASES = {
     "no_rotation": IndexCase(rope_base=None, B=2),
     "dense": IndexCase(T=8),
     "one_token": IndexCase(T=1),
+    "free": IndexCase(T=333, M=20, B=2),
+    "free_deep": IndexCase(T=200, r=2, M=9, k=2, T_q=190),
+    "free_stride": IndexCase(T=301, r=16, M=70, k=2, s=4, T_q=277),
+    "free_dense_followers": IndexCase(T=11, M=10, s=4),
+    "free_open_next": IndexCase(T=333, M=50, k=5, open_next=True, H_i=1, s=2),
     "bfloat16": IndexCase(dtype=torch.bfloat16, T=900, K=64, V=64, r=16, M=64, k=4, H=8, d=32),
+    "free_bfloat16": IndexCase(dtype=torch.bfloat16, T=1700, K=64, V=64, r=16, M=200, k=4, H=8, d=32),
+    "free_bfloat16_three_layers": IndexCase(
+        dtype=torch.bfloat16, T=2000, K=128, V=128, r=16, M=100, k=4, s=4, H=8, d=32, rope_base=None
+    ),
     "float16": IndexCase(dtype=torch.float16, T=700, K=32, V=32, r=16, M=32, k=3, H=4, H_kv=1, H_i=1, s=16),
 }
 
@@ -127,7 +136,7 @@ def cases(draw: Any, device: str) -> IndexCase:
         V=width if fast else draw(st.integers(1, 6)),
         d=draw(st.sampled_from((16, 32))),
         r=r,
-        M=draw(st.integers(1, k * r)),
+        M=draw(st.integers(1, 3 * k * r)),
         k=k,
         s=s,
         open_next=draw(st.booleans()),
@@ -210,6 +219,11 @@ def test_the_lists_above_the_tokens_are_those_of_select_blocks(name: str, device
         *index, case.k, block_size=case.r, selection_stride=case.s, open_next=case.open_next
     )
     if case.T > case.M:
+        leaders = torch.arange(case.T - case.rows, case.T, case.s, device=device)
+        implied = (leaders < case.M) & (
+            case.k * case.r < case.M
+        )  # a dense row, whose list follows from its place
+        wanted = wanted.masked_fill(implied.view(1, -1, 1, 1), -1)
         assert torch.equal(lists_of(case, q, k, index)[0], wanted.expand(-1, -1, case.H_kv, -1))
 
 
@@ -228,25 +242,36 @@ def test_any_call_equals_the_reference(data: st.DataObject, seed: int, device: s
 
 
 @given(
-    seed=seeds, k=st.integers(1, 4), M=st.integers(4, 16), T=st.integers(5, 90), H_i=st.sampled_from((1, 2))
-)
+    seed=seeds, k=st.integers(1, 4), M=st.integers(4, 60), T=st.integers(5, 130), H_i=st.sampled_from((1, 2)),
+    s=st.sampled_from((1, 2, 4)),
+)  # fmt: skip
 def test_listed_tokens_merged_with_the_means_of_what_stays_closed(
-    seed: int, k: int, M: int, T: int, H_i: int, device: str
+    seed: int, k: int, M: int, T: int, H_i: int, s: int, device: str
 ) -> None:
     """By structure: sparse_attention over the lists and plain attention over the closed nodes, joined by their lse."""
     r = 16 if device == "cuda" else 4
-    case = IndexCase(T=T * r // 4, r=r, k=k, M=min(M, k * r), H_i=H_i, rope_base=None, B=2)
+    case = IndexCase(T=T * r // 4, r=r, k=k, M=M, s=s, H_i=H_i, rope_base=None, B=2)
     qkv, index = case.make_qkv(device, seed), case.make_index(device, seed)
     out, lse = attend(case, index)(*qkv)
     q, keys, values = (x.double().cpu() for x in qkv)
     lists = [x.cpu().long() for x in lists_of(case, *qkv[:2], index)]
-    blocks = lists[0].int().to(device)
-    parts = [htree_ops.sparse_attention(*qkv, blocks, block_size=r, return_lse=True)]
-    parts = [tuple(x.double().cpu() for x in part) for part in parts]
     t = torch.arange(case.T)
+    leaders = t - t % s
     depth = 1
     while -(-case.T // r ** (depth - 1)) > case.M:
         depth += 1
+    is_free = k * r < case.M  # then a query has the layers of its leader's prefix, and no list of its top
+    tops = (
+        sum((leaders >= M * r**i).long() for i in range(depth)) if is_free else torch.full_like(t, depth - 1)
+    )
+    blocks = torch.arange(-(-case.T // r)).expand(*lists[0].shape[:3], -1)
+    some = torch.nn.functional.pad(lists[0], (0, max(0, blocks.shape[-1] - k)), value=-1)
+    blocks = torch.nn.functional.pad(blocks, (0, some.shape[-1] - blocks.shape[-1]), value=-1)
+    is_dense = is_free & (tops[::s] == 0)
+    blocks = torch.where(is_dense.view(1, -1, 1, 1), blocks, some).int().to(device)
+    parts = [htree_ops.sparse_attention(*qkv, blocks, block_size=r, selection_stride=s, return_lse=True)]
+    parts = [tuple(x.double().cpu() for x in part) for part in parts]
+    of_rows = [x.repeat_interleave(s, 1)[:, : case.T] for x in lists]
     scores_of, values_of = [], []
     for layer in range(1, depth):
         count = -(-case.T // r**layer)
@@ -255,8 +280,11 @@ def test_listed_tokens_merged_with_the_means_of_what_stays_closed(
         mean = ones / ones.sum(0)
         node_k, node_v = (torch.einsum("tn,bthd->bnhd", mean, x) for x in (keys, values))
         nodes = torch.arange(count)
-        opened = (lists[layer - 1][..., None] == nodes).any(-2)
-        above = (lists[layer][..., None] == nodes // r).any(-2)
+        opened = (of_rows[layer - 1][..., None] == nodes).any(-2)
+        above = (of_rows[layer][..., None] == nodes // r).any(-2)
+        if is_free:
+            top = tops.view(1, -1, 1, 1)
+            above = torch.where(top == layer, True, above & (top > layer))
         closed = above & ~opened & (nodes <= t[:, None, None] // r**layer)  # [B, T, H_kv, nodes]
         scores = torch.einsum("bthgd,bnhd->bthgn", q.unflatten(2, (case.H_kv, -1)), node_k) * case.K**-0.5
         scores_of.append(scores.masked_fill(~closed.unsqueeze(3), -torch.inf).flatten(2, 3))
@@ -277,7 +305,9 @@ def test_a_short_sequence_is_dense_attention_whatever_the_index(device: str) -> 
     assert torch.equal(attend(case, index)(*qkv)[0], tree_attention(*qkv, **case.options()))
 
 
-@pytest.mark.parametrize("name", ["plain", "stride", "bfloat16", "open_next"])
+@pytest.mark.parametrize(
+    "name", ["plain", "stride", "bfloat16", "open_next", "free", "free_stride", "free_bfloat16"]
+)
 def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name: str, device: str) -> None:
     case = replace(CASES[name], T_q=0, B=2)
     qkv, index = case.make_qkv(device), case.make_index(device)
@@ -289,11 +319,23 @@ def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name: str, device: st
     assert torch.equal(part[1], lse[1:, begin:])
 
 
-@pytest.mark.parametrize("name", ["plain", "deep", "one_head", "stride"])
+@pytest.mark.parametrize("name", ["plain", "deep", "one_head", "stride", "free", "free_deep"])
 def test_gradcheck(name: str) -> None:
     case = replace(CASES[name], dtype=torch.float64, T=min(CASES[name].T, 40), T_q=0)
     leaves = tuple(x.requires_grad_() for x in case.make_qkv("cpu"))
     assert torch.autograd.gradcheck(attend(case, case.make_index("cpu")), leaves)
+
+
+@pytest.mark.parametrize("name", ["free", "free_stride", "free_open_next"])
+def test_a_row_keeps_its_bits_when_the_sequence_grows(name: str) -> None:
+    """M > k*r: its tree is that of its own prefix. On a GPU kernels may round elsewhere (§1.14)."""
+    case = replace(CASES[name], T_q=0)
+    qkv, index = case.make_qkv("cpu"), case.make_index("cpu")
+    out, lse = attend(case, index)(*qkv)
+    for T in (1, case.M, case.M + 1, case.T // 2, case.M * case.r, case.T - 1):
+        short = attend(case, (index[0][:, :T], index[1][:, :T]))(*(x[:, :T] for x in qkv))
+        assert torch.equal(short[0], out[:, :T])
+        assert torch.equal(short[1], lse[:, :T])
 
 
 def test_the_index_has_no_gradient(device: str) -> None:
@@ -338,7 +380,7 @@ def test_empty(device: str) -> None:
 # ---- registration
 
 
-@pytest.mark.parametrize("name", ["plain", "stride", "one_head", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "stride", "one_head", "bfloat16", "free", "free_stride"])
 def test_opcheck(name: str, device: str) -> None:
     case = replace(CASES[name], T=90 if CASES[name].r == 4 else 300, T_q=0)
     (q, k, v), index = case.make_qkv(device), case.make_index(device)
@@ -350,9 +392,10 @@ def test_opcheck(name: str, device: str) -> None:
     opcheck(OPS._listed_attention.default, (*leaves, lists, *packed))
 
 
+@pytest.mark.parametrize("M", [8, 20])
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compiled_with_views(dynamic: bool, backend: str, device: str) -> None:
-    case = replace(CASES["plain"], T=60)
+def test_compiled_with_views(dynamic: bool, backend: str, M: int, device: str) -> None:
+    case = replace(CASES["plain"], T=60, M=M)
 
     def call(qkv: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = qkv[..., :4, :], qkv[..., 4:6, :], qkv[..., 6:, :]

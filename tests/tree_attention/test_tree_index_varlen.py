@@ -125,7 +125,7 @@ def problems(draw: Any, device: str) -> Documents:
         K=2 * draw(st.integers(1, 4)),
         V=draw(st.integers(1, 5)),
         r=r,
-        M=draw(st.integers(1, k * r)),
+        M=draw(st.integers(1, 3 * k * r)),
         k=k,
         s=s,
         open_next=draw(st.booleans()),

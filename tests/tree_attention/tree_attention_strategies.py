@@ -35,15 +35,23 @@ def frequencies_of(width):
 
 @st.composite
 def problems(
-    draw, dtypes, *, importances=("lse_causal",), layers=None, max_length=90, spreads=(1.0, 0.2, 4.0)
+    draw,
+    dtypes,
+    *,
+    importances=("lse_causal",),
+    layers=None,
+    max_length=90,
+    spreads=(1.0, 0.2, 4.0),
+    most_top=1,
 ):
     """A case with lengths around those that add a layer; shrinks towards one short sequence and few heads.
 
     layers: least number of layers, which the length reaches by being above M * r^(layers - 2).
+    most_top: how often k*r goes into the largest M.
     """
     r = draw(st.sampled_from((2, 3, 4, 5, 8)))
     top_k = draw(st.integers(1, 6))
-    top_nodes = draw(st.integers(1, top_k * r))
+    top_nodes = draw(st.integers(1, most_top * top_k * r))
     shortest = 1
     if layers is not None:
         top_nodes = min(top_nodes, max(1, max_length // r ** (layers - 2) - 1))
