@@ -124,8 +124,10 @@ def io_attention_forward(
     select: str = "lcg",
     map_positions: bool = False,
 ) -> Tensor:
-    """Return the output [B,T_q,H,V] of the staged pipeline made of the IO-only variants."""
+    """Return the output [B,T_q,H,V] of the staged pipeline made of the IO-only variants. M <= k*r: §1.3."""
     rate, top_k = compression_rate, top_k_per_layer
+    if max_top_nodes > top_k * rate:
+        raise ValueError(f"max_top_nodes must be at most k*r = {top_k * rate}, got {max_top_nodes}")
     wide = tree.accumulate_dtype(q)
     layers = tree.build_layers(k, v, rate, max_top_nodes)
     t0 = k.shape[1] - q.shape[1]
