@@ -35,6 +35,10 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
         (1, 128, 4, 2, 8, 6),
         {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": "q_head"},
     ),
+    "free_top": (
+        (2, 256, 4, 2, 8, 6),
+        {"compression_rate": 4, "max_top_nodes": 25, "top_k": 4, "selection_stride": 2},
+    ),
     "one_layer": ((1, 64, 2, 2, 8, 8), {"compression_rate": 4, "max_top_nodes": 64, "top_k": 16}),
     "frequencies": (
         (1, 96, 3, 3, 4, 5),
@@ -116,7 +120,7 @@ def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, An
     strides = [s for s in (1, 2, 4, 8) if rate % s == 0]
     options = {
         "compression_rate": rate,
-        "max_top_nodes": draw(st.integers(1, top_k * rate)),
+        "max_top_nodes": draw(st.integers(1, 3 * top_k * rate)),
         "top_k": top_k,
         "selection_stride": draw(st.sampled_from(strides)),
         "scope": draw(st.sampled_from(("kv_head", "q_head"))),
