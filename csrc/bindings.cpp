@@ -220,11 +220,11 @@ std::string fp8_gemm_config(int64_t m, int64_t n, int64_t k, bool hopper, bool c
 // Blocks of a cluster, stages and dynamic shared bytes; zeros where the general kernels stay. Then the number of last
 // rows that have a launch of their own, and the blocks of their clusters.
 std::array<int64_t, 5> tree_decode_config(int64_t rows, int64_t group, int64_t dim,
-                                          const htree::ClusterCounts& clusters, int64_t top_k, bool spans,
+                                          const htree::ClusterCounts& clusters, int64_t slots, bool spans,
                                           int wanted_cluster) {
   const htree::tree_cache::DecodeProblem problem = {.rows = rows,
                                                     .group = group,
-                                                    .top_k = top_k,
+                                                    .slots = slots,
                                                     .key_dim = dim,
                                                     .value_dim = dim,
                                                     .spans = spans,
@@ -531,9 +531,10 @@ PYBIND11_MODULE(_host, module) {
              py::arg("hopper") = true, py::arg("cublas") = true,
              "The kernel that fp8_gemm takes for a result [m, n] and sums of length k.");
   module.def("tree_decode_config", &tree_decode_config, py::arg("rows"), py::arg("group"), py::arg("dim"),
-             py::arg("clusters"), py::arg("top_k") = 512, py::arg("spans") = false,
+             py::arg("clusters"), py::arg("slots") = 512, py::arg("spans") = false,
              py::arg("wanted_cluster") = 0,
-             "The decode kernel for `rows` rows and K/V heads: (blocks of a cluster, stages, shared bytes, "
+             "The decode kernel for `rows` rows and K/V heads of up to `slots` slots a layer: (blocks of a "
+             "cluster, stages, shared bytes, "
              "number of last rows with a launch of their own, blocks of their clusters); clusters[n] of n "
              "blocks run at once.");
   module.def(

@@ -90,6 +90,13 @@ struct PackedRows {
   }
 };
 
+// ---- candidates
+
+// The node that candidate p is, given list_or_null().
+__device__ __forceinline__ int64_t node_or_place(const int32_t* list, uint32_t p, uint32_t rate) {
+  return list == nullptr ? p : node_of(list, p, rate);
+}
+
 // ---- scores
 
 // Fills queries [K][kHeads] with up to kHeads heads, rotated by `position` and scaled; heads
@@ -169,9 +176,9 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
   if (!merges(layer, num, params.options.top_k) || first_tile * Traits::kTile >= num) {
     return;
   }
-  const int32_t* list = list_of(params, walk, layer);
+  const int32_t* list = list_or_null(params, walk, layer);
   const int lane = threadIdx.x % device::kWarpSize;
-  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const int64_t capacity = most_candidates(params.layout, params.options);
   float* scores = params.chunk.scores + walk.at * capacity * params.group;
   const T* q = params.q + walk.row * params.q_row + walk.head * params.group * params.q_head;
   for (int first_head = 0; first_head < params.group; first_head += kHeads) {
@@ -186,7 +193,8 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
       // Above the tokens the rightmost node is opened whatever its score, and may be unfinished:
       // it has no score.
       if (p < num - (layer > 0)) {
-        at = row_of(params, walk, layer, node_of(list, p, params.layout.rate), keys.page_rows, keys.step);
+        at = row_of(params, walk, layer, node_or_place(list, p, params.layout.rate), keys.page_rows,
+                    keys.step);
       }
       float sums[kHeads] = {};
       if (at >= 0) {
@@ -222,10 +230,10 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
   if (num <= params.options.top_k || first_tile * Traits::kTile >= num) {
     return;
   }
-  const int32_t* list = own_list(params, walk, layer);
+  const int32_t* list = list_or_null(params, walk, layer);  // a leader's is its own
   const int lane = threadIdx.x % device::kWarpSize;
   const uint32_t per_node = layout.tokens[layer] / layout.span;
-  const int64_t capacity = int64_t{layout.rate} * params.options.top_k;
+  const int64_t capacity = most_candidates(layout, params.options);
   float* scores = params.chunk.span_scores + walk.at * capacity * params.group;
   const T* q = params.q + walk.row * params.q_row + walk.head * params.group * params.q_head;
   for (int first_head = 0; first_head < params.group; first_head += kHeads) {
@@ -238,7 +246,7 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
       const int p = tile * Traits::kTile + lane / 2;
       const bool scored = p < num - 1;  // the means of the rightmost may hold later tokens
       const uint32_t first_mean =
-          scored ? static_cast<uint32_t>(node_of(list, p, layout.rate)) * per_node : 0;
+          scored ? static_cast<uint32_t>(node_or_place(list, p, layout.rate)) * per_node : 0;
       device::OnlineSum sums[kHeads];
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
@@ -288,8 +296,8 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
   const PageLayout& layout = params.layout;
   const int top_k = params.options.top_k;
   const int num = num_candidates(layout, walk.query, top_k, layer);
-  const int64_t capacity = int64_t{layout.rate} * top_k;
-  const int32_t* list = own_list(params, walk, layer);
+  const int64_t capacity = most_candidates(layout, params.options);
+  const int32_t* list = list_or_null(params, walk, layer);  // a leader's is its own
   int32_t* next = own_list(params, walk, layer - 1);
   auto* normalizer = reinterpret_cast<float*>(shared_bytes);  // [G]
   uint32_t* keys = params.chunk.keys == nullptr ? reinterpret_cast<uint32_t*>(normalizer + params.group)
@@ -313,7 +321,7 @@ __global__ void __launch_bounds__(tree_attention::SelectTraits::kThreads)
   }
   const int count = min(num, top_k);
   tree_attention::for_each_selected(keys, num, count, shared, [&](int64_t rank, int64_t p) {
-    next[rank] = static_cast<int32_t>(node_of(list, static_cast<uint32_t>(p), layout.rate));
+    next[rank] = static_cast<int32_t>(node_or_place(list, static_cast<uint32_t>(p), layout.rate));
   });
   for (int i = count + threadIdx.x; i < top_k; i += Traits::kThreads) {
     next[i] = -1;
@@ -335,7 +343,7 @@ struct ValuesShared {
 template <typename T>
 __device__ __forceinline__ void mark_selected(const AttendParams<T>& params, const WalkRow& walk, int layer,
                                               int num, int first, uint32_t* selected) {
-  const int32_t* list = list_of(params, walk, layer);
+  const int32_t* list = list_or_null(params, walk, layer);
   const int32_t* next = list_of(params, walk, layer - 1);
   const int32_t rate = static_cast<int32_t>(params.layout.rate);
   const int slots = (num + rate - 1) / rate;
@@ -344,7 +352,7 @@ __device__ __forceinline__ void mark_selected(const AttendParams<T>& params, con
     if (node < 0) {
       continue;
     }
-    const int p = candidate_of(list, slots, node, rate) - first;
+    const int p = (list == nullptr ? node : candidate_of(list, slots, node, rate)) - first;
     if (p >= 0 && p < kSplit) {
       atomicOr(&selected[p / 32], 1u << (p % 32));
     }
@@ -358,7 +366,7 @@ __device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const 
                                            const float* scores, int num_heads, float (&maximum)[kHeads],
                                            ValuesShared<kHeads, kPack>& shared) {
   using Traits = AttendTraits;
-  const int32_t* list = list_of(params, walk, layer);
+  const int32_t* list = list_or_null(params, walk, layer);
 #pragma unroll
   for (int head = 0; head < kHeads; ++head) {
     maximum[head] = device::negative_infinity<float>();
@@ -367,7 +375,7 @@ __device__ __forceinline__ void stage_rows(const AttendParams<T>& params, const 
     const int p = first + i;
     int64_t row = -1;
     if (p < num && !(shared.selected[i / 32] >> (i % 32) & 1)) {
-      row = row_of(params, walk, layer, node_of(list, p, params.layout.rate), values_of_layer.page_rows,
+      row = row_of(params, walk, layer, node_or_place(list, p, params.layout.rate), values_of_layer.page_rows,
                    values_of_layer.step);
     }
     shared.rows[i] = row;
@@ -456,7 +464,7 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
   }
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
   const int num_heads = min(kHeads, params.group - first_head);
-  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const int64_t capacity = most_candidates(params.layout, params.options);
   const float* scores = params.chunk.scores + walk.at * capacity * params.group + first_head;
   for (int i = threadIdx.x; i < kSplit / 32; i += Traits::kThreads) {
     shared.selected[i] = 0;
@@ -517,7 +525,7 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
 template <typename T, int kHeads, int kPack>
 cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves, cudaStream_t stream) {
   using Traits = AttendTraits;
-  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const int64_t capacity = most_candidates(params.layout, params.options);
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
   // Where the rows alone are too few, as many blocks as fill a large GPU a few times.
   constexpr int64_t kEnoughBlocks = 2048;
@@ -604,7 +612,7 @@ cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, 
   if (error != cudaSuccess) {
     return error;
   }
-  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const int64_t capacity = most_candidates(params.layout, params.options);
   const dim3 merge_grid(rows, static_cast<unsigned>(params.group));
   error = launch_kernel(merge_parts_kernel<T>, {.grid = merge_grid, .threads = kRowThreads}, stream, params,
                         num_splits(capacity));

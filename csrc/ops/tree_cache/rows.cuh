@@ -56,8 +56,9 @@ __device__ __forceinline__ QueryRow describe_row(const AttendParams<T>& params, 
       }
     }
   }
+  // The rows of a stride walk one tree, that of their leader.
   int64_t bound = params.options.max_top_nodes;
-  while (token + 1 > bound) {
+  while (leader + 1 > bound) {
     ++found.top;
     bound *= params.layout.rate;
   }
@@ -116,7 +117,7 @@ __device__ __forceinline__ bool leads(const WalkRow& walk) {
   return walk.query.token >= 0 && walk.query.leader == walk.row;
 }
 
-// Block (query, kv head): writes a leader's lists from its top layer upwards, which open every node.
+// Block (query, kv head): writes a leader's lists from its top layer upwards, which open every node or say nothing.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) top_lists_kernel(const AttendParams<T> params) {
   const WalkRow walk = walk_row(params, blockIdx.x);
@@ -125,7 +126,8 @@ __global__ void __launch_bounds__(kRowThreads) top_lists_kernel(const AttendPara
   }
   const PageLayout& layout = params.layout;
   for (int layer = walk.query.top; layer < static_cast<int>(layout.num_layers); ++layer) {
-    const int count = static_cast<int>(walk.query.token / layout.tokens[layer] / layout.rate + 1);
+    const int opened = static_cast<int>(walk.query.token / layout.tokens[layer] / layout.rate + 1);
+    const int count = params.options.open_top ? 0 : opened;
     int32_t* list = own_list(params, walk, layer);
     for (int i = threadIdx.x; i < params.options.top_k; i += kRowThreads) {
       list[i] = i < count ? i : -1;

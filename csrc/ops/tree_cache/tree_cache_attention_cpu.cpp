@@ -2,7 +2,7 @@
 // key/value head from layer to layer, with the row kernels of tree_attention. These see the same rows in the
 // same order as there, so the bits are the same. docs/semantics/tree_cache.md §7.3.
 //
-// A query reads at most k r rows of a layer. They are gathered and laid out for that query alone. Where
+// A query reads at most k r rows of a layer, at its top at most max_top_nodes. They are gathered and laid out for that query alone. Where
 // a sequence has so many queries that every row would be read several times, its layers are laid out
 // once as a whole.
 #include <ATen/ops/empty.h>
@@ -15,6 +15,7 @@
 #include "ops/sparse_attention/cpu/query_worker.h"
 #include "ops/tree_cache/index/index_lists_cpu.h"
 #include "ops/tree_cache/packed/packed_leaves_cpu.h"
+#include "ops/tree_cache/row_tree.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
@@ -114,7 +115,8 @@ struct Call {
        const AttentionArgs& args_, const AttentionOutputs& outputs_, int64_t longest)
       : pools(pools_), layout(layout_), inputs(inputs_), args(args_), outputs(outputs_) {
     const int64_t r = args.compression_rate;
-    const int64_t max_parents = std::max<int64_t>(1, std::min(args.top_k, ceil_div(longest, r)));
+    const int64_t max_parents = std::max<int64_t>(
+        1, std::min(most_parents(args.max_top_nodes, args.top_k, r, longest), ceil_div(longest, r)));
     const Tensor q = inputs.q.unsqueeze(0);
     shape = tree_attention::query_shape(q, layout.num_kv_heads, pools.values.size(3), r, max_parents,
                                         args.selection, tree_attention::query_kernels<Real>().lanes);
@@ -132,6 +134,7 @@ struct Call {
   }
 
   Rotation<Real> rotation() const { return table.rotation<Real>(); }
+  bool open_top() const { return has_open_top(args.max_top_nodes, args.top_k, args.compression_rate); }
   int64_t ring() const { return std::get<3>(outputs).size(1); }
   int64_t ring_slot(int64_t leader) const { return leader / args.selection_stride % ring(); }
 
@@ -237,13 +240,14 @@ class StrideTask {
     const int64_t leader = stride * call_.args.selection_stride;
     const int64_t begin = std::max(leader, sequence.begin());
     const int64_t end = std::min(leader + call_.args.selection_stride, sequence.length);
+    const int64_t top = top_of(leader);
     bool known = begin == leader || load_lists(sequence.index, leader, head);
     if (begin == leader) {
-      write_top_lists(leader, top_of(leader));
-      if (chosen != nullptr) take_lists(*chosen, stride, head, top_of(leader));
+      write_top_lists(leader, top);
+      if (chosen != nullptr) take_lists(*chosen, stride, head, top);
     }
     for (int64_t token = begin; token < end; ++token) {
-      known = known && attend(sequence, token, head, token == leader && chosen == nullptr, whole);
+      known = known && attend(sequence, token, top, head, token == leader && chosen == nullptr, whole);
       write_row(sequence.first_row + token - sequence.first_token(), head, known);
     }
     const int64_t last = (sequence.length - 1) / call_.args.selection_stride;
@@ -282,23 +286,39 @@ class StrideTask {
     }
   }
 
-  // The top of a sequence that ends at the token.
-  int64_t top_of(int64_t token) const {
-    return tree_attention::num_layers(token + 1, call_.args.max_top_nodes, call_.args.compression_rate) - 1;
+  // The top of a sequence that ends at a leader, which is that of all rows of its stride.
+  int64_t top_of(int64_t leader) const {
+    return tree_attention::num_layers(leader + 1, call_.args.max_top_nodes, call_.args.compression_rate) - 1;
   }
 
-  // Writes the lists of the layers from that top upwards, which open every node.
+  // Writes the lists of the layers from that top upwards, which open every node, or say nothing.
   void write_top_lists(int64_t token, int64_t top) {
     for (int64_t layer = top; layer < call_.layout.num_layers; ++layer) {
-      const int64_t count = token / call_.layout.tokens[layer] / call_.layout.rate + 1;
+      const int64_t count = call_.open_top() ? 0 : token / call_.layout.tokens[layer] / call_.layout.rate + 1;
       for (int64_t i = 0; i < count; ++i)
         list(layer)[i] = static_cast<int32_t>(i);
       std::fill(list(layer) + count, list(layer) + width_, -1);
     }
   }
 
-  // Computes one row, and below its top the lists that it chooses where it `selects`. False where a list is not valid.
-  bool attend(const Sequence& sequence, int64_t token, int64_t head, bool selects,
+  // The candidates of a row in a layer of `num_nodes` nodes, of which `rightmost` is its own.
+  Candidates candidates_at(int64_t layer, int64_t top, int64_t rightmost, int64_t num_nodes) {
+    const int64_t r = call_.args.compression_rate;
+    if (layer < top || !call_.open_top()) {
+      return tree_attention::candidates_of(list(layer), width_, rightmost, num_nodes, r);
+    }
+    Candidates all;
+    all.parents = slots_.data();
+    all.num_parents = rightmost / r + 1;
+    all.rightmost = rightmost;
+    all.count = rightmost + 1;
+    all.regular = true;
+    return all;
+  }
+
+  // Computes one row of a tree with that top, and below it the lists that the row chooses where it `selects`. False where a
+  // list is not valid.
+  bool attend(const Sequence& sequence, int64_t token, int64_t top, int64_t head, bool selects,
               const WholeLayers<Real>& whole) {
     const AttentionArgs& args = call_.args;
     const int64_t r = args.compression_rate;
@@ -307,20 +327,20 @@ class StrideTask {
     worker_.load_query(q.const_data_ptr<T>() + row * q.stride(0) + head * call_.shape.group * q.stride(1),
                        q.stride(1), args.scale);
     worker_.clear_state();
-    for (int64_t l = top_of(token); l >= 0; --l) {
+    for (int64_t l = top; l >= 0; --l) {
       const int64_t rightmost = token / call_.layout.tokens[l];
       const int64_t num_nodes =
           whole.empty() ? rightmost + 1 : whole.layers[static_cast<size_t>(l)].num_nodes();
-      const Candidates candidates = tree_attention::candidates_of(list(l), width_, rightmost, num_nodes, r);
-      if (!candidates.regular) return false;
-      const bool merges = l == 0 || candidates.count > width_;  // else every candidate is selected
-      Candidates seen = candidates;
+      const Candidates found = candidates_at(l, top, rightmost, num_nodes);
+      if (!found.regular) return false;
+      const bool merges = l == 0 || found.count > width_;  // else every candidate is selected
+      Candidates seen = found;
       PackedLayer<Real> layer;
       if (merges && whole.empty()) {
-        layer = gathered(candidates.count);
+        layer = gathered(found.count);
         seen.parents = slots_.data();
-        seen.rightmost = candidates.count - 1;
-        gather_keys(sequence.index, l, head, candidates);
+        seen.rightmost = found.count - 1;
+        gather_keys(sequence.index, l, head, found);
       } else if (merges) {
         layer = whole.layers[static_cast<size_t>(l)].at(0, head);
       }
@@ -328,13 +348,13 @@ class StrideTask {
       int64_t num_selected = 0;
       if (l > 0 && selects) {
         num_selected = merges && call_.layout.span > 0
-                           ? select_by_span(sequence.index, l, head, candidates, seen, whole)
+                           ? select_by_span(sequence.index, l, head, found, seen, whole)
                            : worker_.select(seen, width_, positions_.data());
-        tree_attention::write_list(candidates, r, positions_.data(), num_selected, width_, list(l - 1));
+        tree_attention::write_list(found, r, positions_.data(), num_selected, width_, list(l - 1));
       } else if (l > 0 && merges) {
-        num_selected = tree_attention::positions_of(candidates, r, list(l - 1), width_, positions_.data());
+        num_selected = tree_attention::positions_of(found, r, list(l - 1), width_, positions_.data());
       }
-      if (merges && whole.empty()) gather_values(sequence.index, l, head, candidates, num_selected);
+      if (merges && whole.empty()) gather_values(sequence.index, l, head, found, num_selected);
       if (merges) worker_.accumulate(layer, seen, positions_.data(), num_selected);
     }
     return true;
@@ -501,7 +521,8 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
       chosen[static_cast<size_t>(&sequence - sequences.data())] = index_lists_cpu(
           pools, layout, *inputs.index, args, {sequence.index, first_row, sequence.begin(), sequence.length});
     }
-    const int64_t seen = std::min(args.top_k * args.compression_rate, sequence.length);
+    const int64_t seen =
+        std::min(std::max(args.top_k * args.compression_rate, args.max_top_nodes), sequence.length);
     constexpr int64_t kReadsPerRow = 4;  // above so many reads of a row it pays to lay out whole layers
     const bool lays_out = rows * seen > kReadsPerRow * sequence.length;
     std::vector<Task> tasks;

@@ -1,6 +1,7 @@
 // The checks and outputs declared in tree_cache.h, on symbolic sizes: Meta runs them too.
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "host/overlap.h"
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/packed/packed_leaves.h"
+#include "ops/tree_cache/row_tree.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
@@ -109,6 +111,14 @@ void check_offsets(const char* op, const char* cu_name, const Tensor& cu, const 
   if (lengths.has_value()) {
     check_int32(op, lengths_name, *lengths, {batch}, "[B]", "k_pool", pools.keys);
   }
+}
+
+// The positions to which the candidates of a row are rotated, in a cache of `capacity` tokens, which is a multiple of r.
+SymInt most_positions(const TreeOptions& options, const SymInt& capacity) {
+  const int64_t rate = options.compression_rate, listed = options.top_k * rate;
+  if (!has_open_top(options.max_top_nodes, options.top_k, rate)) return listed;
+  const int64_t top = std::min(ceil_div(options.max_top_nodes, rate), tree_attention::kIndexLimit) * rate;
+  return capacity.min(top).max(listed);
 }
 
 }  // namespace
@@ -280,9 +290,9 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
     check_contiguous(op, "rope_table", table);
     check_size(op, "rope_table", table, 0, 2, "cos and sin");
     check_size(op, "rope_table", table, 2, width / 2, "K/2");
-    TORCH_CHECK_VALUE(holds(table.sym_size(1).sym_ge(options.top_k * options.compression_rate)), op,
-                      ": rope_table must have at least top_k * compression_rate = ",
-                      options.top_k * options.compression_rate, " positions, got ", table.sym_sizes());
+    const SymInt positions = most_positions(options, pools.block_table.sym_size(1) * page_options.page_size);
+    TORCH_CHECK_VALUE(holds(table.sym_size(1).sym_ge(positions)), op, ": rope_table must have at least ",
+                      positions, " positions, the most candidates of a row, got ", table.sym_sizes());
   }
   std::vector<SymInt> shape(q.sym_sizes().begin(), q.sym_sizes().end());
   shape.pop_back();

@@ -16,6 +16,7 @@
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/index/index_lists_cuda.h"
 #include "ops/tree_cache/packed/packed_params.h"
+#include "ops/tree_cache/row_tree.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"
 
@@ -59,11 +60,11 @@ CacheSequences sequences_of(const Pools& pools, const AttentionInputs& inputs,
   return sequences;
 }
 
-// cos and sin [2, k r, K/2], given by the caller or computed here; undefined without rotation.
-Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args, cudaStream_t stream) {
+// cos and sin [2, size, K/2], given by the caller or computed here; undefined without rotation.
+Tensor rotations(const AttentionInputs& inputs, const AttentionArgs& args, int64_t size,
+                 cudaStream_t stream) {
   if (!args.rotate) return {};
   if (inputs.rope_table.has_value()) return *inputs.rope_table;
-  const int64_t size = args.top_k * args.compression_rate;
   if (const Tensor given = tree_attention::given_frequencies(args.inv_freq, inputs.q, stream);
       given.defined()) {
     const Tensor angle = at::outer(at::arange(size, given.options()), given);
@@ -82,7 +83,7 @@ struct RowScratch {
 
 template <typename T>
 RowScratch row_scratch(const AttendParams<T>& params) {
-  const int64_t capacity = int64_t{params.layout.rate} * params.options.top_k;
+  const int64_t capacity = most_candidates(params.layout, params.options);
   const int64_t layers = params.layout.num_layers;
   RowScratch scratch;
   scratch.scores = capacity * params.group;
@@ -143,7 +144,7 @@ DecodePlans decode_plans(const AttendParams<T>& params, const LeafPools* leaves,
   problem.rows = rows * params.layout.num_kv_heads;
   problem.group = params.group;
   problem.rate = params.layout.rate;
-  problem.top_k = params.options.top_k;
+  problem.slots = params.options.parents;
   problem.key_dim = params.key_dim;
   problem.value_dim = params.value_dim;
   const int64_t page_rows = leaves == nullptr
@@ -197,8 +198,7 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
   params.options.lists_given = index != nullptr;
   RowScratch scratch = row_scratch(params);
   if (!general) {
-    const int64_t span_scores =
-        int64_t{params.layout.rate} * params.options.top_k * padded_heads(params.group);
+    const int64_t span_scores = most_candidates(params.layout, params.options) * padded_heads(params.group);
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
                .lists = params.options.stride > 1 || index != nullptr ? scratch.lists : 0};
   }
@@ -231,8 +231,8 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
       plans = decode_plans(params, leaves, chunk.num);
     }
     if (index != nullptr) {
-      C10_CUDA_CHECK(launch_top_lists(params, stream));
       choose_by_index(*index, params.layout, params.sequences, params.options, chunk, stream);
+      C10_CUDA_CHECK(launch_top_lists(params, stream));  // the index does not know where a leader's top is
     }
     C10_CUDA_CHECK(launch_chunk(params, leaves, plans, stream));
     if (index != nullptr) {
@@ -314,11 +314,18 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
   TORCH_CHECK_VALUE(total < kFromRing, kOp, ": q must have fewer than 2^30 rows on CUDA, got ", total);
   dispatch_device(kOp, inputs.q.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Tensor table = rotations(inputs, args, scope.stream());
+    const int64_t rate = args.compression_rate;
+    const int64_t parents = most_parents(args.max_top_nodes, args.top_k, rate, layout.capacity());
+    const Tensor table = rotations(inputs, args, parents * rate, scope.stream());
     AttendParams<T> params;
     params.layout = layout;
     params.sequences = sequences_of(pools, inputs, outputs);
     params.options.top_k = static_cast<int>(args.top_k);
+    // With more than kDecodeMaxSlots the decode kernel does not take the call, whatever the capacity is: which kernel
+    // does shows in the bits of a row.
+    params.options.parents = static_cast<int>(
+        std::max(parents, most_parents(args.max_top_nodes, args.top_k, rate, (kDecodeMaxSlots + 1) * rate)));
+    params.options.open_top = has_open_top(args.max_top_nodes, args.top_k, rate);
     params.options.max_top_nodes = args.max_top_nodes;
     params.options.stride = static_cast<int>(args.selection_stride);
     params.options.scale = static_cast<float>(args.scale);

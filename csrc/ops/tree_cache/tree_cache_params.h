@@ -69,11 +69,13 @@ struct CacheSequences {
 
 struct CacheOptions {
   int top_k = 0;
+  int parents = 0;  // the most that a row's candidates have in a layer, see row_tree.h
   int64_t max_top_nodes = 0;
+  bool open_top = false;  // no list says what a row's top has: parent i is node i, see row_tree.h
   int stride = 1;
   float scale = 1.0f;
   tree_attention::SelectionOptions selection;
-  const float* cos = nullptr;  // [>= top_k r, K/2], null: no rotation
+  const float* cos = nullptr;  // [>= the most candidates, K/2], null: no rotation
   const float* sin = nullptr;
   bool lists_given = false;  // the lists of all leaders are in the chunk: an index has chosen
 };
@@ -88,11 +90,11 @@ struct RowChunk {
   QueryRow* rows = nullptr;           // [total], or null where nobody asks for them
   int32_t* lists = nullptr;           // [num, L, H_kv, k], filled for leaders alone; null where none are kept
   int32_t* previous_lists = nullptr;  // the lists of the previous chunk
-  float* scores = nullptr;            // [num, H_kv, k r, G]
+  float* scores = nullptr;            // [num, H_kv, most candidates, G]
   // The same of the span means of a candidate together; null without a span. The decode kernel keeps those of the
   // first layer that chooses here, of eight heads.
   float* span_scores = nullptr;
-  uint32_t* keys = nullptr;   // [num, H_kv, k r], null where shared memory holds them
+  uint32_t* keys = nullptr;   // [num, H_kv, most candidates], null where shared memory holds them
   float* part_max = nullptr;  // [num, H_kv, L, splits, G]
   float* part_sum = nullptr;  // the same
   float* part_out = nullptr;  // [num, H_kv, L, splits, G, V]
@@ -116,6 +118,11 @@ struct AttendParams {
   float* lse = nullptr;  // [N_q, H]
 };
 
+// The most candidates of a row in a layer.
+HTREE_HOST_DEVICE int64_t most_candidates(const PageLayout& layout, const CacheOptions& options) {
+  return int64_t{layout.rate} * options.parents;
+}
+
 // The candidates whose values one block adds. The number is fixed, so that a row's bits follow from
 // its own list alone.
 constexpr int kSplit = 512;
@@ -126,7 +133,7 @@ inline int num_splits(int64_t capacity) {
 // Decides which leaders the ring holds after the call, and describes each row of the whole call.
 template <typename T>
 cudaError_t launch_rows(const AttendParams<T>& params, cudaStream_t stream);
-// Writes the lists of the chunk's leaders from their top upwards, which open every node.
+// Writes the lists of the chunk's leaders from their top upwards, which open every node or say nothing.
 template <typename T>
 cudaError_t launch_top_lists(const AttendParams<T>& params, cudaStream_t stream);
 // Copies the lists of the chunk's leaders to the ring.

@@ -31,8 +31,8 @@ __device__ __forceinline__ bool counts(const QueryRow& query) {
   return query.token >= 0 && query.leader != kNoLists;
 }
 
-// The number of candidates of the row in a layer, layer <= top. All lists of the layers above are as long as
-// their candidates allow, so the number follows from the token alone. docs/semantics/tree_attention.md §1.3
+// The number of candidates of the row in a layer, layer <= top. All lists below the top are as long as their candidates
+// allow, so the number follows from the token alone. docs/semantics/tree_attention.md §1.3
 __device__ __forceinline__ int num_candidates(const PageLayout& layout, const QueryRow& query, int top_k,
                                               int layer) {
   const uint32_t token = static_cast<uint32_t>(query.token), most = static_cast<uint32_t>(top_k);
@@ -68,6 +68,13 @@ __device__ __forceinline__ const int32_t* list_of(const AttendParams<T>& params,
     row = leader - chunk.previous;
   }
   return lists + ((row * layers + layer) * heads + walk.head) * params.options.top_k;
+}
+
+// The same, but null at a top of which no list tells: there all nodes up to the row's own are candidates.
+template <typename T>
+__device__ __forceinline__ const int32_t* list_or_null(const AttendParams<T>& params, const WalkRow& walk,
+                                                       int layer) {
+  return params.options.open_top && layer >= walk.query.top ? nullptr : list_of(params, walk, layer);
 }
 
 // The list that a leader writes. [top_k]

@@ -12,9 +12,9 @@ namespace htree::tree_cache {
 
 constexpr int kDecodeRateLog2 = 4;
 constexpr int kDecodeRate =
-    1 << kDecodeRateLog2;             // r: the children of a slot are one tile of the tensor cores
-constexpr int kDecodeMaxTopK = 1024;  // slots of a list
-constexpr int kDecodeMostWarps = 12;  // of a block
+    1 << kDecodeRateLog2;              // r: the children of a slot are one tile of the tensor cores
+constexpr int kDecodeMaxSlots = 1024;  // of a layer
+constexpr int kDecodeMostWarps = 12;   // of a block
 // The slots of a layer are cut into so many shares, whatever the launch. A share is summed in an order that
 // follows from the row's own number of slots, and shares are merged in their order: so a row's bits do not
 // depend on how many blocks divide the shares between them.
@@ -25,7 +25,7 @@ struct DecodeProblem {
   int64_t rows = 0;  // of a chunk of the call, times K/V heads
   int64_t group = 1;
   int64_t rate = 16;
-  int64_t top_k = 0;
+  int64_t slots = 0;  // the most of a layer: parents of candidates, see row_tree.h
   int64_t key_dim = 0;
   int64_t value_dim = 0;
   int64_t pool_rows = 0;  // of both pools, the larger number
@@ -38,10 +38,10 @@ struct DecodeProblem {
 struct DecodePlaces {
   int scores = 0;       // float [slots of a block][16][heads], in units of log2
   int span_scores = 0;  // the same of span means; only with spans
-  int keys = 0;         // uint32 [16 k]
-  int lists = 0;        // int32 [2][k]
+  int keys = 0;         // uint32 [slots][16]
+  int lists = 0;        // int32 [2][slots]
   int rows = 0;         // uint32 [2][slots of a block][16]
-  int selected = 0;     // uint32 [k / 2 + 1]: a bit for each candidate
+  int selected = 0;     // uint32 [slots / 2 + 1]: a bit for each candidate
   int states = 0;       // DecodeState [shares of a block]
   int queries = 0;      // the rotated queries as operands of products
   int children = 0;     // float [16][child_stride()]: rotations by the places in a slot
@@ -75,8 +75,8 @@ constexpr int padded_heads(int64_t group) {
 }
 // Warps of a block: as many as shared memory has room for, whatever the number of blocks that share a row, because
 // a row's bits depend on it.
-constexpr int decode_warps(int heads, bool spans, int64_t top_k) {
-  return heads == 8 && !spans && top_k <= 512 ? kDecodeMostWarps : 8;
+constexpr int decode_warps(int heads, bool spans, int64_t slots) {
+  return heads == 8 && !spans && slots <= 512 ? kDecodeMostWarps : 8;
 }
 // A tile of 16 rows, and the rotation of its first candidate.
 constexpr int stage_bytes(int64_t dim) {
@@ -92,10 +92,10 @@ constexpr int state_bytes(int64_t dim, int heads) {
 
 inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int stages) {
   const int heads = padded_heads(problem.group);
-  const int top_k = static_cast<int>(problem.top_k), dim = static_cast<int>(problem.key_dim);
+  const int all_slots = static_cast<int>(problem.slots), dim = static_cast<int>(problem.key_dim);
   const int shares = kShares / cluster;
-  const int warps = decode_warps(heads, problem.spans, top_k);
-  const int slots = shares * static_cast<int>(ceil_div(top_k, kShares));
+  const int warps = decode_warps(heads, problem.spans, all_slots);
+  const int slots = shares * static_cast<int>(ceil_div(all_slots, kShares));
   int next = 0;
   const auto take = [&](int bytes) {
     const int at = next;
@@ -105,10 +105,10 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   DecodePlaces places;
   places.scores = take(slots * kDecodeRate * heads * 4);
   places.span_scores = problem.spans ? take(slots * kDecodeRate * heads * 4) : places.scores;
-  places.keys = take(kDecodeRate * top_k * 4);
-  places.lists = take(2 * top_k * 4);
+  places.keys = take(kDecodeRate * all_slots * 4);
+  places.lists = take(2 * all_slots * 4);
   places.rows = take(2 * slots * kDecodeRate * 4);
-  places.selected = take((top_k / 2 + 1) * 4);
+  places.selected = take((all_slots / 2 + 1) * 4);
   places.states = take(shares * state_bytes(dim, heads));
   places.queries = take(heads * dim * 4);
   places.children = take(kDecodeRate * child_stride(dim) * 4);
@@ -147,7 +147,7 @@ inline DecodePlan fitting_plan(const DecodeProblem& problem, int cluster, int mo
 inline DecodePlans plan_decode(const DecodeProblem& problem, int processors, const ClusterCounts& clusters,
                                int wanted_cluster = 0) {
   const bool taken = problem.two_byte_type && problem.aligned && problem.rate == kDecodeRate &&
-                     problem.top_k <= kDecodeMaxTopK && problem.group <= (problem.spans ? 8 : 16) &&
+                     problem.slots <= kDecodeMaxSlots && problem.group <= (problem.spans ? 8 : 16) &&
                      problem.key_dim == problem.value_dim &&
                      (problem.key_dim == 64 || problem.key_dim == 128) &&
                      problem.pool_rows < (int64_t{1} << 31) && problem.rows > 0;
@@ -166,7 +166,7 @@ inline DecodePlans plan_decode(const DecodeProblem& problem, int processors, con
   }
   // A block should have some 64 slots to amortise its exchanges.
   int cluster = 1;
-  while (cluster < most_cluster && cluster * 64 < problem.top_k) {
+  while (cluster < most_cluster && cluster * 64 < problem.slots) {
     cluster *= 2;
   }
   plans.plan = fitting_plan(problem, cluster, most_cluster);

@@ -10,6 +10,7 @@
 #include "host/no_gradient.h"
 #include "host/overlap.h"
 #include "host/registration.h"
+#include "ops/tree_attention/segments.h"
 #include "ops/tree_cache/mutating.h"
 
 namespace htree::tree_cache {
@@ -204,9 +205,10 @@ void prompt_from_tokens(const PromptPages& pages, int64_t page_size, const Promp
   const Tensor v = tokens_of(pages.values, table, page_size, length);
   const auto& [out, gmax, gsum, lists] = call.outputs;
   const SymInt start = call.problem.args.starts.front();
-  kernel(call.q, tree_attention::unit_last(k), tree_attention::unit_last(v),
-         tree_attention::resolve_options(kPromptOp, call.options, k, start, lists.size(0) > 0), out, gmax,
-         gsum, lists.unbind(0));
+  const AttentionArgs args =
+      tree_attention::resolve_options(kPromptOp, call.options, k, start, lists.size(0) > 0);
+  tree_attention::forward_by_depth(kernel, call.options, args, call.q, tree_attention::unit_last(k),
+                                   tree_attention::unit_last(v), out, gmax, gsum, lists.unbind(0));
 }
 
 // ---- CPU: its kernels read no copies

@@ -8,6 +8,7 @@
 #include "ops/tree_attention/cuda/walk.h"
 #include "ops/tree_cache/prompt/page_copies.h"
 #include "ops/tree_cache/prompt/prompt_ops.h"
+#include "ops/tree_cache/row_tree.h"
 
 namespace htree::tree_cache {
 namespace {
@@ -53,6 +54,10 @@ const float2* sequence_rope(const TreeCall& call) {
 
 int64_t prompt_bytes_cuda(const Tensor& keys, const AttentionProblem& problem) {
   const LaunchScope scope(keys);
+  const auto& args = problem.args;
+  if (has_open_top(args.max_top_nodes, args.top_k, args.compression_rate)) {
+    return 0;  // copies are laid out for one depth, and rows walk trees of several
+  }
   return tree_attention::growing_tree_bytes(problem);
 }
 

@@ -129,6 +129,7 @@ struct DecodeBlock {
 
   __device__ __forceinline__ const AttendParams<T>& attend() const { return params.attend; }
   __device__ __forceinline__ int top_k() const { return params.attend.options.top_k; }
+  __device__ __forceinline__ int most_slots() const { return params.attend.options.parents; }
   __device__ __forceinline__ float* scores() const {
     return reinterpret_cast<float*>(dynamic + params.plan.places.scores);
   }
@@ -139,10 +140,10 @@ struct DecodeBlock {
     return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.keys);
   }
   __device__ __forceinline__ int32_t* list(int which) const {
-    return reinterpret_cast<int32_t*>(dynamic + params.plan.places.lists) + which * top_k();
+    return reinterpret_cast<int32_t*>(dynamic + params.plan.places.lists) + which * most_slots();
   }
   __device__ __forceinline__ uint32_t* rows(int which) const {
-    const int slots = params.plan.shares * ((top_k() + kShares - 1) / kShares);
+    const int slots = params.plan.shares * ((most_slots() + kShares - 1) / kShares);
     return reinterpret_cast<uint32_t*>(dynamic + params.plan.places.rows) + which * slots * kDecodeRate;
   }
   __device__ __forceinline__ uint32_t* selected() const {

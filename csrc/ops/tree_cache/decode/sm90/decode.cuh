@@ -94,18 +94,36 @@ __device__ __forceinline__ void store_row(const DecodeBlock<Tr>& block) {
   }
 }
 
-// The lists of a leader from its top layer upwards, which open every node; that of the top stays in `list`.
+// Stores the lists of a leader from its top layer upwards, which open every node or say nothing, and leaves what the slots
+// of the top are in `list`: all nodes of the layer above. Ends with a __syncthreads.
 template <class Tr>
-__device__ __forceinline__ void make_top_lists(const DecodeBlock<Tr>& block, int64_t entry, int32_t* list) {
+__device__ __forceinline__ void make_top_lists(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                               int64_t entry, int32_t* list) {
   const PageLayout& layout = block.attend().layout;
   const bool stored = block.attend().chunk.lists != nullptr || entry >= 0;
-  const int top = block.walk.query.top;
-  for (int layer = stored ? static_cast<int>(layout.num_layers) - 1 : top; layer >= top; --layer) {
-    const int count = static_cast<int>(node_at(block.walk.query.token, layer) / kDecodeRate + 1);
+  const bool open = block.attend().options.open_top;
+  for (int layer = static_cast<int>(layout.num_layers) - 1; stored && layer >= slots.layer; --layer) {
+    const int opened = static_cast<int>(node_at(block.walk.query.token, layer) / kDecodeRate + 1);
+    const int count = open ? 0 : opened;
     for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
       list[i] = i < count ? i : -1;  // store_list gives each thread its own elements
     }
     store_list(block, layer, entry, list);
+  }
+  for (int i = threadIdx.x; i < slots.slots; i += Tr::kThreads) {
+    list[i] = i;
+  }
+  __syncthreads();
+}
+
+// The slots of the top of a row that uses a leader's lists, where these tell of it. Ends with a __syncthreads.
+template <class Tr>
+__device__ __forceinline__ void load_top_list(const DecodeBlock<Tr>& block, const LayerSlots& slots,
+                                              int32_t* list) {
+  const bool open = block.attend().options.open_top;
+  const int32_t* from = list_of(block.attend(), block.walk, slots.layer);
+  for (int i = threadIdx.x; i < slots.slots; i += Tr::kThreads) {
+    list[i] = open ? i : from[i];
   }
   __syncthreads();
 }
@@ -147,9 +165,9 @@ __device__ __forceinline__ void walk_layers(const DecodeBlock<Tr>& block) {
   LayerSlots slots = top_slots(block);
   int current = 0;
   if (block.leads) {
-    make_top_lists(block, entry, block.list(current));
+    make_top_lists(block, slots, entry, block.list(current));
   } else {
-    load_list(block, slots.layer, block.list(current));
+    load_top_list(block, slots, block.list(current));
   }
   for (; !merges(slots.layer, slots.num, block.top_k()); current ^= 1) {
     int32_t* next = block.list(current ^ 1);
@@ -342,10 +360,10 @@ cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools*
       constexpr int kWarps = decode_warps(16, false, 0);
       error = launch_decode_kernel<DecodeTraits<T, kDim, 2, false, kWarps, kLeafBits>>(params, plans, stream);
     } else if (constexpr int kMost = decode_warps(8, false, 0);
-               decode_warps(8, false, attend.options.top_k) == kMost) {
+               decode_warps(8, false, attend.options.parents) == kMost) {
       error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kMost, kLeafBits>>(params, plans, stream);
     } else {
-      constexpr int kFewer = decode_warps(8, false, kDecodeMaxTopK);
+      constexpr int kFewer = decode_warps(8, false, kDecodeMaxSlots);
       error = launch_decode_kernel<DecodeTraits<T, kDim, 1, false, kFewer, kLeafBits>>(params, plans, stream);
     }
     if (error != cudaSuccess) {

@@ -407,7 +407,7 @@ template <class Tr>
 __device__ __forceinline__ void load_top_spans(const DecodeBlock<Tr>& block, const LayerSlots& slots) {
   constexpr int kSlotFloats = kDecodeRate * Tr::kHeads;
   const auto& attend = block.attend();
-  const int64_t at = block.walk.at * int64_t{block.top_k()} + slots.first;
+  const int64_t at = block.walk.at * int64_t{block.most_slots()} + slots.first;
   const auto* from = reinterpret_cast<const float4*>(attend.chunk.span_scores + at * kSlotFloats);
   auto* to = reinterpret_cast<float4*>(block.span_scores());
   const int packs = slots.own(block.params.plan.shares) * kSlotFloats / 4;

@@ -31,17 +31,17 @@ __global__ void __launch_bounds__(Tr::kThreads, kTopSpanBlocks)
   }
   stage_queries<Tr>(attend, walk, num - 1, queries);
   __syncthreads();
-  const SpanSlots<Tr> all = {
-      .attend = attend,
-      .walk = walk,
-      .queries = queries,
-      .scores = attend.chunk.span_scores + walk.at * int64_t{top_k} * kDecodeRate * Tr::kHeads,
-      .list = nullptr,
-      .first = 0,
-      .slots = (num + kDecodeRate - 1) / kDecodeRate,
-      .readable = num - 1,
-      .log2_per_node = log2_means(attend.layout, layer),
-      .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
+  const SpanSlots<Tr> all = {.attend = attend,
+                             .walk = walk,
+                             .queries = queries,
+                             .scores = attend.chunk.span_scores +
+                                       walk.at * int64_t{attend.options.parents} * kDecodeRate * Tr::kHeads,
+                             .list = nullptr,
+                             .first = 0,
+                             .slots = (num + kDecodeRate - 1) / kDecodeRate,
+                             .readable = num - 1,
+                             .log2_per_node = log2_means(attend.layout, layer),
+                             .lane = static_cast<int>(threadIdx.x % device::kWarpSize)};
   const int warp = static_cast<int>(blockIdx.x % blocks * Tr::kWarps + threadIdx.x / device::kWarpSize);
   all.template score<false>(warp, blocks * Tr::kWarps);
 #endif
