@@ -259,9 +259,10 @@ def tree_cache_attention(
     def forward(
         b: int, query: Tensor, keys: Tensor, values: Tensor, length: int, parents: list[Tensor] | None
     ) -> Forward:
+        """The rows ``query`` [n, H, K] of one stride, from its leader on."""
         # A tree deeper than the sequence needs opens everything above, so that all lists have the same depth.
         return htree_forward_naive(
-            query[None, None],
+            query[None],
             keys[None, :length],
             values[None, :length],
             compression_rate=compression_rate,
@@ -271,6 +272,7 @@ def tree_cache_attention(
             rope_base=rope_base,
             inv_freq=inv_freq,
             importance=importance,
+            selection_stride=stride,
             selection_span=selection_span,
             parents=parents,
             compute_dtype=wide,
@@ -290,7 +292,7 @@ def tree_cache_attention(
             depth = cache_layers(t + 1, compression_rate, max_top_nodes)
             used: list[Tensor] | None
             if leader >= max(0, begin):
-                own = forward(b, q[first + leader - begin], keys, values, leader + 1, None)
+                own = forward(b, q[first + leader - begin][None], keys, values, leader + 1, None)
                 used = own.parents
             else:
                 found = [] if list_pos is None else (list_pos[b] == leader).nonzero().flatten().tolist()
@@ -303,8 +305,13 @@ def tree_cache_attention(
                 used[i] if i < len(used) else _opened(leader, i, compression_rate, kv_heads, top_k, q.device)
                 for i in range(layers)
             ]
-            result = forward(b, q[row], keys, values, t + 1, used[:depth])
-            out[row], lse[row] = result.out[0, 0], result.lse[0, 0]
+            if max_top_nodes > top_k * compression_rate:  # what a row's top has no list says
+                tops = cache_layers(leader + 1, compression_rate, max_top_nodes) - 1
+                used = [x if i < tops else torch.full_like(x, -1) for i, x in enumerate(used)]
+            # A row's tree is that of its leader, whose place the reference must know: other queries say nothing.
+            rows = torch.cat([q[row].new_zeros(t - leader, *q.shape[1:]), q[row][None]])
+            result = forward(b, rows, keys, values, t + 1, used[:depth])
+            out[row], lse[row] = result.out[0, -1], result.lse[0, -1]
             if leader == t and ring:
                 slot = t // stride % ring
                 new_pos[b, slot] = t

@@ -126,12 +126,6 @@ class TreeOptions:
         most = min(MOST_TOP_NODES, self.top_k * self.compression_rate)
         return max(1, most)  # the op refuses other options by their own names
 
-    @property
-    def num_rotations(self) -> int:
-        """Rows that a table of rotations needs: a row per place among the candidates of a query."""
-        of_dense_rows = -(-self.top_nodes // self.selection_stride) * self.selection_stride
-        return max(self.top_k * self.compression_rate, of_dense_rows)
-
     def beside_index(self) -> TreeOptions:
         """The same where an index chooses: there ``max_top_nodes=None`` is 8192."""
         if self.max_top_nodes is not None:

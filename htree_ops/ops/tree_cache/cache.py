@@ -32,7 +32,7 @@ from htree_ops.ops.tree_attention.attention import Index
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
 from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
-from htree_ops.ops.tree_cache.functions import cache_options
+from htree_ops.ops.tree_cache.functions import cache_options, rope_positions
 from htree_ops.ops.tree_cache.index import IndexPages, index_sizes
 from htree_ops.ops.tree_cache.leaves import check_leaf_bits
 from htree_ops.ops.tree_cache.lengths import HostLengths, integers, read_counts
@@ -235,7 +235,7 @@ class TreeKVCache:
         # The CPU keeps the table of tree_attention between calls.
         self._rope_table = (
             rope_cache(
-                options.num_rotations,
+                rope_positions(options, self.pages.max_pages * self.page_size),
                 self.head_dim,
                 options.rope_base,
                 device=device,

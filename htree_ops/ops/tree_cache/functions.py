@@ -17,6 +17,7 @@ __all__ = [
     "cache_layers",
     "cache_options",
     "page_rows",
+    "rope_positions",
     "tree_cache_append_",
     "tree_cache_append_packed_",
     "tree_cache_attention",
@@ -45,6 +46,13 @@ def cache_options(function: str, options: TreeOptions | None, keywords: Mapping[
             "pages hold a copy of keys and values for each of them"
         )
     return chosen
+
+
+def rope_positions(options: TreeOptions, capacity: int) -> int:
+    """The positions of a row's candidates where sequences have up to ``capacity`` tokens, a multiple of r."""
+    rate = options.compression_rate
+    top = -(-options.top_nodes // rate) * rate
+    return max(options.top_k * rate, min(top, capacity))
 
 
 def page_rows(
@@ -223,9 +231,9 @@ def tree_cache_attention(
             tokens, -1 for none. Both or neither.
         q_lengths: int32 [B]: how many rows of a sequence count; None is all.
         rope_table: ``rope_cache(size, K, rope_base)``, where inv_freq is given ``rope_cache(size, K,
-            inv_freq=inv_freq)``, with size >= top_k * compression_rate and >= max_top_nodes, this rounded up to a
-            multiple of selection_stride. Without it CUDA computes one in every call, and the CPU keeps one between
-            calls.
+            inv_freq=inv_freq)``, with size >= top_k * compression_rate and, as far as max_pages * page_size needs
+            it, >= max_top_nodes rounded up to a multiple of compression_rate. Without it CUDA computes one in every
+            call, and the CPU keeps one between calls.
         page_size: P, a multiple of compression_rate.
         k_codes, k_scales, v_codes, v_scales: the tokens where they are packed, as in
             :func:`tree_cache_append_packed_`; all or none. A channel is its code times the scale, rounded to the dtype.

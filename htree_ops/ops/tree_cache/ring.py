@@ -7,10 +7,15 @@ from torch import Tensor
 
 from htree_ops.ops.tree_attention.options import TreeOptions
 
-__all__ = ["RING", "Ring", "empty_ring"]
+__all__ = ["RING", "Ring", "empty_ring", "has_open_top"]
 
 #: How many leaders' lists are kept, so that up to 3 strides of speculative tokens can be taken back.
 RING = 4
+
+
+def has_open_top(options: TreeOptions) -> bool:
+    """Whether a row's top may have more nodes than a list has children, so that no list tells of it (§7.3)."""
+    return options.top_nodes > options.top_k * options.compression_rate
 
 
 def empty_ring(
@@ -34,7 +39,9 @@ class Ring:
     ) -> None:
         self.options = options
         self.lists, self.list_pos = empty_ring(batch, layers, heads, options, device)
-        self._nodes = torch.arange(options.top_k, dtype=torch.int32, device=device)
+        # What a list of a row's top, or of a layer above, may hold: all of its parents, or nothing.
+        nodes = torch.arange(options.top_k, dtype=torch.int32, device=device)
+        self._nodes = torch.full_like(nodes, -1) if has_open_top(options) else nodes
         entries = torch.arange(self.list_pos.shape[1], dtype=torch.int32, device=device)
         # [b, i]: tokens from the first of the last leaders, which has entry b, to the leader of entry i
         self._offsets = (entries - entries[:, None]) % RING * options.selection_stride
