@@ -123,10 +123,12 @@ class TreeCacheCase(OptionFields, Case):
 
     def rows_read(self) -> tuple[int, int]:
         """Rows of keys and of values that the selection reads, each once for a K/V head."""
-        seen, rate = self.top_k * self.compression_rate, self.compression_rate
+        rate, below = self.compression_rate, self.top_k * self.compression_rate
         nodes = means = 0
         for length, n in zip(self.lengths, self.queries, strict=True):
-            for layer in range(cache_layers(max(1, length), rate, self.max_top_nodes)):
+            layers = cache_layers(max(1, length), rate, self.max_top_nodes)
+            for layer in range(layers):
+                seen = max(below, self.max_top_nodes) if layer + 1 == layers else below
                 count = min(seen, -(-length // rate**layer))
                 nodes += n * count
                 if layer > 0 and self.selection_span is not None:
@@ -192,6 +194,8 @@ def filled_packed_pools(
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6}
 _TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "page_size": 8}
+#: The top has more nodes than a list has children: rows of up to 31 tokens are dense, of up to 124 have two layers.
+_OPEN: dict[str, Any] = _TREE | {"max_top_nodes": 31}
 SPANS: list[tuple[int, Importance]] = [(1, "lse_causal"), (2, "lse_causal"), (4, "exp_joint")]
 
 CASES = [
@@ -250,6 +254,56 @@ CASES = [
         )
         for span, importance in SPANS
     ),
+    TreeCacheCase(name="open", dtype=F32, lengths=(130, 31, 70), queries=(9, 3, 1), **_SMALL, **_OPEN),
+    TreeCacheCase(
+        name="open, stride",  # 32 ends the dense rows: leader 28 has one layer, and so have its followers
+        dtype=F32,
+        lengths=(40, 128, 30),
+        queries=(12, 13, 2),
+        selection_stride=4,
+        ring=4,
+        **_SMALL,
+        **_OPEN,
+    ),
+    TreeCacheCase(
+        name="open, span 2, next, stride",
+        dtype=F32,
+        lengths=(135, 90),
+        queries=(14, 2),
+        selection_span=2,
+        selection_stride=2,
+        ring=4,
+        open_next=True,
+        **_SMALL,
+        **_OPEN,
+    ),
+    TreeCacheCase(
+        name="open, joint, span 4",
+        dtype=F32,
+        lengths=(126, 33),
+        queries=(3, 3),
+        selection_span=4,
+        importance="exp_joint",
+        **_SMALL,
+        **_OPEN,
+    ),
+    TreeCacheCase(
+        name="open, k = 1, pages for more",
+        dtype=F32,
+        lengths=(64, 9),
+        queries=(2, 9),
+        capacity=300,
+        **_SMALL,
+        **(_TREE | {"max_top_nodes": 7, "top_k": 1}),
+    ),
+    TreeCacheCase(
+        name="open, all dense",
+        dtype=F32,
+        lengths=(61,),
+        queries=(5,),
+        **_SMALL,
+        **(_TREE | {"max_top_nodes": (1 << 31) - 1}),
+    ),
     TreeCacheCase(
         name="odd rates",
         dtype=F32,
@@ -279,7 +333,7 @@ CASES = [
     ),
     *(
         TreeCacheCase(
-            name="model",
+            name=name,
             dtype=dtype,
             lengths=(1500, 1030),
             queries=(1, 2),
@@ -288,10 +342,15 @@ CASES = [
             key_dim=64,
             value_dim=64,
             page_size=256,
-            max_top_nodes=128,
+            max_top_nodes=top_nodes,
             top_k=8,
         )
-        for dtype in (F32, F16, BF16)
+        for name, dtype, top_nodes in (
+            ("model", F32, 128),
+            ("model", F16, 128),
+            ("model", BF16, 128),
+            ("model, open", F32, 200),
+        )
     ),
 ]
 
@@ -309,6 +368,9 @@ PACKED_CASES = [
         name="span", dtype=BF16, lengths=(61, 38), queries=(9, 3), selection_span=2, **_PACKED, **_TREE
     ),
     TreeCacheCase(name="one layer", dtype=BF16, lengths=(11, 5), queries=(3, 5), **_PACKED, **_TREE),
+    TreeCacheCase(
+        name="open", dtype=F32, lengths=(130, 40), queries=(6, 12), selection_stride=4, ring=4, **_PACKED, **_OPEN
+    ),
     TreeCacheCase(
         name="odd rates",
         dtype=F32,
@@ -400,6 +462,59 @@ DECODE_CASES = [
     _decoded(
         "k = 1000, span 2", lengths=(16500,), queries=(1,), max_top_nodes=16000, top_k=1000, selection_span=2
     ),
+    # Tops of more nodes than a list has children: dense rows, rows of two and of three layers; more slots at the top
+    # than below; the widest top, and the first that the kernel leaves to the general ones.
+    _decoded("open", lengths=(5000, 300, 700), queries=(2, 3, 1), max_top_nodes=300),
+    _decoded("open, 128, G = 16", F16, heads=16, lengths=(700, 3000), max_top_nodes=520, **_LARGE_HEADS),
+    _decoded("open, plain", lengths=(1500, 1030), max_top_nodes=1024, rope_base=None),
+    _decoded(
+        "open, stride",
+        lengths=(309, 620, 5000),
+        queries=(12, 7, 20),
+        max_top_nodes=301,
+        selection_stride=4,
+        ring=4,
+    ),
+    _decoded(
+        "open, next, stride",
+        lengths=(900, 400),
+        queries=(9, 5),
+        max_top_nodes=208,
+        selection_stride=16,
+        open_next=True,
+    ),
+    _decoded(
+        "open, span 2",
+        lengths=(5000, 700),
+        queries=(2, 1),
+        max_top_nodes=300,
+        selection_span=2,
+        **_LARGE_HEADS,
+    ),
+    _decoded(
+        "open, span 4, stride, joint",
+        F16,
+        lengths=(5000, 309),
+        queries=(9, 12),
+        max_top_nodes=301,
+        selection_stride=2,
+        selection_span=4,
+        importance="exp_joint",
+    ),
+    _decoded(
+        "open, as served",
+        lengths=(20000, 8000),
+        queries=(1, 1),
+        max_top_nodes=8192,
+        top_k=128,
+        heads=16,
+        kv_heads=2,
+        page_size=256,
+        **_LARGE_HEADS,
+    ),
+    _decoded("open, 1024 slots", F16, lengths=(17000, 16384), max_top_nodes=16384, top_k=64),
+    _decoded("open, more slots", F16, lengths=(17000, 16400), max_top_nodes=16400, top_k=64),
+    _decoded("open, many rows", lengths=(700, 3000), queries=(90, 50), max_top_nodes=520),
     # A choice among nodes of many span means, then one in a list; and tiles of span means that pages cut.
     _decoded("three choices, span 4", lengths=(5000, 2600), selection_span=4),
     _decoded("three choices, span 2, 128", F16, lengths=(5000, 257), selection_span=2, **_LARGE_HEADS),

@@ -384,7 +384,8 @@ def packed_shape(seed: int) -> Shape:
     shape = Shape.draw(seed, DTYPES[:3])
     wide = {"key_dim": 64, "value_dim": draw.choice((64, 128)), "leaf_bits": draw.choice((8, 4))}
     frequencies = None if shape.frequencies is None else tuple(draw.random() for _ in range(32))
-    return replace(shape, **wide, frequencies=frequencies)
+    top_nodes = shape.top_nodes + draw.choice((0, 0, 6))  # more than a list has children, or not
+    return replace(shape, **wide, frequencies=frequencies, top_nodes=top_nodes)
 
 
 def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_sequence() -> None:

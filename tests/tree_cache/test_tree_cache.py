@@ -476,7 +476,7 @@ def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: in
         ({"copies": torch.zeros(0)}, TypeError, "copies must have dtype torch.uint8"),
         ({"capacity": 20}, ValueError, "capacity must be at least 21"),
         ({"importance": "lse"}, ValueError, 'importance must be "lse_causal" or "exp_joint"'),
-        ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1, got 0"),
+        ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1 and below 2\\^31, got 0"),
         ({"inv_freq": [1.0]}, ValueError, "inv_freq must have K/2 numbers"),
         (
             {"block_table": torch.full((2, 3), 99, dtype=torch.int32)},
@@ -536,7 +536,7 @@ def test_sizes_of_copies_refuse() -> None:
     [
         ({"page_size": 6}, ValueError, "page_size must be a multiple of compression_rate = 4"),
         ({"compression_rate": 1}, ValueError, "compression_rate must be"),
-        ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1, got 0"),
+        ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1 and below 2\\^31, got 0"),
         ({"selection_span": 3}, ValueError, "selection_span must be None or a divisor"),
         ({"selection_stride": 8}, ValueError, "selection_stride"),
         ({"importance": "lse"}, ValueError, 'importance must be "lse_causal" or "exp_joint"'),
@@ -559,7 +559,7 @@ def test_sizes_of_copies_refuse() -> None:
             IndexError,
             "must be a page of the pool",
         ),
-        ({"rope_table": torch.zeros(2, 8, 4)}, ValueError, "at least top_k"),
+        ({"rope_table": torch.zeros(2, 8, 4)}, ValueError, "rope_table must have at least 16 positions"),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from tree_cache_schedules import Run, Shape, bitwise, schedules
 
 SCHEDULES = schedules(10_000)
 INDEXED = schedules(2_000)
+OPEN = schedules(2_000)
 PARTS = 10
 
 
@@ -34,3 +35,8 @@ def test_any_schedule_gives_the_bits_of_the_whole_sequence(part: int) -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_any_schedule_with_an_index_gives_the_bits_of_the_whole_sequence(part: int) -> None:
     run_schedules(INDEXED[part::PARTS], Shape.draw_indexed)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_schedule_with_an_open_top_gives_the_bits_of_the_whole_sequence(part: int) -> None:
+    run_schedules(OPEN[part::PARTS], Shape.draw_open)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def alike(near: float) -> Callable[[Tensor, Tensor], bool]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("draw", [Shape.draw, Shape.draw_indexed])
+@pytest.mark.parametrize("draw", [Shape.draw, Shape.draw_indexed, Shape.draw_open])
 def test_schedules_on_a_gpu(draw: Callable[[int], Shape]) -> None:
     """Bytes bit for bit; rows to the tolerance of §1.11, but for the few whose selection is a matter of rounding."""
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -161,16 +162,23 @@ class ServedRun(GpuRun):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("indexed", [False, True])
-def test_schedules_of_served_sizes_on_a_gpu(indexed: bool) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [
+        Shape.draw_served,
+        partial(Shape.draw_indexed, served=True),
+        partial(Shape.draw_open, served=True),
+    ],
+    ids=["scores", "index", "open"],
+)
+def test_schedules_of_served_sizes_on_a_gpu(draw: Callable[[int], Shape]) -> None:
     """Rows bit for bit whatever the schedule, the pages and the batch; near those of ``tree_attention``.
 
     Another kernel computes the latter, and where few nodes are opened, importances that nearly tie move whole rows.
     """
     repeated = different = compared = 0
     for seed in schedules(60):
-        shape = Shape.draw_indexed(seed, served=True) if indexed else Shape.draw_served(seed)
-        run = ServedRun(shape, "cuda", alike(3e-2))
+        run = ServedRun(draw(seed), "cuda", alike(3e-2))
         run.run(steps=8)
         repeated += run.repeated
         different, compared = different + run.different, compared + run.rows

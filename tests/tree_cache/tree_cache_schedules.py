@@ -131,6 +131,17 @@ class Shape:
             index_dtype=draw.choice((torch.bfloat16, torch.float16, torch.float32)),
         )
 
+    @staticmethod
+    def draw_open(seed: int, *, served: bool = False) -> Shape:
+        """The same sizes where the top has more nodes than a list has children, every other one with an index."""
+        draw = random.Random(-(1 << 40) - seed)
+        shape = Shape.draw_indexed(seed, served=served) if seed % 2 else None
+        shape = shape or (Shape.draw_served(seed) if served else Shape.draw(seed))
+        most = shape.top_k * shape.rate
+        top_nodes = most + draw.randint(1, 200 if served else 6)
+        wider = {} if served else {"capacity": shape.capacity + draw.choice((0, 30))}
+        return replace(shape, top_nodes=top_nodes, num_pages=None, **wider)
+
     def options(self) -> dict[str, object]:
         return {
             "compression_rate": self.rate,
