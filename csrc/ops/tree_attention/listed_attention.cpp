@@ -67,7 +67,7 @@ void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& 
                        const Tensor& lists) {
   const BlockOptions blocks = blocks_of_nodes(options, node_span(options.compression_rate, layer + 1));
   const int64_t start = index_key.size(1) - index_query.size(1);
-  if (walks_prefixes(options)) {
+  if (has_open_top(options)) {
     const int64_t implied =
         std::clamp<int64_t>((first_token_of(options, layer + 2) - start) / blocks.stride, 0, lists.size(1));
     lists.narrow(1, 0, implied).fill_(-1);

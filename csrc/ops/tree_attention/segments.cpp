@@ -132,7 +132,7 @@ class SegmentSum {
 void forward_by_depth(AttentionForward* kernel, const TreeOptions& options, const AttentionArgs& args,
                       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                       const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
-  if (!walks_prefixes(options)) {
+  if (!has_open_top(options)) {
     kernel(q, k, v, args, out, gmax, gsum, parents);
     return;
   }
@@ -153,7 +153,7 @@ void backward_by_depth(AttentionBackward* kernel, const TreeOptions& options, co
                        const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                        const std::vector<Tensor>& parents, const Tensor& dq, const Tensor& dk,
                        const Tensor& dv) {
-  if (!walks_prefixes(options)) {
+  if (!has_open_top(options)) {
     kernel(dout, dlse, q, k, v, out, gmax, gsum, parents, args, dq, dk, dv);
     return;
   }

@@ -6,14 +6,11 @@
 #include <cstdint>
 
 #include "device/sizes.h"
+#include "ops/tree/open_top.h"
 
 namespace htree::tree_cache {
 
-// Whether the top of a tree may have more nodes than the children of a list. Then all of them up to a row's own are its
-// candidates, and the lists of its top and of the layers above are -1 and never read. Else these lists open everything.
-constexpr bool has_open_top(int64_t max_top_nodes, int64_t top_k, int64_t rate) {
-  return max_top_nodes > top_k * rate;
-}
+using tree_attention::has_open_top;
 
 // The most parents that a row's candidates have in a layer: k below its top, and at the top as many as it has. No tree has
 // more than `most_tokens` tokens.
