@@ -31,10 +31,10 @@ struct GeneralLists {
   int64_t batch = 0;              // stride in elements
   const int32_t* next = nullptr;
   int64_t next_batch = 0;
-  int next_width = 0;
   int64_t stride = 1;
   int num_lists = 0;
   int width = 0;  // at the top all parents
+  int next_width = 0;
 };
 
 // One chunk of queries against one layer.
