@@ -25,7 +25,6 @@ struct AttendParams {
   void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
   // Of a caller's lists, which have one layer: [H], a score beside the keys' that has no value; null: none.
   const float* sinks = nullptr;
-  int most_slots = 0;  // entries that a list can have: set and read by per_list/ alone
 };
 
 // ---- each query gathers for itself: sm_80 and later
@@ -42,7 +41,7 @@ cudaError_t launch_shared_gather_attend(const AttendParams& params, cudaStream_t
 // ---- all queries of a list are rows of the same products: Hopper (sm_90a), any G
 
 // Takes params.rotations in RotationOrder::kDims. The lists must be those of the selection: a list holds
-// min(list_width, parents up to the queries' own) entries.
+// min(list_width, parents up to the queries' own) entries, or as many as gather.list_sizes says.
 template <typename T, int kDim>
 cudaError_t launch_per_list_attend(const AttendParams& params, cudaStream_t stream);
 

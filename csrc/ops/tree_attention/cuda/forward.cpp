@@ -44,39 +44,10 @@ cudaError_t attend_masked_rows(const TreeCall& call, const TileMarkMemory& memor
   });
 }
 
-cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, const ForwardMemory& memory,
-                         size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
-                         cudaStream_t stream) {
-  const bool masked = call.problem.token_of(chunk.query) < config.masked_rows;
-  switch (layer_kernel(config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()),
-                       masked)) {
-    case LayerKernel::kMaskedRows:
-      return attend_masked_rows(call, memory.marks, chunk, attend, stream);
-    case LayerKernel::kDense:
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
-        return launch_dense_attend<typename decltype(type)::type, dim.value>(
-            {attend, tiles_of_batch(call, call.top, chunk.batch)}, stream);
-      });
-    case LayerKernel::kPerList:
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
-        return launch_per_list_attend<typename decltype(type)::type, dim.value>(attend, stream);
-      });
-    case LayerKernel::kSharedGather:
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
-        return launch_shared_gather_attend<typename decltype(type)::type, dim.value>(attend, stream);
-      });
-    case LayerKernel::kPerQuery:
-    case LayerKernel::kGeneral:  // never on the tensor-core path
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
-        return launch_per_query_attend<typename decltype(type)::type, dim.value>(attend, stream);
-      });
-  }
-  return cudaErrorInvalidValue;
-}
-
-// Which candidates of a layer the given lists of the layer below hold.
-cudaError_t mask_given(const TreeCall& call, const ForwardMemory& memory, const GatherParams& gather,
-                       const ListSlice& lists, const ListSlice& next, cudaStream_t stream) {
+// Counts the entries of a layer's lists and, with `next`, marks which of their candidates these lists of the layer below
+// hold.
+cudaError_t count_lists(const TreeCall& call, const ForwardMemory& memory, const GatherParams& gather,
+                        const ListSlice& lists, const ListSlice& next, cudaStream_t stream) {
   ListMaskParams mask;
   mask.lists = lists.data;
   mask.list_batch = lists.batch;
@@ -93,6 +64,45 @@ cudaError_t mask_given(const TreeCall& call, const ForwardMemory& memory, const 
   mask.stride = gather.stride;
   mask.node_span = gather.node_span;
   return launch_list_masks(mask, stream);
+}
+
+cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, const ForwardMemory& memory,
+                         size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
+                         cudaStream_t stream) {
+  const bool masked = call.problem.token_of(chunk.query) < config.masked_rows;
+  switch (layer_kernel(config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()),
+                       masked)) {
+    case LayerKernel::kMaskedRows:
+      return attend_masked_rows(call, memory.marks, chunk, attend, stream);
+    case LayerKernel::kDense:
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_dense_attend<typename decltype(type)::type, dim.value>(
+            {attend, tiles_of_batch(call, call.top, chunk.batch)}, stream);
+      });
+    case LayerKernel::kPerList: {
+      AttendParams listed = attend;
+      if (!attend.gather.lists && long_top_lists(call.problem, config)) {
+        const cudaError_t error = count_lists(call, memory, attend.gather, {}, {}, stream);
+        if (error != cudaSuccess) {
+          return error;
+        }
+        listed.gather.list_sizes = memory.counts;
+      }
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_per_list_attend<typename decltype(type)::type, dim.value>(listed, stream);
+      });
+    }
+    case LayerKernel::kSharedGather:
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_shared_gather_attend<typename decltype(type)::type, dim.value>(attend, stream);
+      });
+    case LayerKernel::kPerQuery:
+    case LayerKernel::kGeneral:  // never on the tensor-core path
+      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+        return launch_per_query_attend<typename decltype(type)::type, dim.value>(attend, stream);
+      });
+  }
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, const ForwardBuffers& buffers,
@@ -118,8 +128,8 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, con
     const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
     if (layer_idx > 0) {
       const cudaError_t error = config.lists_given
-                                    ? mask_given(call, memory, gather_of(call, layer_idx, chunk), lists,
-                                                 lists_of(layer_idx - 1), stream)
+                                    ? count_lists(call, memory, gather_of(call, layer_idx, chunk), lists,
+                                                  lists_of(layer_idx - 1), stream)
                                     : select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1),
                                                    memory.scores, memory.mask, stream);
       if (error != cudaSuccess) {

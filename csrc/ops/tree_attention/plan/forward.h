@@ -185,6 +185,11 @@ inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int6
   return LayerKernel::kPerQuery;
 }
 
+// Whether forward/per_list/ takes a top whose implied lists have more entries than others.
+inline bool long_top_lists(const AttentionProblem& p, const ForwardConfig& c) {
+  return c.gather == GatherKernel::kPerList && !c.dense_top && list_room(p) > p.args.top_k;
+}
+
 // ---- memory of a chunk
 
 struct ForwardMemory {
@@ -193,7 +198,7 @@ struct ForwardMemory {
   uint32_t* mask;
   float* scores;  // selection_bytes()
   TileMarkMemory marks;
-  int32_t* counts;  // of the parents of a layer's lists, where lists are given
+  int32_t* counts;  // of the parents of a layer's lists, where lists are given or long_top_lists()
 };
 inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p, const ForwardConfig& c) {
   const int64_t lists = c.batch_chunk * ceil_div(c.query_chunk, p.args.selection_stride) * p.num_kv_heads;
@@ -205,7 +210,7 @@ inline ForwardMemory lay_out_forward(Workspace& space, const AttentionProblem& p
   memory.mask = space.take<uint32_t>(many * lists * mask_words(p));
   memory.scores = space.take<float>(selection_bytes(p, c), 1);
   memory.marks = lay_out_tile_marks(space, p, c);
-  memory.counts = space.take<int32_t>(c.lists_given ? many * lists : 0);
+  memory.counts = space.take<int32_t>(c.lists_given || long_top_lists(p, c) ? many * lists : 0);
   return memory;
 }
 

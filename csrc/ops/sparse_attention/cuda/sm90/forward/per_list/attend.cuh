@@ -77,11 +77,9 @@ cudaError_t launch_per_list_rows(const AttendParams& params, cudaStream_t stream
 
 template <typename T, int kDim>
 cudaError_t launch_per_list_attend(const AttendParams& params, cudaStream_t stream) {
-  const GatherParams& p = params.gather;
-  AttendParams sized = params;
-  sized.most_slots = p.lists ? p.list_width : static_cast<int>(p.num_parents);
-  return p.stride * p.group <= 64 ? launch_per_list_rows<T, kDim, 64>(sized, stream)
-                                  : launch_per_list_rows<T, kDim, 128>(sized, stream);
+  return params.gather.stride * params.gather.group <= 64
+             ? launch_per_list_rows<T, kDim, 64>(params, stream)
+             : launch_per_list_rows<T, kDim, 128>(params, stream);
 }
 
 }  // namespace htree::tree_attention

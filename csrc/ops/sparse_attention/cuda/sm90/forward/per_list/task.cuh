@@ -116,7 +116,7 @@ __device__ __forceinline__ ListTask list_task(const AttendParams& params, int ta
   const int64_t first = node_of(p, p.t0 + task.first_query);
   const int64_t last = node_of(p, p.t0 + (task.first_query + task.num_queries - 1));
   const int64_t diagonal_parent = first / kParentRows;
-  task.num_slots = static_cast<int>(min(int64_t{params.most_slots}, diagonal_parent + 1));
+  task.num_slots = static_cast<int>(min(int64_t{p.list_width}, diagonal_parent + 1));
   const int excluded = params.selected ? 1 : 0;  // the query's diagonal block is always selected
   task.own_first = static_cast<int>(first % kParentRows) + 1 - excluded;
   task.own_last = static_cast<int>(last % kParentRows) + 1 - excluded;
