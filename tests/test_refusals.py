@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bool": ({"top_k": True}, TypeError, "top_k must be an int, got bool"),
     "huge": ({"compression_rate": 2**63}, ValueError, "compression_rate must be an int of 64 bits"),
     "zero k": ({"top_k": 0}, ValueError, "top_k must be between 1 and .*, got 0"),
-    "no top": ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1, got 0"),
+    "no top": ({"max_top_nodes": 0}, ValueError, r"max_top_nodes must be at least 1 and below 2\^31, got 0"),
     "stride": ({"selection_stride": 2}, ValueError, "power of two that divides compression_rate = 3, got 2"),
     "scale text": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     "scale overflow": ({"scale": 1e308}, ValueError, "scale must be finite in float32"),

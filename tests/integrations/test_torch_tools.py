@@ -54,7 +54,9 @@ def candidates_by_lists(
     return scored, kept
 
 
-@pytest.mark.parametrize("case", SHAPES + FREE_SHAPES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [x for x in SHAPES + FREE_SHAPES if x.selection_span is None], ids=lambda case: case.name
+)
 def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> None:
     q, k, v = case.make_qkv(device)
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *case.op_options())

@@ -188,7 +188,7 @@ def test_they_are_saved_and_loaded() -> None:
         ({"top_k": 0}, ValueError, "top_k"),
         ({"top_k": 1.5}, TypeError, "top_k"),
         ({"selection_stride": 3}, ValueError, "selection_stride"),
-        ({"max_top_nodes": 0}, ValueError, "max_top_nodes must be at least 1, got 0"),
+        ({"max_top_nodes": 0}, ValueError, r"max_top_nodes must be at least 1 and below 2\^31, got 0"),
         ({"importance": "mean"}, ValueError, "importance"),
         (
             {"selection_span": 3},
