@@ -23,13 +23,13 @@ constexpr int64_t kUnitTokens = 16;
 // Rows of scores hold whole tiles of units, and a place for the diagonal block.
 constexpr int64_t kTileUnits = 8;
 // Leaders of a thread block of either kernel.
-constexpr int64_t kTensorCoreLeaders = 64;
+constexpr int64_t kTensorCoreLeaders = 128;
 constexpr int64_t kGeneralLeaders = 8;
 // Units of a thread block of the tensor-core kernel: enough to pay for the loads of its queries, and few enough that a
 // chunk of long sequences fills a GPU.
 constexpr int64_t kUnitsOfSplit = 256;
-// Scores of a chunk, about what the L2 of an H200 holds: they are written once and read once.
-constexpr int64_t kScoreChunkBytes = int64_t{64} << 20;
+// Scores of a chunk. What the L2 of an H200 holds, 64 MiB, is too few leaders to fill the GPU.
+constexpr int64_t kScoreChunkBytes = int64_t{256} << 20;
 // Keys of rows that do not fit into shared memory.
 constexpr int64_t kKeyScratchBytes = int64_t{128} << 20;
 constexpr int64_t kMostGridRows = 65535;

@@ -124,7 +124,88 @@ __device__ __forceinline__ float block_score(const float* units, int64_t block, 
   return best + 0.0f;
 }
 
-using Choice = RowChoice<SelectTraits::kThreads>;
+constexpr int kThreads = SelectTraits::kThreads;
+using Choice = RowChoice<kThreads>;
+
+// The keys of a long row that can be among the chosen, in their order.
+constexpr int kGroups = 4;  // of a thread's keys
+struct FilteredRow {
+  static constexpr int kMost = static_cast<int>(kFilteredKeys);
+  static_assert(kMost == kGroups * kThreads);
+  uint32_t keys[kMost];  // first the largest of each group
+  int32_t places[kMost];
+  device::Threshold threshold;
+};
+static_assert(sizeof(FilteredRow) == kFilteredBytes);
+
+struct Kept {
+  int num;
+  uint32_t least;  // no smaller key is kept
+};
+
+// `count` groups or more hold a key that is not below some bound, so no smaller key is chosen. Keeps the others, at least
+// `count`; where they are more than kMost, `filtered` does not hold them. All threads must call. Ends with a __syncthreads.
+__device__ __forceinline__ Kept filter_row(const Choice& row, const uint32_t (&largest)[kGroups],
+                                           uint32_t count, FilteredRow& filtered) {
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    filtered.keys[i * kThreads + threadIdx.x] = largest[i];
+  }
+  __syncthreads();
+  const uint32_t least = Choice{filtered.keys, row.words, FilteredRow::kMost, row.shared}.reached_by(count);
+  const int words = (row.num + 31) / 32;
+  for (int place = threadIdx.x; place < words * 32; place += kThreads) {
+    const unsigned kept = __ballot_sync(device::kFullMask, place < row.num && row.keys[place] >= least);
+    if (threadIdx.x % 32 == 0) {
+      row.words[place / 32].larger = kept;
+    }
+  }
+  __syncthreads();
+  uint32_t before = 0;
+  for (int tile = 0; tile < words; tile += kThreads) {
+    const int word = tile + static_cast<int>(threadIdx.x);
+    uint32_t bits = word < words ? row.words[word].larger : 0, total;
+    uint32_t at = before + device::block_exclusive_sum<kThreads>(__popc(bits), row.shared.sums, total);
+    for (; bits != 0 && at < FilteredRow::kMost; bits &= bits - 1, ++at) {
+      filtered.places[at] = word * 32 + __ffs(bits) - 1;
+      filtered.keys[at] = row.keys[filtered.places[at]];
+    }
+    before += total;
+  }
+  __syncthreads();
+  return {static_cast<int>(before), least};
+}
+
+// The threshold of the `count` largest of a few keys, none below `low`. One warp halves their range, and a step that splits
+// off `count` of them ends it; the other warps wait. All threads must call.
+__device__ __forceinline__ device::Threshold threshold_of_few(const uint32_t* keys, int num, uint32_t low,
+                                                              uint32_t count, device::Threshold& found) {
+  if (threadIdx.x < device::kWarpSize) {
+    const auto from = [&](uint32_t bound) {
+      uint32_t number = 0;
+      for (int i = threadIdx.x; i < num; i += device::kWarpSize) {
+        number += keys[i] >= bound;
+      }
+      return __reduce_add_sync(device::kFullMask, number);
+    };
+    uint32_t high = ~0u;
+    while (low < high) {
+      const uint32_t middle = low + (high - low) / 2 + 1;
+      const uint32_t number = from(middle);
+      low = number >= count ? middle : low;
+      high = number > count ? high : number == count ? middle : middle - 1;
+    }
+    if (threadIdx.x == 0) {
+      found.key = low;
+    }
+    const uint32_t larger = low == ~0u ? 0 : from(low + 1);
+    if (threadIdx.x == 0) {
+      found.equal = count - larger;
+    }
+  }
+  __syncthreads();
+  return found;
+}
 
 struct ListRow {
   int32_t* blocks;
@@ -132,7 +213,8 @@ struct ListRow {
 };
 
 __device__ __forceinline__ void choose_row(const BlockListParams& params, const float* units,
-                                           int32_t diagonal, const ListRow& list, const Choice& row) {
+                                           int32_t diagonal, const ListRow& list, const Choice& row,
+                                           FilteredRow& filtered) {
   const BlockOptions& options = params.options;
   const int32_t units_of_block = params.chunk.block_size / params.chunk.unit;
   const int taken = static_cast<int>(min(static_cast<int64_t>(row.num), options.count));
@@ -144,24 +226,43 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
     }
   };
   if (row.num > options.count) {
-    for (int b = threadIdx.x; b < row.num; b += SelectTraits::kThreads) {
-      row.keys[b] = block_is_forced(options, b, diagonal)
-                        ? SelectTraits::kRightmost
-                        : key_of_score(block_score(units, b, units_of_block));
+    uint32_t largest[kGroups] = {};
+    for (int first = threadIdx.x; first < row.num; first += kGroups * kThreads) {
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        if (const int b = first + i * kThreads; b < row.num) {
+          const uint32_t key = block_is_forced(options, b, diagonal)
+                                   ? SelectTraits::kRightmost
+                                   : key_of_score(block_score(units, b, units_of_block));
+          row.keys[b] = key;
+          largest[i] = max(largest[i], key);
+        }
+      }
     }
     __syncthreads();
     // One that is best but for the diagonal block has no block behind it.
-    if (const int64_t best = best_blocks(options, row.num); best > 1) {
+    const int64_t best = best_blocks(options, row.num);
+    const auto count = static_cast<uint32_t>(taken);
+    if (best > 1) {
       row.raise_neighbours(row.threshold(static_cast<uint32_t>(best)), SelectTraits::kBest,
                            SelectTraits::kNeighbour);
+    } else if (row.num > 2 * FilteredRow::kMost && taken < FilteredRow::kMost) {
+      const Kept kept = filter_row(row, largest, count, filtered);
+      if (kept.num <= FilteredRow::kMost) {
+        const device::Threshold threshold =
+            threshold_of_few(filtered.keys, kept.num, kept.least, count, filtered.threshold);
+        const Choice few{filtered.keys, row.words, kept.num, row.shared};
+        few.choose(threshold, [&](int rank, int i) { emit(rank, filtered.places[i]); });
+        return;
+      }
     }
-    row.choose(row.threshold(static_cast<uint32_t>(taken)), emit);
+    row.choose(row.threshold(count), emit);
   } else {
-    for (int b = threadIdx.x; b < row.num; b += SelectTraits::kThreads) {
+    for (int b = threadIdx.x; b < row.num; b += kThreads) {
       emit(b, b);
     }
   }
-  for (int64_t i = taken + threadIdx.x; i < options.count; i += SelectTraits::kThreads) {
+  for (int64_t i = taken + threadIdx.x; i < options.count; i += kThreads) {
     list.blocks[i] = -1;
     if (list.scores != nullptr) {
       list.scores[i] = device::negative_infinity<float>();
@@ -170,11 +271,12 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
 }
 
 // Grid: thread blocks take rows (slot, head) in turns; the heads of a slot lie side by side in the lists.
-__global__ void __launch_bounds__(SelectTraits::kThreads) block_lists_kernel(const BlockListParams params) {
+__global__ void __launch_bounds__(kThreads) block_lists_kernel(const BlockListParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ Choice::Shared shared;
   const BlockChunk& chunk = params.chunk;
-  auto* words = reinterpret_cast<WordRanks*>(shared_bytes);
+  auto& filtered = *reinterpret_cast<FilteredRow*>(shared_bytes);
+  auto* words = reinterpret_cast<WordRanks*>(shared_bytes + sizeof(FilteredRow));
   uint32_t* keys = params.keys == nullptr
                        ? reinterpret_cast<uint32_t*>(words + (params.key_capacity + 31) / 32)
                        : params.keys + blockIdx.x * params.key_capacity;
@@ -193,7 +295,7 @@ __global__ void __launch_bounds__(SelectTraits::kThreads) block_lists_kernel(con
         params.options.count;
     const ListRow list{params.blocks + place, params.scores == nullptr ? nullptr : params.scores + place};
     if (document.broken) {
-      for (int64_t i = threadIdx.x; i < params.options.count; i += SelectTraits::kThreads) {
+      for (int64_t i = threadIdx.x; i < params.options.count; i += kThreads) {
         list.blocks[i] = -1;
         if (list.scores != nullptr) {
           list.scores[i] = __int_as_float(0x7fc00000);  // NaN
@@ -202,7 +304,8 @@ __global__ void __launch_bounds__(SelectTraits::kThreads) block_lists_kernel(con
       continue;
     }
     const int32_t diagonal = diagonal_block(chunk, document, leader);
-    choose_row(params, score_row(chunk, head, slot), diagonal, list, {keys, words, diagonal + 1, shared});
+    choose_row(params, score_row(chunk, head, slot), diagonal, list, {keys, words, diagonal + 1, shared},
+               filtered);
     __syncthreads();
   }
 }
@@ -215,7 +318,7 @@ cudaError_t launch_block_documents(const BlockDocumentParams& params, cudaStream
 
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream) {
   const LaunchShape shape{.grid = static_cast<unsigned>(params.num_blocks),
-                          .threads = SelectTraits::kThreads,
+                          .threads = kThreads,
                           .shared_bytes = row_shared_bytes(params.key_capacity, params.keys == nullptr)};
   return launch_kernel(block_lists_kernel, shape, stream, params);
 }

@@ -77,9 +77,11 @@ struct BlockListParams {
   int64_t key_capacity = 0;
   int64_t num_blocks = 0;
 };
-// Shared memory of a thread block that chooses: two numbers for 32 keys, and, where they are there, the keys.
+// Shared memory of a thread block that chooses: the keys and places that a row is filtered to, two numbers for 32 keys,
+// and, where they are there, the keys.
+constexpr int64_t kFilteredKeys = 1024, kFilteredBytes = kFilteredKeys * 8 + 8;
 constexpr int64_t row_shared_bytes(int64_t key_capacity, bool holds_keys) {
-  return (key_capacity + 31) / 32 * 8 + (holds_keys ? key_capacity * 4 : 0);
+  return kFilteredBytes + (key_capacity + 31) / 32 * 8 + (holds_keys ? key_capacity * 4 : 0);
 }
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream);
 

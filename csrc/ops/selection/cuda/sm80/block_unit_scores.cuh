@@ -1,4 +1,4 @@
-// Maxima over units of 16 tokens on the tensor cores: a warp has 16 leaders as rows, and the tokens of a tile, which
+// Maxima over units of 16 tokens on the tensor cores: a warp has 32 leaders as rows, and the tokens of a tile, which
 // the warps of a thread block share, are the columns of its products. docs/semantics/selection.md §9.1
 //
 // The columns of a unit lie in the four lanes of a quad. Eight units are reduced together: each exchange halves what a
@@ -20,7 +20,8 @@ struct UnitScoreTraits {
   static constexpr int kMostSteps = kMostSteps_;  // of a product, 16 elements each
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * device::kWarpSize;
-  static constexpr int kRows = 16;  // leaders of a warp
+  static constexpr int kRowTiles = 2;  // of a warp, 16 leaders each
+  static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kLeaders = kWarps * kRows;
   static constexpr int kUnits = static_cast<int>(kTileUnits);
   static constexpr int kTokens = kUnits * static_cast<int>(kUnitTokens);  // of a tile
@@ -31,36 +32,40 @@ struct UnitScoreTraits {
   static constexpr int stage_bytes(int d) { return kTokens * pitch(d); }
 };
 
-// The rows of a lane: row and row + 8 of a product.
+// The rows of a lane: row and row + 8 of each product, one behind the other.
+template <int kSides>
 struct UnitRows {
-  int32_t slot[2];
-  bool valid[2];
-  int32_t units[2];  // before the diagonal block
+  int32_t slot[kSides];
+  bool valid[kSides];
 };
 
 // The queries of a warp as A operands: element 2 * (lane % 4) and the next of rows lane / 4 and lane / 4 + 8, then the
 // same of the elements 8 further on.
 template <typename Tr>
 __device__ __forceinline__ void load_queries(const BlockScoreParams<typename Tr::T>& params,
-                                             const BlockDocument& document, const UnitRows& rows,
-                                             uint32_t (&a)[Tr::kMostSteps][4]) {
+                                             const BlockDocument& document,
+                                             const UnitRows<2 * Tr::kRowTiles>& rows,
+                                             uint32_t (&a)[Tr::kRowTiles][Tr::kMostSteps][4]) {
   using T = typename Tr::T;
   const BlockChunk& chunk = params.chunk;
   const T* head = params.query.data + document.query +
                   (chunk.first_head + static_cast<int64_t>(blockIdx.z)) * params.query.head;
   const int column = static_cast<int>(threadIdx.x % 4) * 2;
 #pragma unroll
-  for (int step = 0; step < Tr::kMostSteps; ++step) {
+  for (int tile = 0; tile < Tr::kRowTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int side = i % 2;
-      const int at = 16 * step + column + 8 * (i / 2);
-      uint32_t pair = 0;
-      if (rows.valid[side] && at < params.d) {
-        const int64_t leader = rows.slot[side] - document.first_slot;
-        pair = *reinterpret_cast<const uint32_t*>(head + leader * chunk.stride * params.query.row + at);
+    for (int step = 0; step < Tr::kMostSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int side = 2 * tile + i % 2;
+        const int at = 16 * step + column + 8 * (i / 2);
+        uint32_t pair = 0;
+        if (rows.valid[side] && at < params.d) {
+          const int64_t leader = rows.slot[side] - document.first_slot;
+          pair = *reinterpret_cast<const uint32_t*>(head + leader * chunk.stride * params.query.row + at);
+        }
+        a[tile][step][i] = pair;
       }
-      a[step][i] = pair;
     }
   }
 }
@@ -78,29 +83,37 @@ __device__ __forceinline__ void copy_tile(const typename Tr::T* keys, int64_t ke
   }
 }
 
-// low[u] and high[u]: the largest product of rows lane / 4 and lane / 4 + 8 with this lane's tokens of unit u.
+// most[side][u]: the largest product of a row, as UnitRows has them, with this lane's tokens of unit u.
 template <typename Tr>
-__device__ __forceinline__ void multiply_tile(const uint32_t (&a)[Tr::kMostSteps][4], int32_t d,
-                                              uint32_t stage, float (&low)[Tr::kUnits],
-                                              float (&high)[Tr::kUnits]) {
+__device__ __forceinline__ void multiply_tile(const uint32_t (&a)[Tr::kRowTiles][Tr::kMostSteps][4],
+                                              int32_t d, uint32_t stage,
+                                              float (&most)[2 * Tr::kRowTiles][Tr::kUnits]) {
   const int lane = static_cast<int>(threadIdx.x % device::kWarpSize);
   // Matrices: tokens 0 to 7, elements 0 to 7 and 8 to 15; then tokens 8 to 15.
   const int token = lane % 8 + 8 * (lane / 16), element = 8 * (lane / 8 % 2);
   const uint32_t address = stage + token * Tr::pitch(d) + 2 * element;
 #pragma unroll
   for (int unit = 0; unit < Tr::kUnits; ++unit) {
-    float c[2][4] = {};
+    float c[Tr::kRowTiles][2][4] = {};
 #pragma unroll
     for (int step = 0; step < Tr::kMostSteps; ++step) {
       if (16 * step < d) {
         uint32_t b[4];
         device::load_matrices(b, address + unit * static_cast<int>(kUnitTokens) * Tr::pitch(d) + 32 * step);
-        device::mma_16x8x16<typename Tr::T>(c[0], a[step], b[0], b[1]);
-        device::mma_16x8x16<typename Tr::T>(c[1], a[step], b[2], b[3]);
+#pragma unroll
+        for (int tile = 0; tile < Tr::kRowTiles; ++tile) {
+          device::mma_16x8x16<typename Tr::T>(c[tile][0], a[tile][step], b[0], b[1]);
+          device::mma_16x8x16<typename Tr::T>(c[tile][1], a[tile][step], b[2], b[3]);
+        }
       }
     }
-    low[unit] = fmaxf(fmaxf(c[0][0], c[0][1]), fmaxf(c[1][0], c[1][1]));
-    high[unit] = fmaxf(fmaxf(c[0][2], c[0][3]), fmaxf(c[1][2], c[1][3]));
+#pragma unroll
+    for (int side = 0; side < 2 * Tr::kRowTiles; ++side) {
+      const float(&of_row)[2][4] = c[side / 2];
+      const int at = side % 2 * 2;
+      most[side][unit] =
+          fmaxf(fmaxf(of_row[0][at], of_row[0][at + 1]), fmaxf(of_row[1][at], of_row[1][at + 1]));
+    }
   }
 }
 
@@ -143,18 +156,21 @@ __device__ __forceinline__ void score_split(const BlockScoreParams<typename Tr::
   }
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
-  UnitRows rows;
+  constexpr int kSides = 2 * Tr::kRowTiles;
+  UnitRows<kSides> rows;
+  int32_t most_units = 0;  // before a diagonal block
 #pragma unroll
-  for (int side = 0; side < 2; ++side) {
+  for (int side = 0; side < kSides; ++side) {
     rows.slot[side] = first_slot + warp * Tr::kRows + lane / 4 + 8 * side;
     const int32_t leader = rows.slot[side] - document.first_slot;
     rows.valid[side] = leader >= leaders.begin && leader < leaders.end;
-    rows.units[side] = rows.valid[side] ? diagonal_block(chunk, document, leader) * units_of_block : 0;
+    most_units =
+        max(most_units, rows.valid[side] ? diagonal_block(chunk, document, leader) * units_of_block : 0);
   }
-  uint32_t a[Tr::kMostSteps][4];
+  uint32_t a[Tr::kRowTiles][Tr::kMostSteps][4];
   load_queries<Tr>(params, document, rows, a);
   // Every warp skips the tiles that none of its leaders looks at.
-  const int32_t most_units = __reduce_max_sync(device::kFullMask, max(rows.units[0], rows.units[1]));
+  most_units = __reduce_max_sync(device::kFullMask, most_units);
 
   const auto* keys = params.key.data + document.key +
                      (chunk.first_head + static_cast<int64_t>(blockIdx.z)) * params.key.head;
@@ -174,17 +190,16 @@ __device__ __forceinline__ void score_split(const BlockScoreParams<typename Tr::
     device::wait_copies<1>();
     __syncthreads();
     if (unit < most_units) {
-      float low[Tr::kUnits], high[Tr::kUnits];
-      multiply_tile<Tr>(a, params.d,
-                        stage + static_cast<uint32_t>(number % Tr::kStages) * Tr::stage_bytes(params.d), low,
-                        high);
-      const float2 of_rows[2] = {reduce_quad(low), reduce_quad(high)};
+      float most[kSides][Tr::kUnits];
+      multiply_tile<Tr>(
+          a, params.d, stage + static_cast<uint32_t>(number % Tr::kStages) * Tr::stage_bytes(params.d), most);
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
+      for (int side = 0; side < kSides; ++side) {
+        const float2 of_row = reduce_quad(most[side]);
         if (rows.valid[side]) {  // a row of scores holds whole tiles
           float* to =
               score_row(chunk, static_cast<int32_t>(blockIdx.z), rows.slot[side]) + unit + 2 * (lane % 4);
-          *reinterpret_cast<float2*>(to) = of_rows[side];
+          *reinterpret_cast<float2*>(to) = of_row;
         }
       }
     }
