@@ -2,6 +2,8 @@
 // kernels, in chunks of queries and layer by layer. Deterministic, without float atomics. Scratch beyond the
 // fp32 sums of dK and dV and the tree is at most kBackwardScratchBytes (1.8 GiB) at any T, as long as one
 // list of one batch fits.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 
 #include <algorithm>
@@ -542,6 +544,49 @@ void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig&
   C10_CUDA_CHECK(BackwardRun(call, config, buffers, stream).run());
 }
 
+// The lists of all layers that a forward selects, where they are not stored.
+std::vector<Tensor> selected_lists(const Tensor& q, const Tensor& k, const Tensor& v,
+                                   const AttentionArgs& args) {
+  std::vector<Tensor> lists;
+  const int64_t layers = num_layers(k.size(1), args.max_top_nodes, args.compression_rate);
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    lists.push_back(at::empty({q.size(0), ceil_div(q.size(1), args.selection_stride), k.size(2), args.top_k},
+                              q.options().dtype(at::kInt)));
+  }
+  const Tensor out = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
+  const Tensor max = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  attention_forward_cuda(q, k, v, args, out, max, at::empty_like(max), lists);
+  return lists;
+}
+
+// The gradients of groups in halves, each with a copy of its K/V head: kernels that gather for each query take 8 heads, and
+// twice the gather costs less than what takes more. The halves' dK and dV are added before they are rounded.
+void backward_in_halves(const Tensor& dout, const Tensor& dlse, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
+                        const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
+                        const Tensor& dk, const Tensor& dv) {
+  const auto twice = [](const Tensor& x) { return x.repeat_interleave(2, 2); };
+  std::vector<Tensor> lists;
+  for (const Tensor& list : parents.empty() ? selected_lists(q, k, v, args) : parents) {
+    lists.push_back(twice(list));
+  }
+  const auto sums_of = [](const Tensor& x) {
+    return x.defined()
+               ? at::empty({x.size(0), x.size(1), 2 * x.size(2), x.size(3)}, x.options().dtype(at::kFloat))
+               : x;
+  };
+  const Tensor dk_sums = sums_of(dk), dv_sums = sums_of(dv);
+  attention_backward_cuda(dout, dlse, q, twice(k), twice(v), out, gmax, gsum, lists, args, dq, dk_sums,
+                          dv_sums);
+  const auto add = [](const Tensor& sums, const Tensor& gradient) {
+    if (gradient.defined()) {
+      gradient.copy_(sums.unflatten(2, {gradient.size(2), 2}).sum(3));
+    }
+  };
+  add(dk_sums, dk);
+  add(dv_sums, dv);
+}
+
 // Batch and K/V head together are the y dimension of a grid, which has this limit.
 constexpr int64_t kMostPairs = 65535;
 
@@ -583,6 +628,10 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& dlse, const Tenso
   const Tensor max = gmax.contiguous(), sum = gsum.contiguous();
   const AttentionProblem problem = attention_problem(q, k, v, args);
   const BackwardConfig config = backward_config(problem);
+  if (config.halves && 2 * batches * k.size(2) <= kMostPairs) {
+    backward_in_halves(dout, dlse, q, k, v, out, gmax, gsum, parents, args, dq, dk, dv);
+    return;
+  }
   const CudaTree tree = build_cuda_tree(k, v, args);
   const Backward backward{dout, dlse, q, out, max, sum, parents, dq, dk, dv};
   if (config.path == AttentionPath::kTensorCore) {

@@ -33,6 +33,8 @@ struct BackwardConfig : TreeConfig, GradientKernels {
   int64_t dense_batches = 1;  // batches whose dense rows are laid out at the same time
   bool per_list_top =
       false;  // backward/per_list/ computes the top, for any stride, in runs of kGradientRun queries
+  // Groups are computed as two K/V heads of half as many query heads, where lists are stored.
+  bool halves = false;
   int64_t num_sms = 1;  // a wave of backward/per_list/ has so many thread blocks
 };
 
@@ -62,6 +64,8 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
   config.per_list_top = tensor_cores && gather != GatherChoice::kPerQuery && hopper_kernels(device) &&
                         stride < kGradientRun && (group & (group - 1)) == 0 &&
                         kGradientRun * group >= kMinTopGradientRows;
+  config.halves = tensor_cores && gather != GatherChoice::kPerQuery && hopper_kernels(device) &&
+                  walks(p, config) && !by_list && group > kMaxSharedGatherGroup && group % 2 == 0;
   config.fragment_rotations = config.shared_gather_queries && walks(p, config);
   config.dim_rotations = (by_list || config.per_list_top) && walks(p, config);
   const int64_t record = ceil_div(gradient_record_bytes(p, config), group);  // of a head
