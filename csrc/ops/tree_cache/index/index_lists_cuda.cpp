@@ -3,6 +3,7 @@
 
 #include "ops/selection/cuda/any/block_keys.h"
 #include "ops/tree_cache/index/index_params.h"
+#include "ops/tree_cache/row_tree.h"
 
 namespace htree::tree_cache {
 namespace {
@@ -72,6 +73,9 @@ void choose_by_index(const IndexInputs& index, const PageLayout& layout, const C
     const int64_t block_size = layout.tokens[layer + 1];
     params.options.block_size = block_size;
     params.chunk.block_size = static_cast<int32_t>(block_size);
+    // With an open top the lists of a row's top and of those above are implied.
+    const bool open = has_open_top(options.max_top_nodes, options.top_k, layout.rate);
+    params.first_token = open ? options.max_top_nodes * layout.tokens[layer] : 0;
     // Documents count the rows [leader, layer] of the lists; one index head may choose for all K/V heads.
     params.blocks = chunk.lists + layer * kv_heads * options.top_k;
     for (int64_t head = 0; head < kv_heads; head += heads) {

@@ -124,35 +124,31 @@ __device__ __forceinline__ float block_score(const float* units, int64_t block, 
   return best + 0.0f;
 }
 
-constexpr int kThreads = SelectTraits::kThreads;
-using Choice = RowChoice<kThreads>;
-
 // The keys of a long row that can be among the chosen, in their order.
-constexpr int kGroups = 4;  // of a thread's keys
+template <int kThreads>
+constexpr int kGroups = kFilteredKeys / kThreads;  // of a thread's keys
 struct FilteredRow {
   static constexpr int kMost = static_cast<int>(kFilteredKeys);
-  static_assert(kMost == kGroups * kThreads);
   uint32_t keys[kMost];  // first the largest of each group
   int32_t places[kMost];
-  device::Threshold threshold;
 };
-static_assert(sizeof(FilteredRow) == kFilteredBytes);
+static_assert(sizeof(FilteredRow) == kFilteredKeys * 8);
 
-struct Kept {
-  int num;
-  uint32_t least;  // no smaller key is kept
-};
-
-// `count` groups or more hold a key that is not below some bound, so no smaller key is chosen. Keeps the others, at least
-// `count`; where they are more than kMost, `filtered` does not hold them. All threads must call. Ends with a __syncthreads.
-__device__ __forceinline__ Kept filter_row(const Choice& row, const uint32_t (&largest)[kGroups],
-                                           uint32_t count, FilteredRow& filtered) {
+// As many groups as are chosen hold a key from the `count`-th largest of their largest keys on, so no smaller key is
+// chosen. Returns how many others there are, at least `count`; where they are more than kMost, `filtered` does not hold
+// them. All threads must call. Ends with a __syncthreads.
+template <int kThreads>
+__device__ __forceinline__ int filter_row(const RowChoice<kThreads>& row,
+                                          const uint32_t (&largest)[kGroups<kThreads>], uint32_t count,
+                                          FilteredRow& filtered) {
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
+  for (int i = 0; i < kGroups<kThreads>; ++i) {
     filtered.keys[i * kThreads + threadIdx.x] = largest[i];
   }
   __syncthreads();
-  const uint32_t least = Choice{filtered.keys, row.words, FilteredRow::kMost, row.shared}.reached_by(count);
+  const device::Threshold threshold =
+      RowChoice<kThreads>{filtered.keys, row.words, FilteredRow::kMost, row.shared}.threshold(count);
+  const uint32_t least = threshold.key + (threshold.equal == 0 ? 1 : 0);
   const int words = (row.num + 31) / 32;
   for (int place = threadIdx.x; place < words * 32; place += kThreads) {
     const unsigned kept = __ballot_sync(device::kFullMask, place < row.num && row.keys[place] >= least);
@@ -173,38 +169,7 @@ __device__ __forceinline__ Kept filter_row(const Choice& row, const uint32_t (&l
     before += total;
   }
   __syncthreads();
-  return {static_cast<int>(before), least};
-}
-
-// The threshold of the `count` largest of a few keys, none below `low`. One warp halves their range, and a step that splits
-// off `count` of them ends it; the other warps wait. All threads must call.
-__device__ __forceinline__ device::Threshold threshold_of_few(const uint32_t* keys, int num, uint32_t low,
-                                                              uint32_t count, device::Threshold& found) {
-  if (threadIdx.x < device::kWarpSize) {
-    const auto from = [&](uint32_t bound) {
-      uint32_t number = 0;
-      for (int i = threadIdx.x; i < num; i += device::kWarpSize) {
-        number += keys[i] >= bound;
-      }
-      return __reduce_add_sync(device::kFullMask, number);
-    };
-    uint32_t high = ~0u;
-    while (low < high) {
-      const uint32_t middle = low + (high - low) / 2 + 1;
-      const uint32_t number = from(middle);
-      low = number >= count ? middle : low;
-      high = number > count ? high : number == count ? middle : middle - 1;
-    }
-    if (threadIdx.x == 0) {
-      found.key = low;
-    }
-    const uint32_t larger = low == ~0u ? 0 : from(low + 1);
-    if (threadIdx.x == 0) {
-      found.equal = count - larger;
-    }
-  }
-  __syncthreads();
-  return found;
+  return static_cast<int>(before);
 }
 
 struct ListRow {
@@ -212,9 +177,10 @@ struct ListRow {
   float* scores;  // null where nobody asks for them
 };
 
+template <int kThreads>
 __device__ __forceinline__ void choose_row(const BlockListParams& params, const float* units,
-                                           int32_t diagonal, const ListRow& list, const Choice& row,
-                                           FilteredRow& filtered) {
+                                           int32_t diagonal, const ListRow& list,
+                                           const RowChoice<kThreads>& row, FilteredRow& filtered) {
   const BlockOptions& options = params.options;
   const int32_t units_of_block = params.chunk.block_size / params.chunk.unit;
   const int taken = static_cast<int>(min(static_cast<int64_t>(row.num), options.count));
@@ -226,10 +192,10 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
     }
   };
   if (row.num > options.count) {
-    uint32_t largest[kGroups] = {};
-    for (int first = threadIdx.x; first < row.num; first += kGroups * kThreads) {
+    uint32_t largest[kGroups<kThreads>] = {};
+    for (int first = threadIdx.x; first < row.num; first += kGroups<kThreads> * kThreads) {
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
+      for (int i = 0; i < kGroups<kThreads>; ++i) {
         if (const int b = first + i * kThreads; b < row.num) {
           const uint32_t key = block_is_forced(options, b, diagonal)
                                    ? SelectTraits::kRightmost
@@ -247,12 +213,11 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
       row.raise_neighbours(row.threshold(static_cast<uint32_t>(best)), SelectTraits::kBest,
                            SelectTraits::kNeighbour);
     } else if (row.num > 2 * FilteredRow::kMost && taken < FilteredRow::kMost) {
-      const Kept kept = filter_row(row, largest, count, filtered);
-      if (kept.num <= FilteredRow::kMost) {
-        const device::Threshold threshold =
-            threshold_of_few(filtered.keys, kept.num, kept.least, count, filtered.threshold);
-        const Choice few{filtered.keys, row.words, kept.num, row.shared};
-        few.choose(threshold, [&](int rank, int i) { emit(rank, filtered.places[i]); });
+      const int kept = filter_row(row, largest, count, filtered);
+      if (kept <= FilteredRow::kMost) {
+        const RowChoice<kThreads> few{filtered.keys, row.words, kept, row.shared};
+        few.choose(kept > taken ? few.threshold(count) : device::Threshold{0, 0},
+                   [&](int rank, int i) { emit(rank, filtered.places[i]); });
         return;
       }
     }
@@ -271,9 +236,10 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
 }
 
 // Grid: thread blocks take rows (slot, head) in turns; the heads of a slot lie side by side in the lists.
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads) block_lists_kernel(const BlockListParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ Choice::Shared shared;
+  __shared__ typename RowChoice<kThreads>::Shared shared;
   const BlockChunk& chunk = params.chunk;
   auto& filtered = *reinterpret_cast<FilteredRow*>(shared_bytes);
   auto* words = reinterpret_cast<WordRanks*>(shared_bytes + sizeof(FilteredRow));
@@ -288,6 +254,9 @@ __global__ void __launch_bounds__(kThreads) block_lists_kernel(const BlockListPa
     const int32_t leader = slot - document.first_slot;
     if (leader >= document.num_leaders) {
       continue;  // fewer leaders than there could be
+    }
+    if (document.first_token + int64_t{leader} * chunk.stride < params.first_token) {
+      continue;
     }
     const int64_t place =
         ((document.list_row + static_cast<int64_t>(leader) * params.row_step) * params.heads +
@@ -304,8 +273,8 @@ __global__ void __launch_bounds__(kThreads) block_lists_kernel(const BlockListPa
       continue;
     }
     const int32_t diagonal = diagonal_block(chunk, document, leader);
-    choose_row(params, score_row(chunk, head, slot), diagonal, list, {keys, words, diagonal + 1, shared},
-               filtered);
+    choose_row<kThreads>(params, score_row(chunk, head, slot), diagonal, list,
+                         {keys, words, diagonal + 1, shared}, filtered);
     __syncthreads();
   }
 }
@@ -317,10 +286,17 @@ cudaError_t launch_block_documents(const BlockDocumentParams& params, cudaStream
 }
 
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream) {
-  const LaunchShape shape{.grid = static_cast<unsigned>(params.num_blocks),
-                          .threads = kThreads,
-                          .shared_bytes = row_shared_bytes(params.key_capacity, params.keys == nullptr)};
-  return launch_kernel(block_lists_kernel, shape, stream, params);
+  const auto launch = [&](auto kernel, int threads) {
+    const LaunchShape shape{.grid = static_cast<unsigned>(params.num_blocks),
+                            .threads = threads,
+                            .shared_bytes = row_shared_bytes(params.key_capacity, params.keys == nullptr)};
+    return launch_kernel(kernel, shape, stream, params);
+  };
+  // A few rows, as a decode step has them, do not fill a GPU: each takes as many threads as there can be.
+  constexpr int kThreads = SelectTraits::kThreads, kMostThreads = 1024;
+  constexpr int64_t kFewRows = 128;
+  return params.num_blocks <= kFewRows ? launch(block_lists_kernel<kMostThreads>, kMostThreads)
+                                       : launch(block_lists_kernel<kThreads>, kThreads);
 }
 
 }  // namespace htree::tree_attention

@@ -71,6 +71,7 @@ struct BlockListParams {
   float* scores = nullptr;    // [rows, heads, count], or null
   int32_t heads = 0;          // of the lists
   int32_t row_step = 1;       // rows of the lists from leader to leader
+  int64_t first_token = 0;    // of a leader whose lists are written
   // Keys of rows, one for each block: in shared memory where null, else key_capacity elements for each of num_blocks thread
   // blocks.
   uint32_t* keys = nullptr;
@@ -79,9 +80,9 @@ struct BlockListParams {
 };
 // Shared memory of a thread block that chooses: the keys and places that a row is filtered to, two numbers for 32 keys,
 // and, where they are there, the keys.
-constexpr int64_t kFilteredKeys = 1024, kFilteredBytes = kFilteredKeys * 8 + 8;
+constexpr int64_t kFilteredKeys = 1024;
 constexpr int64_t row_shared_bytes(int64_t key_capacity, bool holds_keys) {
-  return kFilteredBytes + (key_capacity + 31) / 32 * 8 + (holds_keys ? key_capacity * 4 : 0);
+  return kFilteredKeys * 8 + (key_capacity + 31) / 32 * 8 + (holds_keys ? key_capacity * 4 : 0);
 }
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream);
 

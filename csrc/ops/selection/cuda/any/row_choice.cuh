@@ -30,23 +30,29 @@ struct RowChoice {
 
   // The threshold of the `count` largest, 1 <= count < num. Ends with a __syncthreads.
   __device__ __forceinline__ device::Threshold threshold(uint32_t count) const {
+    device::RadixScratch& scratch = shared.radix;
     device::KeyInterval interval = find_interval(count);
-    while (!settled(interval)) {
-      narrow(interval);
+    while (interval.first < interval.last && interval.inside > interval.remaining) {
+      const int shift = max(0, 32 - __clz(interval.last - interval.first) - 9);
+      for (int i = threadIdx.x; i < device::kRadixDigits; i += kThreads) {
+        scratch.histogram[i] = 0;
+      }
+      __syncthreads();
+      device::for_own_keys<kThreads>(keys, num, [&](uint32_t key) {
+        if (interval.contains(key)) {
+          atomicAdd(&scratch.histogram[(key - interval.first) >> shift], 1u);
+        }
+      });
+      __syncthreads();
+      device::find_digit<kThreads>(interval.remaining, scratch);
+      interval.first += scratch.digit << shift;
+      interval.last = min(interval.last, interval.first + (1u << shift) - 1);
+      interval.remaining = scratch.remaining;
+      interval.inside = scratch.inside;
     }
     // Either all keys of the interval are chosen, or it is one key.
     return interval.inside <= interval.remaining ? device::Threshold{interval.first - 1, 0}
                                                  : device::Threshold{interval.first, interval.remaining};
-  }
-
-  // A key that `count` keys or more reach, 1 <= count < num, one step of threshold() below the largest such key. Ends with a
-  // __syncthreads.
-  __device__ __forceinline__ uint32_t reached_by(uint32_t count) const {
-    device::KeyInterval interval = find_interval(count);
-    if (!settled(interval)) {
-      narrow(interval);
-    }
-    return interval.first;
   }
 
   // Calls emit(rank, place) for the chosen places; of those equal to the threshold the first are. Ends with a __syncthreads.
@@ -125,31 +131,6 @@ struct RowChoice {
     return count <= above ? device::KeyInterval{kRaised, ~0u, count, above}
                           : device::KeyInterval{scratch.least, scratch.most, count - above,
                                                 static_cast<uint32_t>(num) - above};
-  }
-
-  // Whether all keys of the interval are chosen, or it is one key.
-  __device__ __forceinline__ static bool settled(const device::KeyInterval& interval) {
-    return interval.first >= interval.last || interval.inside <= interval.remaining;
-  }
-  // Cuts the interval to one of its 512 digits.
-  __device__ __forceinline__ void narrow(device::KeyInterval& interval) const {
-    device::RadixScratch& scratch = shared.radix;
-    const int shift = max(0, 32 - __clz(interval.last - interval.first) - 9);
-    for (int i = threadIdx.x; i < device::kRadixDigits; i += kThreads) {
-      scratch.histogram[i] = 0;
-    }
-    __syncthreads();
-    device::for_own_keys<kThreads>(keys, num, [&](uint32_t key) {
-      if (interval.contains(key)) {
-        atomicAdd(&scratch.histogram[(key - interval.first) >> shift], 1u);
-      }
-    });
-    __syncthreads();
-    device::find_digit<kThreads>(interval.remaining, scratch);
-    interval.first += scratch.digit << shift;
-    interval.last = min(interval.last, interval.first + (1u << shift) - 1);
-    interval.remaining = scratch.remaining;
-    interval.inside = scratch.inside;
   }
 
   // Leaves the numbers of larger and of equal keys of each word.
