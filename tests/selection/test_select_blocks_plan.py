@@ -66,9 +66,9 @@ def test_the_bars_of_the_benchmark_fill_a_gpu() -> None:
     _, _, units, row, heads, leaders, splits, held = host.select_blocks_launch(
         True, 9, 131_072, 131_072, 4, 16
     )
-    assert (units, row, heads, leaders) == (8191, 8192, 4, 512)
-    assert leaders // 64 * heads * splits >= 4 * 132
-    assert held == 64 << 20
+    assert (units, row, heads, leaders) == (8191, 8192, 4, 2048)
+    assert leaders // 128 * heads * splits >= 4 * 132
+    assert held == 256 << 20
 
 
 @given(

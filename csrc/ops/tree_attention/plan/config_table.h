@@ -23,19 +23,23 @@ inline std::string describe(const TreeConfig& config) {
 }
 
 // The kernels of dQ and of dK and dV below the top, then at the top, and where some rows multiply masked tiles at the
-// tokens, those of the tokens: behind a bar stand the kernels of the other rows. Names are those of the folders of sparse_attention/cuda.
+// tokens, those of the tokens: behind a bar stand the kernels of the other rows. Names are those of the folders of
+// sparse_attention/cuda; halves: those of a group of half as many heads.
 inline std::string describe_gradients(const AttentionProblem& p, const BackwardConfig& config) {
   const bool general = config.path == AttentionPath::kGeneral;
-  const std::string queries = general                                         ? "general"
-                              : config.per_list                               ? "per_list"
-                              : config.shared_gather_queries || config.halves ? "shared_gather"
-                                                                              : "per_query";
-  const std::string keys = general                                ? "general"
-                           : config.per_list                      ? "per_list"
-                           : config.parent_warps || config.halves ? "parent_gradient"
-                                                                  : "key_gradient";
-  const std::string top_queries = config.per_list_top ? "per_list" : queries;
-  const std::string top_keys = config.per_list_top ? "per_list" : keys;
+  const std::string queries = general                        ? "general"
+                              : config.halves                ? "halves"
+                              : config.per_list              ? "per_list"
+                              : config.shared_gather_queries ? "shared_gather"
+                                                             : "per_query";
+  const std::string keys = general               ? "general"
+                           : config.halves       ? "halves"
+                           : config.per_list     ? "per_list"
+                           : config.parent_warps ? "parent_gradient"
+                                                 : "key_gradient";
+  const bool top_alone = config.per_list_top && !config.halves;
+  const std::string top_queries = top_alone ? "per_list" : queries;
+  const std::string top_keys = top_alone ? "per_list" : keys;
   std::string text = "dQ=" + queries + " dK_dV=" + keys + " top_dQ=" + top_queries + " top_dK_dV=" + top_keys;
   if (masks_tiles(p, config)) {
     const bool gathers = gathers_tokens(p, config), top = p.layers() == 1;
