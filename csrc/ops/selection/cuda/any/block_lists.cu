@@ -172,6 +172,53 @@ __device__ __forceinline__ int filter_row(const RowChoice<kThreads>& row,
   return static_cast<int>(before);
 }
 
+// Fills the keys of a row. A thread's groups are neighbouring places, from tile to tile of kFilteredKeys.
+template <int kThreads>
+__device__ __forceinline__ void fill_keys(const BlockOptions& options, const float* units,
+                                          int32_t units_of_block, int32_t diagonal,
+                                          const RowChoice<kThreads>& row,
+                                          uint32_t (&largest)[kGroups<kThreads>]) {
+  constexpr int kOwn = kGroups<kThreads>;
+  const bool aligned = reinterpret_cast<uintptr_t>(row.keys) % sizeof(uint4) == 0;
+  const auto key_at = [&](int b) {
+    return block_is_forced(options, b, diagonal) ? SelectTraits::kRightmost
+                                                 : key_of_score(block_score(units, b, units_of_block));
+  };
+  // Blocks of one unit that nothing forces: their scores lie side by side, at whole tiles of four.
+  const int64_t begin = options.first, end = units_of_block == 1 ? diagonal + 1 - options.local : 0;
+  for (int first = kOwn * static_cast<int>(threadIdx.x); first < row.num; first += kOwn * kThreads) {
+    uint32_t keys[kOwn] = {};
+    if (kOwn == 4 && first >= begin && first + kOwn <= end) {
+      const float4 scores = *reinterpret_cast<const float4*>(units + first);
+      const float four[4] = {scores.x, scores.y, scores.z, scores.w};
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        keys[i] = key_of_score(four[i] + 0.0f);  // -0 becomes +0
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        keys[i] = first + i < row.num ? key_at(first + i) : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      largest[i] = max(largest[i], keys[i]);
+    }
+    if (kOwn == 4 && first + kOwn <= row.num && aligned) {
+      *reinterpret_cast<uint4*>(row.keys + first) =
+          make_uint4(keys[0], keys[1 % kOwn], keys[2 % kOwn], keys[3 % kOwn]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (first + i < row.num) {
+          row.keys[first + i] = keys[i];
+        }
+      }
+    }
+  }
+}
+
 struct ListRow {
   int32_t* blocks;
   float* scores;  // null where nobody asks for them
@@ -193,18 +240,7 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
   };
   if (row.num > options.count) {
     uint32_t largest[kGroups<kThreads>] = {};
-    for (int first = threadIdx.x; first < row.num; first += kGroups<kThreads> * kThreads) {
-#pragma unroll
-      for (int i = 0; i < kGroups<kThreads>; ++i) {
-        if (const int b = first + i * kThreads; b < row.num) {
-          const uint32_t key = block_is_forced(options, b, diagonal)
-                                   ? SelectTraits::kRightmost
-                                   : key_of_score(block_score(units, b, units_of_block));
-          row.keys[b] = key;
-          largest[i] = max(largest[i], key);
-        }
-      }
-    }
+    fill_keys<kThreads>(options, units, units_of_block, diagonal, row, largest);
     __syncthreads();
     // One that is best but for the diagonal block has no block behind it.
     const int64_t best = best_blocks(options, row.num);
@@ -244,7 +280,7 @@ __global__ void __launch_bounds__(kThreads) block_lists_kernel(const BlockListPa
   auto& filtered = *reinterpret_cast<FilteredRow*>(shared_bytes);
   auto* words = reinterpret_cast<WordRanks*>(shared_bytes + sizeof(FilteredRow));
   uint32_t* keys = params.keys == nullptr
-                       ? reinterpret_cast<uint32_t*>(words + (params.key_capacity + 31) / 32)
+                       ? reinterpret_cast<uint32_t*>(words + (params.key_capacity + 63) / 64 * 2)
                        : params.keys + blockIdx.x * params.key_capacity;
   const int64_t num_rows = static_cast<int64_t>(chunk.num_slots) * chunk.num_heads;
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {

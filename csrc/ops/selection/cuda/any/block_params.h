@@ -79,10 +79,10 @@ struct BlockListParams {
   int64_t num_blocks = 0;
 };
 // Shared memory of a thread block that chooses: the keys and places that a row is filtered to, two numbers for 32 keys,
-// and, where they are there, the keys.
+// and, where they are there, the keys, from a multiple of 16 bytes on.
 constexpr int64_t kFilteredKeys = 1024;
 constexpr int64_t row_shared_bytes(int64_t key_capacity, bool holds_keys) {
-  return kFilteredKeys * 8 + (key_capacity + 31) / 32 * 8 + (holds_keys ? key_capacity * 4 : 0);
+  return kFilteredKeys * 8 + (key_capacity + 63) / 64 * 16 + (holds_keys ? key_capacity * 4 : 0);
 }
 cudaError_t launch_block_lists(const BlockListParams& params, cudaStream_t stream);
 
