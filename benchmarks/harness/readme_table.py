@@ -497,6 +497,23 @@ def render_sparse(results: Results) -> str:
     )
 
 
+def render_index(results: Results) -> str:
+    """The tree with an index, forward / backward, beside dense attention of the same run."""
+    found: dict[tuple[int, int, int, int, int], dict[str, dict[str, str]]] = {}
+    for line in results.tables.get("tree_index_h200", ()):
+        names = ("T", "H", "top_k", "selection_stride", "max_top_nodes")
+        length, heads, top_k, stride, top_nodes = (int(line[name]) for name in names)
+        found.setdefault((length, heads, stride, top_k, top_nodes), {})[line["direction"]] = line
+    lines = []
+    for (length, heads, stride, top_k, top_nodes), by_way in sorted(found.items()):
+        cells = []
+        for column in ("sustained_ms", "dense_ms"):
+            both = [by_way.get(way, {}).get(column) for way in ("forward", "backward")]
+            cells.append(" / ".join(_time(float(x) * 1e3) if x else MISSING for x in both))
+        lines.append((_count(length), str(heads), str(stride), str(top_k), _count(top_nodes), *cells))
+    return _grid(("tokens", "H", "stride", "k", "M", "with an index", DENSE), lines)
+
+
 def render_prompts(results: Results) -> str:
     """Prompts that enter a cache in chunks, as a multiple of the time of one call."""
     lines = [
@@ -744,6 +761,7 @@ def replace_section(document: str, section: str, name: str = "results") -> str:
 SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("README.md", "results", render_summary),
     ("docs/performance.md", "forward", render_summary),
+    ("docs/performance.md", "index", render_index),
     ("docs/performance.md", "spans", render_spans),
     ("docs/performance.md", "strides", render_strides),
     ("docs/performance.md", "short", render_short),

@@ -134,6 +134,13 @@ struct FilteredRow {
 };
 static_assert(sizeof(FilteredRow) == kFilteredKeys * 8);
 
+// The groups of a row that `count` keys are chosen of: those of a thread are one where that leaves twice as many as are
+// chosen.
+template <int kThreads>
+__device__ __forceinline__ int num_groups(uint32_t count) {
+  return 2 * count <= kThreads ? kThreads : FilteredRow::kMost;
+}
+
 // As many groups as are chosen hold a key from the `count`-th largest of their largest keys on, so no smaller key is
 // chosen. Returns how many others there are, at least `count`; where they are more than kMost, `filtered` does not hold
 // them. All threads must call. Ends with a __syncthreads.
@@ -141,13 +148,21 @@ template <int kThreads>
 __device__ __forceinline__ int filter_row(const RowChoice<kThreads>& row,
                                           const uint32_t (&largest)[kGroups<kThreads>], uint32_t count,
                                           FilteredRow& filtered) {
+  const int groups = num_groups<kThreads>(count);
+  uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kGroups<kThreads>; ++i) {
-    filtered.keys[i * kThreads + threadIdx.x] = largest[i];
+    most = max(most, largest[i]);
+    if (groups > kThreads) {
+      filtered.keys[i * kThreads + threadIdx.x] = largest[i];
+    }
+  }
+  if (groups == kThreads) {
+    filtered.keys[threadIdx.x] = most;
   }
   __syncthreads();
   const device::Threshold threshold =
-      RowChoice<kThreads>{filtered.keys, row.words, FilteredRow::kMost, row.shared}.threshold(count);
+      RowChoice<kThreads>{filtered.keys, row.words, groups, row.shared}.threshold(count);
   const uint32_t least = threshold.key + (threshold.equal == 0 ? 1 : 0);
   const int words = (row.num + 31) / 32;
   for (int place = threadIdx.x; place < words * 32; place += kThreads) {
@@ -248,7 +263,7 @@ __device__ __forceinline__ void choose_row(const BlockListParams& params, const 
     if (best > 1) {
       row.raise_neighbours(row.threshold(static_cast<uint32_t>(best)), SelectTraits::kBest,
                            SelectTraits::kNeighbour);
-    } else if (row.num > 2 * FilteredRow::kMost && taken < FilteredRow::kMost) {
+    } else if (const int groups = num_groups<kThreads>(count); row.num > 2 * groups && taken < groups) {
       const int kept = filter_row(row, largest, count, filtered);
       if (kept <= FilteredRow::kMost) {
         const RowChoice<kThreads> few{filtered.keys, row.words, kept, row.shared};
