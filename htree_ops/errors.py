@@ -191,6 +191,8 @@ def in_words_of(
     if found is None or isinstance(error, HTreeKernelError):
         return None
     sentence = found["sentence"]
+    if isinstance(index := arguments.get("index"), (tuple, list)) and len(index) == 2:  # ops take its parts
+        arguments = {**arguments, "index_query": index[0], "index_key": index[1]}
     name, value = _subject(sentence, arguments, renamed)
     for theirs, ours in renamed.items():  # after a number it is a count, not an argument
         sentence = re.sub(rf"(?<![\w.])(?<!\d ){theirs}\b", ours, sentence)

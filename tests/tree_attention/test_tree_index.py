@@ -456,3 +456,31 @@ def test_an_index_is_a_pair(device: str) -> None:
     case = CASES["plain"]
     with pytest.raises((TypeError, ValueError), match="index"):
         tree_attention(*case.make_qkv(device), index=case.make_index(device)[0], **case.options())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "stride", "message"),
+    [
+        (6, 1, "q must have at most as many rows as k"),
+        (4, 2, "T - T_q must be a multiple of selection_stride"),
+    ],
+)
+def test_queries_that_are_no_suffix_are_refused_as_without_an_index(
+    rows: int, stride: int, message: str, device: str
+) -> None:
+    q, index_query = torch.randn(1, rows, 2, 16, device=device), torch.randn(1, rows, 2, 16, device=device)
+    k, index_key = torch.randn(1, 5, 2, 16, device=device), torch.randn(1, 5, 2, 16, device=device)
+    with pytest.raises(htree_ops.ShapeMismatchError, match=message):
+        tree_attention(q, k, k, index=(index_query, index_key), selection_stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [((2, 8), (2, 8)), ((3, 16), (3, 16)), ((2, 16), (1, 16))],
+    ids=["d", "H_i", "H_i of the key"],
+)
+def test_sizes_of_an_index_are_named(query: tuple[int, int], key: tuple[int, int], device: str) -> None:
+    q = torch.randn(1, 5, 2, 16, device=device)
+    index = torch.randn(1, 5, *query, device=device), torch.randn(1, 5, *key, device=device)
+    with pytest.raises(htree_ops.ShapeMismatchError, match="index_"):
+        tree_attention(q, q, q, index=index)

@@ -92,7 +92,14 @@ constexpr const char* kOp = "tree_attention";
 // index_query [B, T_q, H_i, d] of q [B, T_q, H, K], index_key [B, T, H_i, d] of k [B, T, H_kv, K]; H_i is H_kv or 1.
 void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
                  const Tensor& index_key, c10::SymIntArrayRef starts) {
-  check_attention_rows(kOp, q, k, k, starts, options);
+  // Queries that are the last tokens are refused in the words of calls without an index.
+  const bool suffix =
+      starts.size() == 1 && q.dim() == 4 && k.dim() == 4 && same_size(starts[0], suffix_start(q, k));
+  if (suffix) {
+    check_attention(kOp, q, k, k, options);
+  } else {
+    check_attention_rows(kOp, q, k, k, starts, options);
+  }
   check_index_options(kOp, options);
   check_rank(kOp, "index_query", index_query, 4, "[B, T_q, H_i, d]");
   check_rank(kOp, "index_key", index_key, 4, "[B, T, H_i, d]");
