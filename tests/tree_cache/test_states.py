@@ -200,3 +200,10 @@ def test_packed_tokens_alone_give_no_nodes(device: str) -> None:
         step(x, 40, 1)
     large.load_state_dict(cache.state_dict())
     assert same(step(large, 30, 3), step(filled, 30, 3))
+
+
+def test_another_depth_of_the_tree_is_named_by_its_option(device: str) -> None:
+    options: dict[str, Any] = {"compression_rate": 4, "top_k": 2, "page_size": 8, "dtype": torch.float32}
+    states = [TreeKVCache(1, 2, 16, 200, max_top_nodes=m, device=device, **options) for m in (13, 8)]
+    with pytest.raises(ValueError, match=r"options must be .*max_top_nodes=8.*, got .*max_top_nodes=13"):
+        states[1].load_state_dict(states[0].state_dict())

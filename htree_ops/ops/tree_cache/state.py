@@ -79,6 +79,8 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
                 f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
             )
         check_data(name, key, theirs)
+    if not all(torch.equal(state[key].cpu(), own[key]) for key in OPTIONS):
+        raise ValueError(f"{name}: options must be {_in_words(own)}, got {_in_words(state)}")
     wanted = {key: list(mine.shape) for key, mine in own.items()}
     if state["block_table"].dim() == 2:
         layers, rows = sizes.of(state["block_table"].shape[1])
@@ -91,8 +93,6 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
         theirs = state[key]
         if theirs.dim() != len(shape) or list(theirs.shape[skip:]) != shape[skip:]:
             raise ValueError(f"{name}: {key} must be like {tuple(shape)}, got {tuple(theirs.shape)}")
-    if not all(torch.equal(state[key].cpu(), own[key]) for key in OPTIONS):
-        raise ValueError(f"{name}: options must be {_in_words(own)}, got {_in_words(state)}")
 
 
 def check_state(
