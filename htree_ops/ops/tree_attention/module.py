@@ -103,9 +103,9 @@ class HTreeAttention(nn.Module):
         positions: where q and k are rotated. "own": each at its token's place in its sequence or document, before the
             tree is built, as dense models do, so that weights of these serve at any length that they were trained for.
             "compact": inside of the attention, at a node's place among the candidates of a query (§1.4), none of which
-            reaches the larger one of top_k * compression_rate and ``max_top_nodes``. Up to ``max_top_nodes`` tokens
-            both are the same. Beyond, models that are trained from scratch find more with "compact"; dense weights fit
-            "own" alone (docs/quality.md (a), (b)).
+            reaches the larger one of top_k * compression_rate and ``max_top_nodes``, which a stride rounds up. Up to
+            ``max_top_nodes`` tokens both are the same. Beyond, models that are trained from scratch find more with
+            "compact"; dense weights fit "own" alone (docs/quality.md (a), (b)).
         index_dim: d, numbers of an index query and of an index key, a multiple of 16 up to 128 and up to head_dim; 0 is
             no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
             selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
