@@ -25,7 +25,13 @@ from htree_ops.distributed.collectives import (
     waited,
 )
 from htree_ops.ops.arguments import autocast_dtype, check_tensors, validate_arguments_as
-from htree_ops.ops.tree_attention.attention import Balance, check_balance, tree_attention
+from htree_ops.ops.tree_attention.attention import (
+    Balance,
+    Index,
+    check_balance,
+    check_index,
+    tree_attention,
+)
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
 __all__ = ["tree_attention_cp"]
@@ -51,7 +57,8 @@ def choose_steps(kv_heads: int, num_bytes: int, ranks: int) -> int:
 class _Attention(torch.autograd.Function):
     """Attention of this rank's rows over the keys and values of all ranks, in steps of K/V heads.
 
-    What is kept for the backward is this rank's own: keys and values are gathered there again.
+    What is kept for the backward is this rank's own: keys and values are gathered there again. Lists that an index has
+    chosen are kept, so that index keys are gathered once.
     """
 
     @staticmethod
@@ -60,6 +67,8 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        index_query: Tensor | None,
+        index_key: Tensor | None,
         group_name: GroupName,
         rank: int,
         size: int,
@@ -74,20 +83,31 @@ class _Attention(torch.autograd.Function):
         ctx.steps, ctx.packed = steps, packed
         parts = parts_of(rank, size, balance, size * q.shape[1])
         ctx.starts = [part * (q.shape[1] // len(parts)) for part in parts]
+        index_keys = None if index_key is None else all_gather(index_key, group_name)
         under_way = _gather(k, v, ctx)
+        # The choice runs while keys and values are on their way.
+        chosen = None if index_keys is None else _choose(q, k, index_query, index_keys, ctx)
         results = []
-        for rows in q.chunk(steps, 2):
+        for step, rows in enumerate(q.chunk(steps, 2)):
             keys, values = _whole(under_way.pop(0), ctx)
-            results.append(
-                torch.ops.htree._attention_rows(rows, keys, values, ctx.starts, store_parents, *packed)
-            )
+            if chosen is None:
+                found = torch.ops.htree._attention_rows(
+                    rows, keys, values, ctx.starts, store_parents, *packed
+                )
+            else:
+                lists = chosen[step]
+                states = torch.ops.htree._listed_attention_rows(
+                    rows, keys, values, lists, ctx.starts, *packed
+                )
+                found = (*states, lists)
+            results.append(found)
         out, gmax, gsum = (_together([result[i] for result in results]) for i in range(3))
         ctx.save_for_backward(q, k, v, out, gmax, gsum, *(result[3] for result in results))
         return out, gmax + gsum.log()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = [None] * (7 + len(ctx.packed))
+        nothing = [None] * (9 + len(ctx.packed))
         if dout is None and dlse is None:
             return None, None, None, *nothing
         q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
@@ -128,6 +148,14 @@ def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[list[Tensor]]:
     return [[all_gather(x, ctx.group_name) for x in pair] for pair in steps]
 
 
+def _choose(q: Tensor, k: Tensor, index_query: Tensor | None, index_keys: Tensor, ctx: Any) -> list[Tensor]:
+    """The lists of every step that an index chooses for this rank's rows, among the tokens of all ranks."""
+    whole = join(waited(index_keys), 1, ctx.balance)
+    sizes = k.new_empty(1).expand(k.shape[0], whole.shape[1], *k.shape[2:])  # no key is read
+    lists = torch.ops.htree._index_lists(q, sizes, index_query, whole, ctx.starts, *ctx.packed)
+    return [x.contiguous() for x in lists.chunk(ctx.steps, 2)]
+
+
 def _whole(gathered: list[Tensor], ctx: Any) -> list[Tensor]:
     """A step's keys and values in the order of the sequence [B, T, heads * groups, D], when they are there."""
     whole = [join(waited(x), 1, ctx.balance) for x in gathered]
@@ -146,6 +174,7 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    index: Index | None,
     size: int,
     balance: Balance,
     options: TreeOptions,
@@ -154,8 +183,15 @@ def _check(
     """Raises what this rank alone can see, before it waits for another."""
     name = "tree_attention_cp"
     check_balance(name, balance)
-    check_local(name, q=q, k=k, v=v)
-    check_tensors(name, q=(q, "B T H K"), k=(k, "B T H_kv K"), v=(v, "B T H_kv V"))
+    of_index = {} if index is None else dict(zip(("index_query", "index_key"), index, strict=True))
+    check_local(name, q=q, k=k, v=v, **of_index)
+    check_tensors(
+        name,
+        q=(q, "B T H K"),
+        k=(k, "B T H_kv K"),
+        v=(v, "B T H_kv V"),
+        **{word: (x, "B T H_i d") for word, x in of_index.items()},
+    )
     tokens = q.shape[1] * size
     per_rank = parts_per_rank(balance)
     step = per_rank * size * options.compression_rate
@@ -168,9 +204,16 @@ def _check(
     if gather_steps is not None and (gather_steps < 1 or k.shape[2] % gather_steps):
         raise ValueError(f"{name}: gather_steps must be a divisor of H_kv = {k.shape[2]}, got {gather_steps}")
     if not torch.compiler.is_compiling():  # else the op refuses the rest where it is traced
-        whole = [x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta") for x in (k, v)]
-        rows = q.new_empty(q.shape, device="meta")
-        torch.ops.htree._attention_rows(rows, *whole, [0], False, *options.packed())
+        rows, keys, values = _sizes(q, q.shape[1]), _sizes(k, tokens), _sizes(v, tokens)
+        torch.ops.htree._attention_rows(rows, keys, values, [0], False, *options.packed())
+        if index is not None:
+            of_rows, of_keys = _sizes(index[0], q.shape[1]), _sizes(index[1], tokens)
+            torch.ops.htree._index_lists(rows, keys, of_rows, of_keys, [0], *options.packed())
+
+
+def _sizes(x: Tensor, tokens: int) -> Tensor:
+    """A tensor without numbers that is as x [B, T, heads, D] with so many tokens."""
+    return x.new_empty((x.shape[0], tokens, *x.shape[2:]), device="meta")
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,6 +240,17 @@ def kind_of(x: Tensor) -> dict[str, object]:
     return {"dtype": x.dtype, "the type of device": x.device.type}
 
 
+def _options(
+    function: str, index: Index | None, options: TreeOptions | None, keywords: TreeKeywords
+) -> TreeOptions:
+    """The options of a call, those beside an index where there is one."""
+    chosen = tree_options(function, options, keywords)
+    if index is None:
+        return chosen
+    check_index(function, index, chosen)
+    return chosen.beside_index()
+
+
 def _facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     """What the ranks must have in common, beside dtype, device and options."""
     facts = dict(zip(("the batch of q", "T/n", "H", "K"), q.shape, strict=True))
@@ -210,6 +264,7 @@ def tree_attention_cp(
     v: Tensor,
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
+    index: Index | None = None,
     balance: Balance = "zigzag",
     return_lse: bool = False,
     gather_steps: int | None = None,
@@ -230,6 +285,8 @@ def tree_attention_cp(
         k: its keys [B, T/n, H_kv, K]. v: its values [B, T/n, H_kv, V].
         group: the ranks; None is the default group, a mesh must have one dimension. With one rank this is
             :func:`htree_ops.tree_attention`.
+        index: (index_query [B, T/n, H_i, d], index_key [B, T/n, H_i, d]) of this rank, by which nodes are chosen as in
+            :func:`htree_ops.tree_attention`; the index keys are gathered too. It gets no gradient.
         balance: "zigzag", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n * r (striped:
             8 * n * r, contiguous: n * r, work: 16 * n * r) divides T.
         gather_steps: a divisor of H_kv, in so many steps keys and values are gathered and the attention runs, the one
@@ -255,25 +312,28 @@ def tree_attention_cp(
     if size == 1:
         check_balance(name, balance)
         chosen = tree_options(name, options, keywords)
-        return tree_attention(q, k, v, return_lse=return_lse, options=chosen)
+        return tree_attention(q, k, v, index=index, return_lse=return_lse, options=chosen)
     q, k, v = under_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        chosen = tree_options(name, options, keywords)
-        _check(q, k, v, size, balance, chosen, gather_steps)
+        chosen = _options(name, index, options, keywords)
+        _check(q, k, v, index, size, balance, chosen, gather_steps)
     else:
         facts: dict[str, int] = {}
         same: dict[str, object] = {}
         refusal: Exception | None = None
         try:
-            chosen = tree_options(name, options, keywords)
-            _check(q, k, v, size, balance, chosen, gather_steps)
+            chosen = _options(name, index, options, keywords)
+            _check(q, k, v, index, size, balance, chosen, gather_steps)
             facts = _facts(q, k, v)
             same = {**kind_of(q), "balance": balance, **chosen.to_dict(), "gather_steps": gather_steps}
+            kind = None if index is None else (*index[1].shape[2:], index[1].dtype)
+            same |= {"(H_i, d, dtype) of index": kind}
         except (TypeError, ValueError, RuntimeError) as error:
             refusal = error
         agree(name, members, facts, same, refusal)
     groups = q.shape[2] // k.shape[2] if chosen.scope == "q_head" else 1
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
     plan = (members.group_name, rank, size, balance, groups, steps, chosen.store_parents)
-    out, lse = _Attention.apply(q, k, v, *plan, *chosen.packed())
+    of_index = (None, None) if index is None else (index[0].detach(), index[1].detach())
+    out, lse = _Attention.apply(q, k, v, *of_index, *plan, *chosen.packed())
     return (out, lse) if return_lse else out

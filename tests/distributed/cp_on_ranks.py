@@ -38,12 +38,23 @@ def lse_gradient(sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor:
     return normal(sizes[:3], torch.promote_types(dtype, torch.float32), device, 9)
 
 
+def index_of(
+    sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str
+) -> tuple[Tensor, ...] | None:
+    """The index of the whole sequence where ``options`` have its heads and width; it requires grad, as in a layer."""
+    if "index" not in options:
+        return None
+    shape = (*sizes[:2], *options["index"])
+    return tuple(normal(shape, dtype, device, seed).requires_grad_() for seed in (10, 11))
+
+
 def one_process(
     sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> list[Tensor]:
     """out, lse and the gradients of q, k and v by one process."""
     *qkv, dout = inputs(sizes, dtype, device)
     q, k, v = (x.requires_grad_() for x in qkv)
+    options = options | {"index": index_of(sizes, dtype, options, device)}
     out, lse = htree_ops.tree_attention(q, k, v, return_lse=True, **options)
     gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes, dtype, device)))
     return [x.detach() for x in (out, lse, *gradients)]
@@ -60,6 +71,8 @@ def many_processes(
 
     *qkv, dout, dlse = map(share, (*inputs(sizes, dtype, device), lse_gradient(sizes, dtype, device)))
     q, k, v = (x.requires_grad_() for x in qkv)
+    index = index_of(sizes, dtype, options, device)
+    options = options | {"index": None if index is None else tuple(map(share, index))}
     out, lse = tree_attention_cp(q, k, v, group, balance=balance, return_lse=True, **options)
     found = (out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
     return [unshard_sequence(x.detach(), group, balance=balance) for x in found]
@@ -145,6 +158,8 @@ class Order(TorchDispatchMode):
         "_c10d_functional::all_to_all_single": "exchange",
         "_c10d_functional::wait_tensor": "wait",
         "htree::_attention_rows": "attend",
+        "htree::_listed_attention_rows": "attend",
+        "htree::_index_lists": "choose",
         "htree::_attention_rows_backward_sums": "attend",
         "htree::_attention_varlen_forward": "inside",
         "htree::_attention_varlen_backward": "inside",
@@ -166,7 +181,7 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def order(size: int, steps: int | None) -> tuple[list[str], list[str]]:
+def order(size: int, steps: int | None, by_index: bool = False) -> tuple[list[str], list[str]]:
     """The events of a forward and of its backward; of packed documents where there are no steps."""
     group = group_of(size)
     q, k, v, dout = (shard_sequence(x, group) for x in inputs((1, 64, 4, 4, 4, 4), torch.float32))
@@ -176,7 +191,8 @@ def order(size: int, steps: int | None) -> tuple[list[str], list[str]]:
         if steps is None:
             out = tree_attention_varlen_cp(q[0], k[0], v[0], [0, 9, 64], group, **OPTIONS)[None]
         else:
-            out = tree_attention_cp(q, k, v, group, gather_steps=steps, **OPTIONS)
+            index = (q.new_ones(1, 16, 1, 16),) * 2 if by_index else None
+            out = tree_attention_cp(q, k, v, group, index=index, gather_steps=steps, **OPTIONS)
     with Order() as backward:
         torch.autograd.grad(out, (q, k), dout)
     return forward.events, backward.events
@@ -197,13 +213,27 @@ def share(size: int, balance: str, tokens: int) -> list[int]:
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 
 
-def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
+def layers(
+    size: int, balance: str, by_index: bool, device: str
+) -> tuple[htree_ops.HTreeAttention, htree_ops.HTreeAttention]:
+    """A layer, and one with the same weights for the ranks of a group; with an index that is not as it was drawn."""
+    torch.manual_seed(1)
+    width = 16 if by_index else 6
+    options: dict[str, Any] = {**OPTIONS, "selection_span": None} if by_index else OPTIONS
+    options = {**options, "index_dim": 16 if by_index else 0, "device": device}
+    one = htree_ops.HTreeAttention(24, 4, 2, width, **options)
+    many = htree_ops.HTreeAttention(24, 4, 2, width, cp_group=group_of(size), cp_balance=balance, **options)
+    if by_index:
+        with torch.no_grad():
+            one.index_query_weight.add_(normal((4, 16, 16), torch.float32, device, 6, 0.1))
+    many.load_state_dict(one.state_dict())
+    return one, many
+
+
+def layer(size: int, balance: str, device: str = "cpu", by_index: bool = False) -> dict[str, Any]:
     """HTreeAttention on a slice of a sequence, with gradients that the ranks add, and one layer on all of it."""
     group = group_of(size)
-    torch.manual_seed(1)
-    one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **OPTIONS)
-    many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, device=device, **OPTIONS)
-    many.load_state_dict(one.state_dict())
+    one, many = layers(size, balance, by_index, device)
     x = normal((2, 256, 24), torch.float32, device, 5)
     expected = one(x)
     expected.square().sum().backward()
@@ -211,13 +241,29 @@ def layer(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
     out.square().sum().backward()
     errors = []
     for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
+        if theirs.grad is None:  # of an index that no loss has seen
+            assert ours.grad is None
+            continue
         dist.all_reduce(ours.grad, group=group)
         errors.append(float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
     difference = unshard_sequence(out, group, balance=balance) - expected
     return {"out": float(difference.abs().max()), "gradients": max(errors)}
 
 
-def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
+def refused(what: str) -> None:
+    """What a layer with an index does not do on ranks that share its tokens."""
+    _, many = layers(2, "zigzag", True, "cpu")
+    x = torch.zeros(1, 64, 24)
+    if what == "documents":
+        many(x, cu_seqlens=torch.tensor([0, 9, 128], dtype=torch.int32))
+    elif what == "losses":
+        with htree_ops.index_losses():
+            many(x)
+    elif what == "fit":
+        htree_ops.fit_index(many, [x], steps=1, index_dim=16)
+
+
+def compiled(size: int, balance: str, device: str = "cpu", by_index: bool = False) -> dict[str, Any]:
     """Forward and backward under torch.compile, by the first group of this size alone: compiling takes seconds.
 
     With a second length the compiler takes the length for a symbol.
@@ -226,6 +272,8 @@ def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
     if dist.get_rank() >= size:
         return {"errors": [0.0]}
 
+    width = 32 if by_index else 10
+
     def model(x: Tensor, w: Tensor) -> Tensor:
         q, k, v = (x @ w).split([24, 12, 12], -1)
         out = tree_attention_cp(
@@ -233,6 +281,7 @@ def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
             k.unflatten(-1, (2, 6)),
             v.unflatten(-1, (2, 6)),
             group,
+            index=tuple(x.detach()[..., None, :].chunk(2, -1)) if by_index else None,
             balance=balance,
             **OPTIONS,
         )
@@ -240,9 +289,9 @@ def compiled(size: int, balance: str, device: str = "cpu") -> dict[str, Any]:
 
     def results(call: Any, tokens: int) -> list[Tensor]:
         x = shard_sequence(
-            normal((2, tokens, 10), torch.float32, device, 0), group, balance=balance
+            normal((2, tokens, width), torch.float32, device, 0), group, balance=balance
         ).requires_grad_()
-        w = normal((10, 48), torch.float32, device, 1, 0.5).requires_grad_()
+        w = normal((width, 48), torch.float32, device, 1, 0.5).requires_grad_()
         out = call(x, w)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, w))]
 
@@ -272,7 +321,9 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
     rank = dist.get_rank(group)
     q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32, device)
     options: dict[str, Any] = dict(OPTIONS)
-    call = {"balance": "zigzag"}
+    call: dict[str, Any] = {"balance": "zigzag"}
+    if "index" in what:
+        call["index"] = normal((2, 1, 32, 1, 16), torch.float32, device, 5).unbind()
     if what == "other length" and rank == 2:
         q, k, v = (x[:, :24] for x in (q, k, v))
     elif what == "other batch" and rank == 1:
@@ -293,6 +344,20 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
         options["compression_rate"] = 1
     elif what == "bad steps" and rank == 1:
         options["gather_steps"] = 2
+    elif what == "other index" and rank == 2:
+        call["index"] = None
+    elif what == "other index width" and rank == 2:
+        call["index"] = tuple(torch.cat([x, x], -1) for x in call["index"])
+    elif what == "short index key" and rank == 1:
+        call["index"] = (call["index"][0], call["index"][1][:, :8])
+    elif what == "odd index" and rank == 1:
+        call["index"] = tuple(x[..., :10] for x in call["index"])
+    elif what == "no pair of index" and rank == 1:
+        call["index"] = call["index"][0]
+    elif what == "index and span" and rank == 1:
+        options["selection_span"] = 2
+    elif what == "index and scope" and rank == 1:
+        options["scope"] = "q_head"
     elif what == "no tensor" and rank == 1:
         q = None  # type: ignore[assignment]
     elif what == "uneven":

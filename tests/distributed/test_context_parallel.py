@@ -20,7 +20,7 @@ from htree_ops.distributed.collectives import parts_of, parts_per_rank, work_bef
 from htree_ops.distributed.context_parallel import choose_steps
 
 BALANCES = ("zigzag", "striped", "contiguous", "work")
-#: B, T, H, H_kv, K, V and the options.
+#: B, T, H, H_kv, K, V and the options; of an index the heads and the width.
 CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
     "three_layers": ((2, 256, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 16, "top_k": 4}),
     "stride": (
@@ -52,6 +52,39 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
         (1, 96, 3, 3, 2, 5),
         {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "rope_base": None, "importance": "exp_joint"},
     ),
+    "index": (
+        (2, 256, 4, 2, 8, 6),
+        {"compression_rate": 4, "max_top_nodes": 16, "top_k": 4, "index": (2, 16)},
+    ),
+    "index_free_top": (
+        (1, 256, 4, 2, 8, 6),
+        {
+            "compression_rate": 4,
+            "max_top_nodes": 25,
+            "top_k": 3,
+            "selection_stride": 2,
+            "index": (1, 32),
+        },
+    ),
+    "index_open_next": (
+        (1, 256, 4, 4, 8, 8),
+        {
+            "compression_rate": 8,
+            "max_top_nodes": 16,
+            "top_k": 4,
+            "selection_stride": 8,
+            "open_next": True,
+            "store_parents": False,
+            "index": (4, 16),
+        },
+    ),
+}
+#: The options of calls on three ranks, of 288 tokens.
+ON_THREE: dict[str, dict[str, Any]] = {
+    "index": {"max_top_nodes": 12, "index": (2, 16)},
+    "index_of_all_heads": {"max_top_nodes": 8, "selection_stride": 4, "index": (1, 16)},
+    "index_free_top": {"max_top_nodes": 40, "selection_stride": 2, "index": (2, 32), "rope_base": None},
+    "index_open_next": {"max_top_nodes": 21, "open_next": True, "index": (1, 16)},
 }
 
 
@@ -59,6 +92,12 @@ CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
 def ranks() -> Iterator[Pool]:
     """Four processes on the CPU: groups of 4, 2 and 1."""
     yield from started(4)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Pool]:
+    """Three processes on the CPU."""
+    yield from started(3)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +128,15 @@ def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
                 continue
             for found in ranks.run(cp_on_ranks.compare, size, balance, sizes, dtype, options):
                 assert_matches(found, dtype)
+
+
+@pytest.mark.parametrize("name", ON_THREE)
+def test_an_index_on_three_ranks(name: str, three: Pool) -> None:
+    options = {"compression_rate": 4, "top_k": 3} | ON_THREE[name]
+    for balance in ("zigzag", "contiguous", "striped"):
+        call = (3, balance, (1, 288, 4, 2, 8, 6), torch.float32, options)
+        for found in three.run(cp_on_ranks.compare, *call):
+            assert_matches(found, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -126,6 +174,9 @@ def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, An
         "scope": draw(st.sampled_from(("kv_head", "q_head"))),
         "store_parents": draw(st.booleans()),
     }
+    if options["scope"] == "kv_head" and draw(st.booleans()):
+        options["index"] = (draw(st.sampled_from((1, heads))), 16)
+        options["open_next"] = draw(st.booleans())
     return size, balance, sizes, options
 
 
@@ -143,9 +194,15 @@ def test_equals_one_process_for_any_problem(
 def test_equals_one_gpu(gpus: Pool) -> None:
     """Two GPUs, or one with a group of one; the tensor-core kernels and the general ones."""
     size = len(gpus.processes)
-    for dtype, width, stride in ((torch.bfloat16, 128, 16), (torch.bfloat16, 64, 1), (torch.float32, 8, 4)):
+    for dtype, width, stride, index in (
+        (torch.bfloat16, 128, 16, {}),
+        (torch.bfloat16, 64, 1, {}),
+        (torch.float32, 8, 4, {}),
+        (torch.bfloat16, 128, 4, {"index": (2, 32), "max_top_nodes": 2048}),
+        (torch.float32, 8, 1, {"index": (1, 16)}),
+    ):
         sizes = (1, 16384, 8, 2, width, width)
-        options = {"top_k": 64, "max_top_nodes": 512, "selection_stride": stride}
+        options = {"top_k": 64, "max_top_nodes": 512, "selection_stride": stride} | index
         for balance in BALANCES:
             for found in gpus.run(cp_on_ranks.compare, size, balance, sizes, dtype, options, "cuda"):
                 assert found["repeats"]
@@ -282,6 +339,9 @@ def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
     for forward, backward in ranks.run(cp_on_ranks.order, 4, 2):
         assert forward == ["gather", *["wait", "attend"] * 2]
         assert backward == ["gather", *["wait", "attend", "exchange"] * 2, "wait"]
+    for forward, backward in ranks.run(cp_on_ranks.order, 4, 2, True):
+        assert forward == ["gather", "wait", "choose", *["wait", "attend"] * 2]
+        assert backward == ["gather", *["wait", "attend", "exchange"] * 2, "wait"]
     for rank, (forward, backward) in enumerate(ranks.run(cp_on_ranks.order, 2, None)):
         inside = ["inside"] if rank % 2 == 0 else []  # the document [0, 9)
         assert forward == ["gather", *inside, "wait", "attend"]
@@ -291,21 +351,43 @@ def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
 # ---- the module, the compiler, autocast
 
 
+@pytest.mark.parametrize("by_index", [False, True])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_one_rank(balance: str, ranks: Pool) -> None:
-    for found in ranks.run(cp_on_ranks.layer, 4, balance):
+def test_the_module_equals_one_rank(balance: str, by_index: bool, ranks: Pool) -> None:
+    for found in ranks.run(cp_on_ranks.layer, 4, balance, "cpu", by_index):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found
 
 
-@pytest.mark.parametrize("balance", ["zigzag", "work"])
-def test_compiles_whole(balance: str, ranks: Pool) -> None:
-    for found in ranks.run(cp_on_ranks.compiled, 2, balance):
+@pytest.mark.parametrize(("balance", "by_index"), [("zigzag", False), ("work", False), ("zigzag", True)])
+def test_compiles_whole(balance: str, by_index: bool, ranks: Pool) -> None:
+    for found in ranks.run(cp_on_ranks.compiled, 2, balance, "cpu", by_index):
         assert max(found["errors"]) < 1e-4, found
 
 
 def test_autocast(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.autocast, 2) == [{"dtype": "torch.bfloat16", "equal": True}] * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "documents",
+            "HTreeAttention: cu_seqlens is not supported beside cp_group and an index, which index_dim = 0 leaves out",
+        ),
+        (
+            "losses",
+            "HTreeAttention: index_losses is not supported beside cp_group: let a layer without a group learn",
+        ),
+        (
+            "fit",
+            "fit_index: a layer with cp_group is not supported: fit it without a group, and load its state dict",
+        ),
+    ],
+)
+def test_what_a_layer_with_an_index_refuses(what: str, message: str, ranks: Pool) -> None:
+    assert ranks.refusals(cp_on_ranks.refused, what) == [("NotImplementedError", message)] * 4
 
 
 # ---- faults
@@ -330,6 +412,14 @@ def test_autocast(ranks: Pool) -> None:
         ("other dtype", r"dtype must be the same on every rank, got torch\.float(32|16) on this one"),
         ("other device", "the type of device must be the same on every rank, got '(cpu|meta)' on this one"),
         ("other gradients", r"whether k needs a gradient must be the same on every rank, got \[1, 0, 0, 0\]"),
+        (
+            "other index",
+            r"\(H_i, d, dtype\) of index must be the same on every rank, got (\(1, 16, torch|None on this one)",
+        ),
+        (
+            "other index width",
+            r"of index must be the same on every rank, got \(1, (16|32), torch.float32\) on",
+        ),
         (
             "uneven",
             r"must be a multiple of 2 \* n \* r = 32, got 4 \* 30 = 120; the next length that works is 128",
@@ -356,6 +446,23 @@ def test_a_fault_raises_on_every_rank(what: str, message: str, ranks: Pool) -> N
         ("bad option", "ValueError", "tree_attention_cp: compression_rate must be between 2 and"),
         ("bad steps", "ValueError", "gather_steps must be a divisor of H_kv = 1, got 2"),
         ("no tensor", "TypeError", "q must be a Tensor"),
+        (
+            "short index key",
+            "ShapeMismatchError",
+            "size 1 of index_key must be T of q = 32, got (1, 8, 1, 16)",
+        ),
+        (
+            "odd index",
+            "ValueError",
+            "tree_attention_cp: d, the last size of index_query, must be a multiple of 16 up to 128, got 10",
+        ),
+        (
+            "no pair of index",
+            "TypeError",
+            "tree_attention_cp: index must be (index_query, index_key), got Tensor",
+        ),
+        ("index and span", "ValueError", "tree_attention_cp: selection_span must be None beside an index"),
+        ("index and scope", "ValueError", "tree_attention_cp: scope must be kv_head beside an index"),
     ],
 )
 def test_the_mistake_of_one_rank_stops_all(what: str, kind: str, message: str, ranks: Pool) -> None:

@@ -15,7 +15,15 @@ from htree_ops.ops.arguments import check_int
 from htree_ops.ops.index_loss.function import draw_among, draw_positions, index_loss
 from htree_ops.ops.index_loss.layers import WEIGHTS, index_of, know, take_pending
 
-__all__ = ["Attended", "IndexLosses", "collect", "fitting", "index_losses", "is_fitting"]
+__all__ = [
+    "Attended",
+    "IndexLosses",
+    "collect",
+    "fitting",
+    "index_losses",
+    "is_collecting",
+    "is_fitting",
+]
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
 
     Raises:
         TypeError, ValueError: rows is not an int of at least 1.
-        NotImplementedError: in a layer that has the heads of one rank alone.
+        NotImplementedError: in a layer that has the heads of one rank alone, or ``cp_group``.
         RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss; in a layer
             whose index does not require grad yet where torch.compile, DistributedDataParallel or fully_shard has the
             model: they must know it before.
@@ -163,6 +171,11 @@ def fitting(rows: int, weights: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator
     """
     with _active(IndexLosses(rows, weights)) as losses:
         yield losses
+
+
+def is_collecting() -> bool:
+    """Whether a layer with an index adds its loss to an :func:`index_losses`."""
+    return len(_ACTIVE) > 0
 
 
 def is_fitting() -> bool:

@@ -83,7 +83,7 @@ def fit_index(
         ValueError: a number out of range, an index of another width, options that choose in another way (importance,
             scope); a model without such layers, or a layer that it does not call; fewer batches than ``steps``; a loss
             that is not finite.
-        NotImplementedError: weights that are sharded over ranks.
+        NotImplementedError: weights that are sharded over ranks, or a layer with ``cp_group``.
 
     Example:
         >>> import htree_ops

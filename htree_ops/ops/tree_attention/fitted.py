@@ -25,7 +25,15 @@ class FittedLayer:
         return self.layer.num_heads, self.layer.num_kv_heads, self.layer.head_dim
 
     def check(self, index_dim: int) -> None:
-        """Raises ValueError unless the layer can have an index of this width."""
+        """Raises unless the layer can have an index of this width.
+
+        Raises:
+            ValueError: its heads or options have no such index. NotImplementedError: ranks share its tokens.
+        """
+        if self.layer.cp_group is not None:
+            raise NotImplementedError(
+                "fit_index: a layer with cp_group is not supported: fit it without a group, and load its state dict"
+            )
         options = replace(self.layer.options, selection_span=None)  # whose place the index takes
         resolve_index_dim("fit_index", index_dim, self.layer.head_dim, options)
 

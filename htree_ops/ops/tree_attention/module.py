@@ -24,6 +24,7 @@ from htree_ops.ops.arguments import (
     option_device,
     validate_arguments_as,
 )
+from htree_ops.ops.index_loss.collector import is_collecting
 from htree_ops.ops.index_loss.layers import (
     WEIGHTS,
     add_index_,
@@ -110,9 +111,9 @@ class HTreeAttention(nn.Module):
             no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
             selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
             the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
-            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does;
-            with ``cp_group`` it raises NotImplementedError. It learns by :func:`htree_ops.fit_index` or
-            :func:`htree_ops.index_losses`; until then it is a random projection, which warns once.
+            ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does. It learns by
+            :func:`htree_ops.fit_index` or :func:`htree_ops.index_losses`, with ``cp_group`` by neither; until then it
+            is a random projection, which warns once.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
             ``importance`` is "lse_causal" and ``compression_rate`` even.
@@ -479,7 +480,8 @@ class HTreeAttention(nn.Module):
         from htree_ops.distributed import tree_attention_cp  # only where it is asked for
 
         options, balance = self._of_attention(), self.cp_balance
-        out = tree_attention_cp(q, k, v, group=self.cp_group, balance=balance, options=options)
+        index = choose_by_index("HTreeAttention", self, q, k) if self.index_dim else None
+        out = tree_attention_cp(q, k, v, self.cp_group, index=index, balance=balance, options=options)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return self.o_proj(_joined(out))
 
@@ -645,8 +647,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``, or that beside an
-                index.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``; beside that and an index
+                cu_seqlens, or a call inside of :func:`htree_ops.index_losses`.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
@@ -670,9 +672,15 @@ class HTreeAttention(nn.Module):
         if lengths is not None and cache is None:
             raise ValueError("HTreeAttention: lengths must be None where cache is None")
         if self.index_dim and self.cp_group is not None:
-            raise NotImplementedError(
-                "HTreeAttention: cp_group is not supported beside an index, which index_dim = 0 leaves out"
-            )
+            if cu_seqlens is not None:
+                raise NotImplementedError(
+                    "HTreeAttention: cu_seqlens is not supported beside cp_group and an index, which index_dim = 0 "
+                    "leaves out"
+                )
+            if is_collecting():
+                raise NotImplementedError(
+                    "HTreeAttention: index_losses is not supported beside cp_group: let a layer without a group learn"
+                )
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:
