@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Unpack
 
 from htree_ops.distributed.collectives import (
@@ -204,11 +205,12 @@ def _check(
     if gather_steps is not None and (gather_steps < 1 or k.shape[2] % gather_steps):
         raise ValueError(f"{name}: gather_steps must be a divisor of H_kv = {k.shape[2]}, got {gather_steps}")
     if not torch.compiler.is_compiling():  # else the op refuses the rest where it is traced
-        rows, keys, values = _sizes(q, q.shape[1]), _sizes(k, tokens), _sizes(v, tokens)
-        torch.ops.htree._attention_rows(rows, keys, values, [0], False, *options.packed())
-        if index is not None:
-            of_rows, of_keys = _sizes(index[0], q.shape[1]), _sizes(index[1], tokens)
-            torch.ops.htree._index_lists(rows, keys, of_rows, of_keys, [0], *options.packed())
+        with _disable_current_modes():  # a trace, a profile of calls or a count holds what computes
+            rows, keys, values = _sizes(q, q.shape[1]), _sizes(k, tokens), _sizes(v, tokens)
+            torch.ops.htree._attention_rows(rows, keys, values, [0], False, *options.packed())
+            if index is not None:
+                of_rows, of_keys = _sizes(index[0], q.shape[1]), _sizes(index[1], tokens)
+                torch.ops.htree._index_lists(rows, keys, of_rows, of_keys, [0], *options.packed())
 
 
 def _sizes(x: Tensor, tokens: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Unpack
 
 from htree_ops.distributed.collectives import (
@@ -348,9 +349,10 @@ def _check(
         raise ValueError(
             f"{name}: cu_seqlens must end at or before the {tokens} tokens of all ranks, got {offsets[-1]}"
         )
-    meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
-    ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
-    torch.ops.htree._attention_varlen(*meta, ends, ends, tokens, tokens, "auto", *options.packed())
+    with _disable_current_modes():  # a trace, a profile of calls or a count holds what computes
+        meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
+        ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
+        torch.ops.htree._attention_varlen(*meta, ends, ends, tokens, tokens, "auto", *options.packed())
     stride = options.selection_stride
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):

@@ -11,6 +11,7 @@ from process_pool import group_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import htree_ops
 from htree_ops.distributed import (
@@ -173,10 +174,7 @@ class Order(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = self.NAMES.get(func._schema.name)
-        checks = any(
-            isinstance(x, Tensor) and x.is_meta for x in args
-        )  # of the arguments, with nothing computed
-        if name is not None and not checks and self.events[-1:] != [name]:
+        if name is not None and self.events[-1:] != [name]:
             self.events.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -196,6 +194,24 @@ def order(size: int, steps: int | None, by_index: bool = False) -> tuple[list[st
     with Order() as backward:
         torch.autograd.grad(out, (q, k), dout)
     return forward.events, backward.events
+
+
+def counted(size: int, options: dict[str, Any]) -> tuple[int, int, int]:
+    """The products of one process, those of all ranks together, and those of this rank's packed documents."""
+    sizes, group = (1, 256, 4, 2, 8, 8), group_of(size)
+    q, k, v, _ = inputs(sizes, torch.float32)
+    index = index_of(sizes, torch.float32, options, "cpu")
+    with FlopCounterMode(display=False) as one:
+        htree_ops.tree_attention(q, k, v, **(options | {"index": index}))
+    q, k, v = (shard_sequence(x, group) for x in (q, k, v))
+    shares = None if index is None else tuple(shard_sequence(x, group) for x in index)
+    with FlopCounterMode(display=False) as many:
+        tree_attention_cp(q, k, v, group, **(options | {"index": shares}))
+    total = torch.tensor(many.get_total_flops())
+    dist.all_reduce(total, group=group)
+    with FlopCounterMode(display=False) as documents:
+        tree_attention_varlen_cp(q[0], k[0], v[0], [0], group, **OPTIONS)
+    return one.get_total_flops(), int(total), documents.get_total_flops()
 
 
 def any_dtype(size: int, dtype: torch.dtype) -> bool:

@@ -365,6 +365,14 @@ def test_compiles_whole(balance: str, by_index: bool, ranks: Pool) -> None:
         assert max(found["errors"]) < 1e-4, found
 
 
+@pytest.mark.parametrize("index", [{}, {"index": (2, 16)}], ids=["means", "index"])
+def test_the_ranks_count_the_products_of_one_process(index: dict[str, Any], ranks: Pool) -> None:
+    options = {"compression_rate": 4, "max_top_nodes": 20, "top_k": 3, **index}
+    for one, many, of_no_document in ranks.run(cp_on_ranks.counted, 4, options):
+        assert one == many
+        assert of_no_document == 0
+
+
 def test_autocast(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.autocast, 2) == [{"dtype": "torch.bfloat16", "equal": True}] * 4
 
