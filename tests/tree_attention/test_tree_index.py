@@ -470,8 +470,11 @@ def test_queries_that_are_no_suffix_are_refused_as_without_an_index(
 ) -> None:
     q, index_query = torch.randn(1, rows, 2, 16, device=device), torch.randn(1, rows, 2, 16, device=device)
     k, index_key = torch.randn(1, 5, 2, 16, device=device), torch.randn(1, 5, 2, 16, device=device)
-    with pytest.raises(htree_ops.ShapeMismatchError, match=message):
+    with pytest.raises(ValueError, match=message) as without_an_index:
+        tree_attention(q, k, k, selection_stride=stride)
+    with pytest.raises(ValueError, match=message) as refused:
         tree_attention(q, k, k, index=(index_query, index_key), selection_stride=stride)
+    assert type(refused.value) is type(without_an_index.value)
 
 
 @pytest.mark.parametrize(
