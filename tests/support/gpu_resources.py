@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ def lines(table: Table, reference: str) -> list[str]:
 
 def compile_kernels(architectures: list[str], wanted: list[str]) -> list[Path]:
     """Fatbins of the .cu files of a build, of those whose name contains a word of ``wanted``. What stands
-    there already stays: a long run may be stopped and begun again."""
+    there already stays: a long run may be stopped and begun again. MAX_JOBS are compiled at once, as in a build."""
     spec = importlib.util.spec_from_file_location("htree_setup", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None
@@ -121,19 +123,21 @@ def compile_kernels(architectures: list[str], wanted: list[str]) -> list[Path]:
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     folder = OUT / "_".join(architectures)
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for unit in units:
+
+    def compiled(unit: Path) -> Path:
         target = folder / f"{unit.stem}.fatbin"
-        made.append(target)
         if target.is_file():
-            continue
+            return target
         started = time.monotonic()
         partial = target.with_suffix(".part")
         flags = [*setup.nvcc_flags(), "-std=c++17", "-I", "csrc", *codes]
         subprocess.run(["nvcc", "-fatbin", *flags, str(unit), "-o", str(partial)], cwd=ROOT, check=True)
         partial.rename(target)
         print(f"{time.monotonic() - started:7.1f} s  {unit.stem}", file=sys.stderr, flush=True)
-    return made
+        return target
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", setup.default_jobs()))) as workers:
+        return list(workers.map(compiled, units))
 
 
 def main() -> int:
