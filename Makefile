@@ -16,7 +16,7 @@ WORKERS ?= 2
 # A PY of one's own needs no environment here: it has torch, and a library is in place or in build/cuda.
 READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.built)
 
-# Without a GPU the CUDA kernels are left out unless HTREE_CUDA says otherwise: minutes of compiling, not most of an hour.
+# Without a GPU the CUDA kernels are left out unless HTREE_CUDA says otherwise: half the time of compiling.
 ifndef HTREE_CUDA
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
 export HTREE_CUDA := 0
