@@ -455,6 +455,7 @@ def test_attention_from_pools_of_a_caller(device: str) -> None:
             r"size 0 of index_query must be 20 \(the rows of q\)",
         ),
         ({"importance": "exp_joint"}, "importance must be lse_causal beside an index"),
+        ({"selection_span": 2}, "selection_span must be None beside an index"),
     ):
         with pytest.raises(ValueError, match=message):
             tree_cache_attention(**arguments | change)

@@ -8,6 +8,7 @@
 
 #include "host/no_gradient.h"
 #include "host/registration.h"
+#include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/mutating.h"
 
 namespace htree::tree_cache {
@@ -105,6 +106,7 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
   const PackedLeaves* const packed_leaves = leaves.has_value() ? &*leaves : nullptr;
   const Pools pools = {k_pool, v_pool, block_table, lengths, packed_leaves};
   check_cache_options(kOp, options);
+  if (index_pool.has_value()) check_index_options(kOp, options);
   check_pools(kOp, pools, pages);
   TORCH_CHECK_VALUE(index_query.has_value() == index_pool.has_value(), kOp,
                     ": index_query and index_pool must be given together, got only one of them");
