@@ -84,7 +84,7 @@ for torch in $CHECKED; do
   cd "$work/elsewhere"
   "$python" -m htree_ops info | sed -n 1,6p
   "$python" -m pytest -q -p no:cacheprovider -c pyproject.toml -o addopts= -o timeout= tests/test_registration.py
-  "$python" -m htree_ops correctness
+  "$python" -m htree_ops correctness --seq-len 512 --batch 1
   cd "$root"
 done
 say "done"
