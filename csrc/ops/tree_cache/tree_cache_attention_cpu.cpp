@@ -304,16 +304,9 @@ class StrideTask {
   // The candidates of a row in a layer of `num_nodes` nodes, of which `rightmost` is its own.
   Candidates candidates_at(int64_t layer, int64_t top, int64_t rightmost, int64_t num_nodes) {
     const int64_t r = call_.args.compression_rate;
-    if (layer < top || !call_.open_top()) {
-      return tree_attention::candidates_of(list(layer), width_, rightmost, num_nodes, r);
-    }
-    Candidates all;
-    all.parents = slots_.data();
-    all.num_parents = rightmost / r + 1;
-    all.rightmost = rightmost;
-    all.count = rightmost + 1;
-    all.regular = true;
-    return all;
+    return layer < top || !call_.open_top()
+               ? tree_attention::candidates_of(list(layer), width_, rightmost, num_nodes, r)
+               : tree_attention::candidates_of(slots_.data(), rightmost / r + 1, rightmost, num_nodes, r);
   }
 
   // Computes one row of a tree with that top, and below it the lists that the row chooses where it `selects`. False where a
