@@ -76,12 +76,9 @@ inline TreeRoom tree_room(const AttentionProblem& p, bool hopper) {
   return room;
 }
 
-// The parents whose places keys are rotated to, for a tree of any length, and the positions of their children.
-inline int64_t rotated_parents(const AttentionProblem& p) {
-  return std::max(p.args.top_k, ceil_div(p.args.max_top_nodes, kTensorCoreRate));
-}
+// The positions that keys and queries of a list are rotated to.
 inline int64_t rope_positions(const AttentionProblem& p) {
-  return rotated_parents(p) * kTensorCoreRate + 1;
+  return p.args.top_k * kTensorCoreRate + 1;
 }
 
 // Where the copies of all sequences lie in one allocation, copy by copy. The tables depend on the options alone; those
@@ -100,7 +97,7 @@ struct GrowingMemory {
 };
 inline GrowingMemory lay_out_growing_tree(Workspace& space, const AttentionProblem& p, const TreeRoom& room) {
   const int64_t heads = p.batch * p.num_kv_heads;
-  const int64_t rotation_bytes = rotation_table_bytes(rotated_parents(p) + 1, p.key_dim);
+  const int64_t rotation_bytes = rotation_table_bytes(p.args.top_k + 1, p.key_dim);
   GrowingMemory memory;
   memory.inv_freq = space.take<double>(p.key_dim / 2);
   memory.rope = space.take<char>(rope_positions(p) * (p.key_dim / 2), 2 * sizeof(float));
