@@ -188,7 +188,7 @@ LayerArgs layer_args(const AttentionProblem& problem, int64_t layer, int64_t fir
   LayerArgs args;
   args.layer = layer;
   args.compression_rate = problem.args.compression_rate;
-  args.list_width = layer + 1 == problem.layers() ? list_room(problem) : problem.args.top_k;
+  args.list_width = layer + 1 == problem.layers() ? list_capacity(problem) : problem.args.top_k;
   args.top_k = problem.args.top_k;
   args.t0 = problem.token_of(first_query);
   args.selection_stride = problem.args.selection_stride;

@@ -56,14 +56,14 @@ struct GatherParams {
   TensorView queries;            // [B, T_q, H, K], from the first query of the chunk
   const char* packed = nullptr;  // [B, H_kv, num_parents] packed parents of the layer
   int64_t num_parents = 0;
-  const int32_t* lists =
-      nullptr;             // [B, num_lists, H_kv, list_width]; null, implied: parents 0, 1, ... up to the own
+  // [B, num_lists, H_kv, list_width]; null, implied: parents 0, 1, ... up to the own
+  const int32_t* lists = nullptr;
   int64_t list_batch = 0;  // stride in elements
   // Of a caller's lists, [B, num_lists, H_kv]: the entries of each, or their complement (~) where the queries' diagonal
   // parent is none of them. Null: it is every list's last entry. forward/per_list/ reads those of implied lists, which may
   // have more than list_width entries.
   const int32_t* list_sizes = nullptr;
-  const float2* rope = nullptr;  // [list_room() * 16 + 1, K/2]
+  const float2* rope = nullptr;  // [list_capacity() * 16 + 1, K/2]
   float score_scale = 0.f;       // scale * log2(e), so that scores are in log2 units
   int64_t node_span = 1;         // tokens per node of the layer
   int64_t t0 = 0;

@@ -40,9 +40,10 @@ struct TreeCall {
   SpanTiles top_spans;  // the same where its nodes are scored by span means
 
   int64_t rope_rows() const {
-    return walks(problem, config) ? list_room(problem) * kTensorCoreRate + 1 : tiled_tokens(problem, config);
+    return walks(problem, config) ? list_capacity(problem) * kTensorCoreRate + 1
+                                  : tiled_tokens(problem, config);
   }
-  int64_t rotation_slots() const { return list_room(problem) + 1; }
+  int64_t rotation_slots() const { return list_capacity(problem) + 1; }
   Frequencies frequencies() const { return {problem.args.rope_base, problem.args.rotate, inv_freq}; }
 };
 

@@ -151,8 +151,8 @@ inline int64_t most_parents(const AttentionProblem& p, int64_t layer) {
 inline int64_t rotated_positions(const AttentionProblem& p) {
   return std::max(most_parents(p, 0), most_parents(p, p.layers() - 1)) * p.args.compression_rate;
 }
-// The entries that lists have room for, at any layer.
-inline int64_t list_room(const AttentionProblem& p) {
+// The most entries of a list, at any layer.
+inline int64_t list_capacity(const AttentionProblem& p) {
   return std::max(p.args.top_k, most_parents(p, p.layers() - 1));
 }
 
@@ -258,7 +258,7 @@ inline bool dense_span_shape(const AttentionProblem& p) {
 
 // The words of a row of a mask of candidates, whose size is a multiple of 16 bytes.
 inline int64_t mask_words(const AttentionProblem& p) {
-  return ceil_div(list_room(p) * kTensorCoreRate, 128) * 4;
+  return ceil_div(list_capacity(p) * kTensorCoreRate, 128) * 4;
 }
 
 }  // namespace htree::tree_attention

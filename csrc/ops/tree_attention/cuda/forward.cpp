@@ -290,7 +290,7 @@ struct Slice {
 
 Tensor top_lists(const AttentionProblem& problem, const Slice& slice, const Tensor& like) {
   const int64_t num_lists = ceil_div(slice.queries, slice.stride);
-  Tensor lists = at::empty({slice.batches, num_lists, problem.num_kv_heads, list_room(problem)},
+  Tensor lists = at::empty({slice.batches, num_lists, problem.num_kv_heads, list_capacity(problem)},
                            like.options().dtype(at::kInt));
   const int64_t parent_span = node_span(problem.args.compression_rate, problem.layers());
   C10_CUDA_CHECK(launch_top_lists(

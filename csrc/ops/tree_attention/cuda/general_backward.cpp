@@ -71,7 +71,7 @@ class GeneralBackward {
     const auto new_lists = [&](int64_t width) {
       return at::empty({c.num_batches, count, problem_.num_kv_heads, width}, b_.q.options().dtype(at::kInt));
     };
-    lists[top] = new_lists(list_room(problem_));
+    lists[top] = new_lists(list_capacity(problem_));
     const int64_t parent_span = node_span(problem_.args.compression_rate, problem_.layers());
     C10_CUDA_CHECK(launch_top_lists(
         {lists[top].mutable_data_ptr<int32_t>(), c.num_batches, count, count, problem_.num_kv_heads,

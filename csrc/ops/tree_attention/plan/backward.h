@@ -74,13 +74,13 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
       kBackwardScratchBytes - std::max(shared, dense_gradient_bytes(p, config, config.dense_batches));
   const int64_t per_list =
       stride * p.num_heads * (record + 16 + 4 * p.key_dim) +
-      p.num_kv_heads * (p.args.top_k * 4 * p.layers() + (list_room(p) - p.args.top_k) * 8 +
-                        list_room(p) * p.args.compression_rate / 8 +
+      p.num_kv_heads * (p.args.top_k * 4 * p.layers() + (list_capacity(p) - p.args.top_k) * 8 +
+                        list_capacity(p) * p.args.compression_rate / 8 +
                         ceil_div(p.num_keys, p.args.compression_rate) / 64 + 64);
   // The query side of masked rows shares the memory of the partial sums, so a chunk must fit beside either.
   const MaskedGradientCost masked = masked_gradient_cost(p, config);
   const int64_t masked_list = per_list + masked.list;
-  const int64_t numbered = kMostEntries / std::max<int64_t>(1, list_room(p));
+  const int64_t numbered = kMostEntries / std::max<int64_t>(1, list_capacity(p));
   const int64_t lists = std::max<int64_t>(
       1, std::min({scratch / per_list, (kBackwardScratchBytes - masked.batch) / masked_list, numbered}));
   const int64_t piece_lists = ceil_div(walking_queries(p, config), stride);
@@ -212,7 +212,7 @@ inline BackwardMemory lay_out_backward(Workspace& space, const AttentionProblem&
   memory.offsets = space.take<uint32_t>(heads * (p.parents(0) + 1));
   memory.run_counts = space.take<uint32_t>(heads * ceil_div(chunk_lists, kInvertedListRows) * p.parents(0));
   memory.rotations =
-      space.take<char>(c.parent_warps ? (list_room(p) * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
+      space.take<char>(c.parent_warps ? (list_capacity(p) * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
   memory.partial_bytes = partial_bytes(p, c);
   memory.partials =
       space.take<char>(std::max({memory.partial_bytes, recompute ? selection_bytes(p, c) : 0,

@@ -84,7 +84,7 @@ inline int64_t tensor_core_tree_bytes(const AttentionProblem& p, const TreeConfi
   const int64_t heads = p.batch * p.num_kv_heads;
   int64_t nodes = p.num_keys;
   int64_t bytes = heads * nodes * 4 + p.batch * p.num_queries * p.num_heads * 8 +
-                  (list_room(p) * kTensorCoreRate + 1) * p.key_dim * 4;
+                  (list_capacity(p) * kTensorCoreRate + 1) * p.key_dim * 4;
   for (int64_t layer = 1; layer < p.layers(); ++layer) {
     nodes = ceil_div(nodes, kTensorCoreRate);
     bytes += heads * (nodes * (p.key_dim + p.value_dim) * 2 +
@@ -117,7 +117,7 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
   const int64_t stride = p.args.selection_stride;
   // Bytes of a list: the running states of its queries, two lists, and the mask of one, and its marks.
   const int64_t per_list = stride * p.num_heads * p.value_dim * 4 +
-                           p.num_kv_heads * (list_room(p) * 10 + 64) + mark_bytes_of_list(p, config);
+                           p.num_kv_heads * (list_capacity(p) * 10 + 64) + mark_bytes_of_list(p, config);
   const int64_t scratch =
       config.path == AttentionPath::kGeneral
           ? kScratchBytes
@@ -187,7 +187,7 @@ inline LayerKernel layer_kernel(const ForwardConfig& config, int64_t layer, int6
 
 // Whether forward/per_list/ takes a top whose implied lists have more entries than others.
 inline bool long_top_lists(const AttentionProblem& p, const ForwardConfig& c) {
-  return c.gather == GatherKernel::kPerList && !c.dense_top && list_room(p) > p.args.top_k;
+  return c.gather == GatherKernel::kPerList && !c.dense_top && list_capacity(p) > p.args.top_k;
 }
 
 // ---- memory of a chunk
