@@ -272,6 +272,7 @@ SCHEMAS = {
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, Tensor cu_q, "
         "Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
         "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, Tensor? index_query, Tensor? index_pool, "
+        "Tensor? index_scales, "
         f"int page_size, {PACKED}) -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)"
     ),
     "_tree_cache_step_": (

@@ -613,6 +613,7 @@ NOT_GIVEN = (
     "v_scales",
     "index_query",
     "index_pool",
+    "index_scales",
 )
 
 

@@ -22,6 +22,7 @@ from tests.support.opcheck import opcheck
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 WIDTH = 16
+CODES = torch.float8_e4m3fn
 Rows = tuple[Tensor, Tensor, Tensor]
 Index = tuple[Tensor, Tensor]
 OPS = torch.ops.htree
@@ -45,6 +46,11 @@ def make(device: str = "cpu", batch: int = 2, capacity: int = 96, **others: Any)
     return TreeKVCache(batch, 2, 8, capacity, **settings)
 
 
+def row_dtype(cache: TreeKVCache) -> torch.dtype:
+    """Of index rows that no cache rounds."""
+    return torch.bfloat16 if cache.index_dtype == CODES else cache.index_dtype
+
+
 def tokens(cache: TreeKVCache, n: int, seed: int = 0, heads: int = 4) -> tuple[Rows, Index]:
     """Queries, keys, values and both parts of the index of n tokens of every sequence."""
     device, kv_heads = str(cache.device), cache.num_kv_heads
@@ -53,7 +59,7 @@ def tokens(cache: TreeKVCache, n: int, seed: int = 0, heads: int = 4) -> tuple[R
         for i, num in enumerate((heads, kv_heads, kv_heads))
     )
     shape = (cache.batch, n, cache.index_heads, cache.index_dim)
-    query, key = (whole_numbers(shape, device, seed + i, cache.index_dtype) for i in (3, 4))
+    query, key = (whole_numbers(shape, device, seed + i, row_dtype(cache)) for i in (3, 4))
     return (q, k, v), (query, key)
 
 
@@ -99,15 +105,99 @@ def test_decoded_rows_are_those_of_the_whole_sequence(data: st.DataObject, seed:
         open_next=draw(st.booleans()),
         index_dim=draw(st.sampled_from((16, 48))),
         index_heads=draw(st.sampled_from((1, 2))),
-        index_dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        index_dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16, CODES))),
     )
     parts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
     rows, index = tokens(cache, sum(parts), seed)
     if device == "cpu" and draw(st.booleans()):  # products that are rounded: one kernel computes both
         query, key = (normal(x.shape, x.dtype, device, seed + i) for i, x in enumerate(index))
         index = query, key
-    assert_near(served(cache, rows, index, parts), whole(cache, rows, index))
+    found = served(cache, rows, index, parts)
+    assert_near(found, whole(cache, rows, (index[0], held_keys(cache, sum(parts)))))
     cache.check()
+
+
+def held_keys(cache: TreeKVCache, length: int) -> Tensor:
+    """The index keys of all sequences as the pages hold them."""
+    pages = cache.pools.index
+    assert pages is not None
+    return pages.tokens(cache.block_table, length)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), seed=st.integers(0, 2**20))
+def test_codes_are_keys_rounded_by_a_power_of_two(data: st.DataObject, seed: int, device: str) -> None:
+    """Each row by its largest magnitude, which has at least 7 bits of the code's 8 in front of it, or is a code."""
+    cache = make(device, batch=1, index_dtype=CODES, index_heads=1)
+    rows, (query, _) = tokens(cache, 40)
+    scale = 2.0 ** data.draw(st.integers(-120, 120))
+    key = (normal((1, 40, 1, WIDTH), torch.float32, device, seed) * scale).bfloat16()
+    key[0, 3] = 0
+    key[0, 4, 0, 2] = torch.nan
+    key[0, 5, 0, 1] = -torch.inf
+    served(cache, rows, (query, key), data.draw(st.sampled_from(([40], [7, 33], [39, 1]))))
+    pages = cache.pools.index
+    assert pages is not None and pages.scales is not None
+    held = held_keys(cache, 40).float()
+    wide = key.float()
+    largest = wide.nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, mantissa in [1/2, 1)
+    exponent = torch.where(mantissa <= 0.875, exponent - 9, exponent - 8).float()
+    exponent = torch.where(largest.isinf(), torch.inf, torch.where(largest == 0, -torch.inf, exponent))
+    exponent = exponent.clamp(-117, 119)
+    expected = (wide * torch.exp2(-exponent)).clamp(-448, 448).to(CODES).float() * torch.exp2(exponent)
+    torch.testing.assert_close(held, expected, rtol=0, atol=0, equal_nan=True)
+    stored = pages.scales[cache.block_table[0].long()].transpose(1, 2).flatten(0, 1)[:40]
+    assert torch.equal(stored[..., None].float() - 127, exponent[0])
+
+
+def test_rows_of_coded_keys_are_those_of_the_decoded_ones(device: str) -> None:
+    """Chosen by rounded keys, whose lists are not those of the keys themselves."""
+    cache = make(device, index_dtype=CODES, selection_stride=4, open_next=True)
+    rows, _ = tokens(cache, 90)
+    query, key = (normal((2, 90, 2, WIDTH), torch.bfloat16, device, 7 + i) for i in range(2))
+    found = served(cache, rows, (query, key), [80, 1, 9])
+    held = held_keys(cache, 90)
+    assert not torch.equal(held, key) and torch.allclose(held.float(), key.float(), rtol=0.0625, atol=0.02)
+    if device == "cpu":  # elsewhere products that are rounded may choose another node (§1.11)
+        assert torch.equal(found, whole(cache, rows, (query, held)))
+        assert not torch.equal(found, whole(cache, rows, (query, key)))
+
+
+def test_what_codes_need(device: str) -> None:
+    cache, plain = make(device, index_dtype=CODES), make(device)
+    rows, (query, key) = tokens(cache, 20)
+    served(cache, rows, (query, key), [20])
+    (pool, scales), other = cache.pools.index_pool, plain.pools.index_pool[0]
+
+    def call(index_query: Tensor, index_pool: Tensor | None, index_scales: Tensor | None) -> None:
+        tree_cache_attention(
+            rows[0][:, -1],
+            cache.k_pool,
+            cache.v_pool,
+            cache.block_table,
+            cache.lengths,
+            torch.arange(3, dtype=torch.int32, device=device),
+            page_size=8,
+            index_query=index_query,
+            index_pool=index_pool,
+            index_scales=index_scales,
+            options=cache.options,
+        )
+
+    last = query[:, -1]
+    call(last, pool, scales)
+    for arguments, error, message in (
+        ((last, pool, None), ValueError, "index_scales must be given where index_pool is uint8, got None"),
+        ((last, other, scales), ValueError, "index_scales must be None where index_pool is not uint8"),
+        ((last, pool, scales.int()), TypeError, "index_scales must have dtype torch.uint8, got torch.int32"),
+        ((last, pool, scales[:, :, :4]), ValueError, "index_scales must be contiguous"),
+        ((last, pool, scales[:, :, None]), ShapeMismatchError, "index_scales must be 3-D"),
+        ((last, pool, scales[:, :1].contiguous()), ShapeMismatchError, "size 1 of index_scales must be 2"),
+        ((last.half(), pool, scales), TypeError, "index_query must have dtype torch.bfloat16, got torch.float16"),
+    ):
+        with pytest.raises(error, match=message):
+            call(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -170,11 +260,12 @@ def test_ragged_prompts_drafts_and_beams(device: str) -> None:
     assert cache.host_lengths() == [46, 0, 67]
 
 
-def test_keys_that_are_no_numbers_count_as_the_least(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, CODES], ids=str)
+def test_keys_that_are_no_numbers_count_as_the_least(dtype: torch.dtype, device: str) -> None:
     """And what no list can depend on is not read: index keys of the diagonal block, and of pages that are free."""
-    cache = make(device)
+    cache = make(device, index_dtype=dtype)
     for pool in cache.pools.index_pool:
-        pool.fill_(torch.nan)
+        pool.fill_(torch.nan if pool.is_floating_point() else 255)
     rows, (query, key) = tokens(cache, 83)
     key = key.clone()
     key[:, 4:8] = torch.nan
@@ -238,8 +329,10 @@ def test_prompts_that_the_kernels_of_tree_attention_compute(
 # ---- what a cache holds
 
 
-def test_states_and_copies(device: str) -> None:
-    cache, other = make(device), make(device, capacity=300, num_pages=60)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, CODES], ids=str)
+def test_states_and_copies(dtype: torch.dtype, device: str) -> None:
+    cache = make(device, index_dtype=dtype)
+    other = make(device, capacity=300, num_pages=60, index_dtype=dtype)
     rows, index = tokens(cache, 90)
     served(cache, rows, index, [50, 7])
     state = cache.state_dict()
@@ -271,6 +364,11 @@ def test_states_and_copies(device: str) -> None:
             TypeError,
             "index_keys must be a Tensor of torch.float16, got torch.bfloat16",
         ),
+        (
+            {"index_dtype": CODES},
+            TypeError,
+            "index_keys must be a Tensor of torch.uint8, got torch.bfloat16",
+        ),
     ],
     ids=str,
 )
@@ -291,6 +389,8 @@ def test_bytes_and_repr(device: str) -> None:
     of_index = cache.num_pages * 2 * 8 * WIDTH * 2
     assert cache.num_bytes().allocated - plain.num_bytes().allocated == of_index
     assert wide.num_bytes().allocated - plain.num_bytes().allocated == 2 * of_index
+    coded = make(device, index_dtype=CODES)
+    assert coded.num_bytes().allocated - plain.num_bytes().allocated == of_index // 2 + of_index // 2 // WIDTH
     rows, index = tokens(cache, 9)
     served(cache, rows, index, [9])
     assert cache.num_bytes().used == 4 * cache.pools.page_bytes()
@@ -387,9 +487,9 @@ def test_an_index_has_no_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 4])
-@pytest.mark.parametrize("heads", [1, 2])
-def test_opcheck(stride: int, heads: int, device: str) -> None:
-    cache = make(device, selection_stride=stride, index_heads=heads, capacity=40)
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, CODES)], ids=str)
+def test_opcheck(stride: int, heads: int, dtype: torch.dtype, device: str) -> None:
+    cache = make(device, selection_stride=stride, index_heads=heads, index_dtype=dtype, capacity=40)
     for pool in cache.pools.tensors():
         pool.zero_()
     (q, k, v), (query, key) = tokens(cache, 30)
@@ -411,7 +511,7 @@ def test_opcheck(stride: int, heads: int, device: str) -> None:
             cache.ring.list_pos,
             *[None] * 6,
             query[:, 18:21].flatten(0, 1),
-            *cache.pools.index_pool,
+            *(*cache.pools.index_pool, None)[:2],
             cache.page_size,
             *cache.options.packed(),
         ),

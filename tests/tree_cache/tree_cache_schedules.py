@@ -128,7 +128,7 @@ class Shape:
             importance="lse_causal",
             span=None,
             index_heads=draw.choice((1, shape.kv_heads)),
-            index_dtype=draw.choice((torch.bfloat16, torch.float16, torch.float32)),
+            index_dtype=draw.choice((torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)),
         )
 
     @staticmethod
@@ -186,7 +186,7 @@ class Shape:
         else:
             cache.pages.free = order
         for pool in (cache.k_pool, cache.v_pool, *cache.pools.index_pool):
-            pool.fill_(torch.nan)  # what is read before it is written shows
+            pool.fill_(torch.nan if pool.is_floating_point() else 255)  # what is read before it is written shows
         return cache
 
 
@@ -236,7 +236,7 @@ class Run:
         self.index = [
             (2 * bank(salt, max(1, shape.index_heads), INDEX_DIM, torch.float64, device))
             .round()
-            .to(shape.index_dtype)
+            .to(torch.bfloat16 if shape.index_dtype == torch.float8_e4m3fn else shape.index_dtype)
             for salt in (3, 4)
         ]
         self.missing = False

@@ -63,7 +63,7 @@ cudaError_t launch_copy_pages(void* keys, int64_t key_bytes, void* values, int64
     }
     const bool wide = bytes % 16 == 0 && reinterpret_cast<uintptr_t>(pool) % 16 == 0;
     return wide ? launch_copy<int4>(pool, bytes, pages, num, num_pages, stream)
-                : launch_copy<uint16_t>(pool, bytes, pages, num, num_pages, stream);
+                : launch_copy<uint8_t>(pool, bytes, pages, num, num_pages, stream);
   };
   const cudaError_t error = run(keys, key_bytes);
   return error != cudaSuccess ? error : run(values, value_bytes);

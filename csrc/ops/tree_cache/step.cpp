@@ -93,11 +93,17 @@ LengthStep length_step(const Tensor& counts, const Tensor& block_table, TensorLi
   return step;
 }
 
+// The index keys, and behind them the scales of E4M3 codes.
+IndexPool index_pages(TensorList index_pool) {
+  static const Tensor none;
+  return {index_pool[0], index_pool.size() == 2 ? index_pool[1] : none};
+}
+
 // What a call of a cache with an index has of it, and nothing of a call of another one.
 void check_index(const char* op, const TreeOptions& options, const Pools& pools, TensorList index_pool,
                  const OptionalTensor& index_query, const OptionalTensor& q, const OptionalTensor& index_key,
                  const OptionalTensor& k, int64_t page_size) {
-  TORCH_CHECK_VALUE(index_pool.size() < 2, op, ": index_pool must have 0 or 1 tensors, got ",
+  TORCH_CHECK_VALUE(index_pool.size() < 3, op, ": index_pool must have 0 to 2 tensors, got ",
                     index_pool.size());
   const bool has_index = !index_pool.empty();
   TORCH_CHECK_VALUE(index_query.has_value() == (has_index && q.has_value()), op, ": index_query must ",
@@ -108,13 +114,16 @@ void check_index(const char* op, const TreeOptions& options, const Pools& pools,
                                           : "be given beside k and index_pool, got None");
   if (!has_index) return;
   check_index_options(op, options);
-  check_index_pool(op, pools, index_pool[0], page_size);
+  check_index_pool(op, pools, index_pages(index_pool), page_size);
   if (index_key.has_value())
     check_index_rows(op, "index_key", *index_key, "the new tokens of k", *k, index_pool[0]);
-  for (const auto& [name, pool] : {std::pair{"k_pool", pools.keys}, std::pair{"v_pool", pools.values}}) {
-    check_disjoint(op, name, pool, "index_pool", index_pool[0]);
+  for (const Tensor& of_index : index_pool) {
+    for (const auto& [name, pool] : {std::pair{"k_pool", pools.keys}, std::pair{"v_pool", pools.values}}) {
+      check_disjoint(op, name, pool, "index_pool", of_index);
+    }
+    if (index_key.has_value()) check_disjoint(op, "index_pool", of_index, "index_key", *index_key);
   }
-  if (index_key.has_value()) check_disjoint(op, "index_pool", index_pool[0], "index_key", *index_key);
+  if (index_pool.size() == 2) check_disjoint(op, "index_pool", index_pool[0], "index_scales", index_pool[1]);
 }
 
 Tensor joined(const Tensor& x) {
@@ -155,7 +164,8 @@ void append_rows(const Pools& pools, TensorList leaves, TensorList index_pool, c
   }
   if (!index_pool.empty()) {
     const Tensor rows = joined(*index_key);
-    Kernel::kAppendIndex(held, index_pool[0], layout, {rows, rows, cu_rows, counts, k.size(1), kStepOp});
+    Kernel::kAppendIndex(held, index_pages(index_pool), layout,
+                         {rows, rows, cu_rows, counts, k.size(1), kStepOp});
   }
 }
 
@@ -199,7 +209,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
       check_size(kOp, "k", *k, 1, q->sym_size(1), "n of q");
     }
     std::optional<IndexInputs> index;
-    if (index_query.has_value()) index.emplace(IndexInputs{*index_query, index_pool[0]});
+    if (index_query.has_value()) index.emplace(IndexInputs{*index_query, index_pages(index_pool)});
     outputs = prepare_attention(
         kOp, pools,
         {*q, cu_rows, ring, leaders, row_counts, rope_table, index.has_value() ? &*index : nullptr}, options,
@@ -221,7 +231,8 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
     }
     if (q.has_value()) {
       const Tensor chooser = index_query.has_value() ? joined(*index_query) : Tensor();
-      const IndexInputs index = {chooser, index_query.has_value() ? index_pool[0] : chooser};
+      const IndexInputs index = {
+          chooser, index_query.has_value() ? index_pages(index_pool) : IndexPool{chooser, chooser}};
       Kernel::kAttention(pools, layout,
                          {joined(*q), cu_rows, ring, leaders, row_counts, rope_table,
                           index_query.has_value() ? &index : nullptr},

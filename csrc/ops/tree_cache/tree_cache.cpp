@@ -92,7 +92,7 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
                            const OptionalTensor& k_codes, const OptionalTensor& k_scales,
                            const OptionalTensor& v_codes, const OptionalTensor& v_scales,
                            const OptionalTensor& index_query, const OptionalTensor& index_pool,
-                           int64_t page_size) {
+                           const OptionalTensor& index_scales, int64_t page_size) {
   constexpr const char* kOp = "tree_cache_attention";
   const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
@@ -110,8 +110,13 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
   check_pools(kOp, pools, pages);
   TORCH_CHECK_VALUE(index_query.has_value() == index_pool.has_value(), kOp,
                     ": index_query and index_pool must be given together, got only one of them");
+  TORCH_CHECK_VALUE(index_pool.has_value() || !index_scales.has_value(), kOp,
+                    ": index_scales must be None where index_pool is, got a tensor");
+  const Tensor none;
+  const IndexPool index_pages = {index_pool.has_value() ? *index_pool : none,
+                                 index_scales.has_value() ? *index_scales : none};
   std::optional<IndexInputs> index;
-  if (index_pool.has_value()) index.emplace(IndexInputs{*index_query, *index_pool});
+  if (index_pool.has_value()) index.emplace(IndexInputs{*index_query, index_pages});
   AttentionOutputs outputs = prepare_attention(
       kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table, index.has_value() ? &*index : nullptr},
       options, pages);
@@ -122,7 +127,7 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
     const Tensor table = block_table.contiguous();
     const Tensor held = lengths.contiguous();
     const Tensor chooser = index.has_value() ? tree_attention::unit_last(*index_query) : Tensor();
-    const IndexInputs chosen_by = {chooser, index.has_value() ? *index_pool : chooser};
+    const IndexInputs chosen_by = {chooser, index_pages};
     kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, pages),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
              rope_table, index.has_value() ? &chosen_by : nullptr},
@@ -177,7 +182,7 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       "_tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
       "Tensor cu_q, Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
       "Tensor? k_scales, Tensor? v_codes, Tensor? v_scales, Tensor? index_query, Tensor? index_pool, "
-      "int page_size, " +
+      "Tensor? index_scales, int page_size, " +
       options + ") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)";
   define_ops(library, {
                           append.c_str(),

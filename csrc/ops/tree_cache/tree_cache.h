@@ -88,10 +88,18 @@ AppendPacked append_packed_cpu, append_packed_cuda;
 
 // ---- tree_cache_attention
 
-// An index, by which nodes are chosen. docs/semantics/tree_cache.md §7.7
+// The pages of index keys. docs/semantics/tree_cache.md §7.7
+struct IndexPool {
+  const Tensor& keys;    // [num_pages, H_i, P, d] contiguous, H_i is H_kv or 1; uint8 where they are E4M3 codes
+  const Tensor& scales;  // uint8 [num_pages, H_i, P] contiguous beside codes, else undefined
+
+  bool coded() const { return scales.defined(); }
+};
+
+// An index, by which nodes are chosen.
 struct IndexInputs {
-  const Tensor& query;  // [N_q, H_i, d], H_i is H_kv or 1
-  const Tensor& keys;   // [num_pages, H_i, P, d] contiguous
+  const Tensor& query;  // [N_q, H_i, d], in bfloat16 beside codes, else in their dtype
+  IndexPool pool;
 };
 
 struct AttentionInputs {

@@ -263,8 +263,8 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
   if (inputs.index != nullptr) {
     check_index_options(op, options);
-    check_index_pool(op, pools, inputs.index->keys, page_options.page_size);
-    check_index_rows(op, "index_query", inputs.index->query, "the rows of q", q, inputs.index->keys);
+    check_index_pool(op, pools, inputs.index->pool, page_options.page_size);
+    check_index_rows(op, "index_query", inputs.index->query, "the rows of q", q, inputs.index->pool.keys);
   }
   const SymInt batch = pools.block_table.sym_size(0);
   TORCH_CHECK_VALUE(inputs.lists.has_value() == inputs.list_pos.has_value(), op,
@@ -307,8 +307,10 @@ void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages)
   const char* op = kCopyOp;
   check_rank(op, "k_pool", k_pool, 4, "[num_pages, H_kv, key rows, K]");
   check_rank(op, "v_pool", v_pool, 4, "[num_pages, H_kv, value rows, V]");
-  check_floating(op, "k_pool", k_pool, /*double_on_cuda=*/true);
-  check_same_dtype(op, "v_pool", v_pool, "k_pool", k_pool);
+  for (const auto& [name, pool] : {std::pair{"k_pool", k_pool}, std::pair{"v_pool", v_pool}}) {
+    check_dtype(op, name, pool,
+                {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble, at::kByte});
+  }
   check_same_device(op, "v_pool", v_pool, "k_pool", k_pool);
   check_size(op, "v_pool", v_pool, 0, k_pool.sym_size(0), "num_pages of k_pool");
   check_contiguous(op, "k_pool", k_pool);

@@ -1,14 +1,17 @@
 // CPU kernels that fill the tree cache: append, lengths, copies of pages.
 // docs/semantics/tree_cache.md §7.2, §7.4.
 #include <ATen/Parallel.h>
+#include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "host/dispatch.h"
 #include "ops/tree/cpu/stage_cpu.h"
+#include "ops/tree_cache/index/coded_row.h"
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/packed/packed_leaves_cpu.h"
 #include "ops/tree_cache/tree_cache.h"
@@ -278,10 +281,48 @@ void append_packed_cpu(const Pools& pools, const Tails& tails, const PageLayout&
   });
 }
 
-void append_index_cpu(const Pools& pools, const Tensor& index_pool, const PageLayout& layout,
+namespace {
+
+// The new tokens of one sequence as codes and scales.
+void append_index_codes(const NewTokens& tokens, const Tensor& rows, const PageLayout& layout,
+                        const int32_t* table, const IndexPool& index) {
+  const int64_t heads = layout.num_kv_heads, width = index.keys.size(3), page_size = layout.page_size;
+  const auto* given = rows.const_data_ptr<c10::BFloat16>();
+  auto* codes = static_cast<uint8_t*>(index.keys.mutable_data_ptr());
+  auto* scales = index.scales.mutable_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < tokens.count; ++i) {
+    const int64_t token = tokens.before + i;
+    for (int64_t head = 0; head < heads; ++head) {
+      const auto* from =
+          given + (tokens.first + i) * rows.stride(0) + head * rows.stride(1);
+      float largest = 0.0f;
+      for (int64_t c = 0; c < width; ++c) {
+        largest = std::fmax(largest, std::fabs(static_cast<float>(from[c])));  // NaN loses
+      }
+      const int64_t row = (table[token / page_size] * heads + head) * page_size + token % page_size;
+      const uint8_t scale = index_scale(largest);
+      scales[row] = scale;
+      for (int64_t c = 0; c < width; ++c) {
+        codes[row * width + c] = c10::Float8_e4m3fn(scaled_channel(static_cast<float>(from[c]), scale)).x;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void append_index_cpu(const Pools& pools, const IndexPool& index, const PageLayout& layout,
                       const AppendCall& call) {
   const std::vector<NewTokens> all = new_tokens(pools, layout, call);
+  const Tensor& index_pool = index.keys;
   const PageLayout of_index = index_layout(layout, index_pool.size(1));
+  if (index.coded()) {
+    for (const NewTokens& tokens : all) {
+      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
+      append_index_codes(tokens, call.k, of_index, table, index);
+    }
+    return;
+  }
   dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for (const NewTokens& tokens : all) {

@@ -15,6 +15,7 @@
 #include "ops/tree/cuda/cuda_tree.h"
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/index/index_lists_cuda.h"
+#include "ops/tree_cache/index/index_params.h"
 #include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/row_tree.h"
 #include "ops/tree_cache/tree_cache.h"
@@ -202,7 +203,7 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
                .lists = params.options.stride > 1 || index != nullptr ? scratch.lists : 0};
   }
-  const int64_t index_bytes = index == nullptr ? 0 : 4 * index->keys.size(1) * index_score_row(params.layout);
+  const int64_t index_bytes = index == nullptr ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
   const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
   const int64_t rows =
       std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads + index_bytes, 1),
@@ -289,10 +290,18 @@ void append_packed_cuda(const Pools& pools, const Tails& tails, const PageLayout
   });
 }
 
-void append_index_cuda(const Pools& pools, const Tensor& index_pool, const PageLayout& layout,
+void append_index_cuda(const Pools& pools, const IndexPool& index, const PageLayout& layout,
                        const AppendCall& call) {
   const LaunchScope scope(call.k);
+  const Tensor& index_pool = index.keys;
   const Pools of_index = {index_pool, index_pool, pools.block_table, pools.lengths};
+  if (index.coded()) {
+    const PageLayout of_codes = index_layout(layout, index_pool.size(1));
+    C10_CUDA_CHECK(launch_append_codes(append_params<__nv_bfloat16>(of_index, of_codes, call),
+                                       data<IndexCode>(index_pool), data<uint8_t>(index.scales),
+                                       scope.stream()));
+    return;
+  }
   dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     AppendParams<T> params = append_params<T>(of_index, index_layout(layout, index_pool.size(1)), call);

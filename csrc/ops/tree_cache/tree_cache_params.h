@@ -160,7 +160,7 @@ constexpr int64_t kMaxKeyBytes = 96 * 1024;
 cudaError_t launch_lengths(const SequenceLengths& all, const LengthStep& step, bool truncates,
                            cudaStream_t stream);
 
-// pages [2, n]; bytes of a page of each pool, multiples of 2.
+// pages [2, n]; bytes of a page of each pool.
 cudaError_t launch_copy_pages(void* keys, int64_t key_bytes, void* values, int64_t value_bytes,
                               const int32_t* pages, int64_t num, int64_t num_pages, cudaStream_t stream);
 

@@ -107,8 +107,9 @@ class TreeKVCache:
         index_dim: d of an index, a multiple of 16 up to 128: nodes are chosen by it in place of scores, as with
             ``index`` of :func:`htree_ops.tree_attention`, and the pages keep the index keys of all tokens. 0 is no
             index. index_heads: H_i, num_kv_heads or 1; None is num_kv_heads. index_dtype: of the index keys, float32,
-            float16 or bfloat16; None is ``dtype`` where that has 16 bits, else bfloat16. Index keys and index queries
-            of another dtype are rounded to it.
+            float16, bfloat16 or float8_e4m3fn; None is ``dtype`` where that has 16 bits, else bfloat16. Index keys and
+            index queries of another dtype are rounded to it. float8_e4m3fn keeps a key in a byte a channel, with a
+            power of two as its scale, and rounds index queries to bfloat16.
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
@@ -546,6 +547,7 @@ class TreeKVCache:
             *[None] * 4,  # no packed tokens
             None if index_query is None else index_query.flatten(0, 1),
             None if self.pools.index is None else self.pools.index.keys,
+            None if self.pools.index is None else self.pools.index.scales,
             self.page_size,
             *self._packed_options,
         )

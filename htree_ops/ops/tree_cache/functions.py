@@ -211,6 +211,7 @@ def tree_cache_attention(
     v_scales: Tensor | None = None,
     index_query: Tensor | None = None,
     index_pool: Tensor | None = None,
+    index_scales: Tensor | None = None,
     options: TreeOptions | None = None,
     **keywords: Unpack[TreeKeywords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -241,6 +242,8 @@ def tree_cache_attention(
             which nodes are chosen as with ``index`` of :func:`htree_ops.tree_attention`; both or neither. H_i is H_kv
             or 1, d a multiple of 16 up to 128. Row t % page_size of page t // page_size of a sequence is the index key
             of its token t, which the caller writes (docs/semantics/tree_cache.md §7.7).
+        index_scales: uint8 [num_pages, H_i, page_size] contiguous where index_pool is uint8, else None: a channel is
+            its E4M3 code times 2**(scale - 127). index_query is then bfloat16.
         options, keywords: as in :func:`htree_ops.tree_attention`. With an index max_top_nodes=None is 8192; the pools
             must have been filled with the same number.
 
@@ -283,6 +286,7 @@ def tree_cache_attention(
         v_scales,
         index_query,
         index_pool,
+        index_scales,
         page_size,
         *chosen.packed(),
     )

@@ -17,8 +17,10 @@ from htree_ops.ops.tree_attention.options import TreeOptions, check_index_dim
 
 __all__ = ["IndexPages", "index_sizes"]
 
-#: The entry of a state.
-INDEX_KEYS = "index_keys"
+#: The entries of a state; the second is that of scales.
+INDEX_KEYS, INDEX_SCALES = "index_keys", "index_scales"
+#: Index keys of one byte a channel.
+CODES = torch.float8_e4m3fn
 
 
 def index_sizes(
@@ -47,7 +49,7 @@ def index_sizes(
         raise ValueError(f"{function}: index_heads must be 1 or num_kv_heads = {num_kv_heads}, got {heads}")
     if index_dtype is None:
         index_dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
-    check_option_dtype(function, index_dtype, FLOATING, name="index_dtype")
+    check_option_dtype(function, index_dtype, (*FLOATING, CODES), name="index_dtype")
     return heads, index_dtype
 
 
@@ -56,29 +58,48 @@ class IndexPages:
 
     Args:
         num_pages, heads, page_size, dim: pages of the pool, H_i, tokens of a page, d.
+        dtype: float32, float16, bfloat16, or float8_e4m3fn for codes with a power of two as the scale of each row.
 
     Attributes:
-        keys: [num_pages, H_i, page_size, d].
+        keys: [num_pages, H_i, page_size, d], codes as uint8. scales: uint8 [num_pages, H_i, page_size], exponents of
+            two plus 127, of codes; else None.
+        row_dtype: of index queries, and of index keys before they are codes.
     """
 
     def __init__(
         self, num_pages: int, heads: int, page_size: int, dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.keys = torch.empty(num_pages, heads, page_size, dim, dtype=dtype, device=device)
+        coded = dtype == CODES
+        held = torch.uint8 if coded else dtype
+        self.keys = torch.empty(num_pages, heads, page_size, dim, dtype=held, device=device)
+        self.scales = (
+            torch.empty(num_pages, heads, page_size, dtype=torch.uint8, device=device) if coded else None
+        )
+        self.row_dtype = torch.bfloat16 if coded else dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by their entry in a state."""
+        return {INDEX_KEYS: self.keys} | ({} if self.scales is None else {INDEX_SCALES: self.scales})
 
     def rows(self, function: str, argument: str, rows: Tensor) -> Tensor:
-        """Index queries or index keys in the dtype of the pages, without a gradient, as the op takes them."""
+        """Index queries or index keys in ``row_dtype``, without a gradient, as the op takes them."""
         if type(rows) is not Tensor:
             check_kind(function, argument, rows, "Tensor")
         check_dtype(function, FLOATING_AND_DOUBLE, **{argument: rows})
-        return rows.detach().to(self.keys.dtype)
+        return rows.detach().to(self.row_dtype)
 
     def copy_pages(self, pages: Tensor) -> None:
         """``tree_cache_copy_`` of them."""
-        torch.ops.htree.tree_cache_copy_(self.keys, self.keys.new_empty(*self.keys.shape[:2], 0, 1), pages)
+        none = self.keys.new_empty(*self.keys.shape[:2], 0, 1)
+        beside = none if self.scales is None else self.scales[..., None]
+        torch.ops.htree.tree_cache_copy_(self.keys, beside, pages)
 
     def tokens(self, table: Tensor, length: int) -> Tensor:
         """Copies [n, length, H_i, d] of the first ``length`` tokens of the sequences of block tables [n, max_pages]."""
         count = -(-length // self.keys.shape[2])
-        found = self.keys[table[:, :count].long()]  # [n, pages, H_i, page_size, d]
+        pages = table[:, :count].long()
+        found = self.keys[pages]  # [n, pages, H_i, page_size, d]
+        if self.scales is not None:
+            exponents = self.scales[pages].view(torch.float8_e8m0fnu).float()
+            found = (found.view(CODES).float() * exponents[..., None]).bfloat16()
         return found.transpose(2, 3).flatten(1, 2)[:, :length]

@@ -11,7 +11,7 @@ from torch import Tensor
 from htree_ops.ops.paging import on_device
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import cache_layers, page_rows
-from htree_ops.ops.tree_cache.index import INDEX_KEYS, IndexPages
+from htree_ops.ops.tree_cache.index import IndexPages
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
 __all__ = ["Pools", "Sizes"]
@@ -79,7 +79,7 @@ class Pools:
             None if leaf_bits is None else PackedLeaves(leaf_bits, batch, of_pages, widths, dtype, device)
         )
         self.written = [] if self.leaves is None else list(self.leaves.tensors().values())
-        self.index_pool = [] if index is None else [index.keys]
+        self.index_pool = [] if index is None else list(index.tensors().values())
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -142,7 +142,7 @@ class Pools:
         """What a state has of these pages, as copies, and its tails."""
         state = {"pages": pages.int(), "keys": self.keys[pages], "values": self.values[pages]}
         if self.index is not None:
-            state[INDEX_KEYS] = self.index.keys[pages]
+            state |= {name: x[pages] for name, x in self.index.tensors().items()}
         if self.leaves is None:
             return state
         paged: dict[str, Any] = {name: x[pages] for name, x in self.leaves.paged().items()}
@@ -159,7 +159,8 @@ class Pools:
         self.values[pages, :, :both] = values[:, :, :both]
         self.keys[pages, :, ours:] = keys[:, :, theirs:]  # span means
         if self.index is not None:
-            self.index.keys[pages] = state[INDEX_KEYS].to(device)
+            for name, x in self.index.tensors().items():
+                x[pages] = state[name].to(device)
         if self.leaves is not None:
             for name, tensor in self.leaves.tensors().items():
                 if name in PackedLeaves.PAGED:

@@ -13,7 +13,7 @@ from htree_ops.errors import OutOfPagesError
 from htree_ops.ops.arguments import check_data
 from htree_ops.ops.paging import Pages
 from htree_ops.ops.tree_attention.options import TreeOptions
-from htree_ops.ops.tree_cache.index import INDEX_KEYS
+from htree_ops.ops.tree_cache.index import INDEX_KEYS, INDEX_SCALES
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 from htree_ops.ops.tree_cache.pools import Sizes
 
@@ -24,7 +24,7 @@ OF_NO_CACHE = ("scope", "store_parents")
 #: Entries of a state that say what it was made with; as long as their numbers need.
 OPTIONS = ("options", "factors")
 #: Entries of a state with a row for each of its pages.
-PAGED = ("pages", "keys", "values", INDEX_KEYS, *PackedLeaves.PAGED)
+PAGED = ("pages", "keys", "values", INDEX_KEYS, INDEX_SCALES, *PackedLeaves.PAGED)
 
 
 def options_as_tensors(
@@ -70,6 +70,8 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
     if (INDEX_KEYS in state) != (INDEX_KEYS in own):
         has, lacks = ("the state", "the cache") if INDEX_KEYS in state else ("the cache", "the state")
         raise ValueError(f"{name}: {has} has {INDEX_KEYS} and {lacks} has none: index_dim must be the same")
+    if INDEX_KEYS in own and (wanted := own[INDEX_KEYS].dtype) != (got := getattr(state[INDEX_KEYS], "dtype", None)):
+        raise TypeError(f"{name}: {INDEX_KEYS} must be a Tensor of {wanted}, got {got}")
     if state.keys() != own.keys():
         raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
     for key, mine in own.items():

@@ -3,6 +3,11 @@
 #include "ops/tree_cache/index/index_keys.h"
 
 namespace htree::tree_cache {
+namespace {
+
+constexpr at::ScalarType kCodes = at::kByte;
+
+}  // namespace
 
 void check_index_options(const char* op, const TreeOptions& options) {
   TORCH_CHECK_VALUE(!options.selection_span.has_value(), op,
@@ -13,10 +18,11 @@ void check_index_options(const char* op, const TreeOptions& options) {
                     tree_attention::kImportanceNames[static_cast<size_t>(options.importance)]);
 }
 
-void check_index_pool(const char* op, const Pools& pools, const Tensor& index_pool, int64_t page_size) {
+void check_index_pool(const char* op, const Pools& pools, const IndexPool& index, int64_t page_size) {
   constexpr const char* kName = "index_pool";
+  const Tensor& index_pool = index.keys;
   check_rank(op, kName, index_pool, 4, "[num_pages, H_i, page_size, d]");
-  check_floating(op, kName, index_pool, /*double_on_cuda=*/false);
+  if (index_pool.scalar_type() != kCodes) check_floating(op, kName, index_pool, /*double_on_cuda=*/false);
   check_same_device(op, kName, index_pool, "k_pool", pools.keys);
   TORCH_CHECK_VALUE(index_pool.is_contiguous(), op, ": index_pool must be contiguous, got strides ",
                     index_pool.sym_strides());
@@ -30,13 +36,30 @@ void check_index_pool(const char* op, const Pools& pools, const Tensor& index_po
   TORCH_CHECK_VALUE(holds(width.sym_ge(16)) && holds(width.sym_le(128)) && same_size(width % 16, 0), op,
                     ": d, the last size of index_pool, must be a multiple of 16 up to 128, got ", width,
                     " in ", index_pool.sym_sizes());
+  TORCH_CHECK_VALUE(index.coded() == (index_pool.scalar_type() == kCodes), op, ": index_scales must be ",
+                    index.coded() ? "None where index_pool is not" : "given where index_pool is",
+                    " uint8, got ", index.coded() ? "a tensor" : "None");
+  if (!index.coded()) return;
+  const Tensor& scales = index.scales;
+  check_rank(op, "index_scales", scales, 3, "[num_pages, H_i, page_size]");
+  check_dtype(op, "index_scales", scales, {at::kByte});
+  check_same_device(op, "index_scales", scales, kName, index_pool);
+  TORCH_CHECK_VALUE(scales.is_contiguous(), op, ": index_scales must be contiguous, got strides ",
+                    scales.sym_strides());
+  for (int64_t i = 0; i < 3; ++i) {
+    check_size(op, "index_scales", scales, i, index_pool.sym_size(i), kName);
+  }
 }
 
 void check_index_rows(const char* op, const char* name, const Tensor& rows, const char* like_name,
                       const Tensor& like, const Tensor& index_pool) {
   const int64_t rank = like.dim();
   check_rank(op, name, rows, rank, rank == 4 ? "[B, n, H_i, d]" : "[N, H_i, d]");
-  check_same_dtype(op, name, rows, "index_pool", index_pool);
+  if (index_pool.scalar_type() == kCodes) {
+    check_dtype(op, name, rows, {at::kBFloat16});
+  } else {
+    check_same_dtype(op, name, rows, "index_pool", index_pool);
+  }
   check_same_device(op, name, rows, "index_pool", index_pool);
   for (int64_t i = 0; i < rank - 2; ++i) {
     check_size(op, name, rows, i, like.sym_size(i), like_name);

@@ -15,13 +15,13 @@ inline PageLayout index_layout(const PageLayout& layout, int64_t heads) {
 // Raises ValueError for options that choose in another way.
 void check_index_options(const char* op, const TreeOptions& options);
 // `pools` come checked.
-void check_index_pool(const char* op, const Pools& pools, const Tensor& index_pool, int64_t page_size);
+void check_index_pool(const char* op, const Pools& pools, const IndexPool& index, int64_t page_size);
 // index_query or index_key, [N, H_i, d] or [B, n, H_i, d] as the rows `like` are.
 void check_index_rows(const char* op, const char* name, const Tensor& rows, const char* like_name,
                       const Tensor& like, const Tensor& index_pool);
 
 // Writes the index keys `call.k` of new tokens into their pages; `call.v` is not read. The checks of an append have passed.
-using AppendIndex = void(const Pools& pools, const Tensor& index_pool, const PageLayout& layout,
+using AppendIndex = void(const Pools& pools, const IndexPool& index, const PageLayout& layout,
                          const AppendCall& call);
 AppendIndex append_index_cpu, append_index_cuda;
 

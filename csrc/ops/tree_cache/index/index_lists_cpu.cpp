@@ -3,34 +3,68 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "ops/selection/select_blocks.h"
+#include "ops/tree_cache/index/coded_row.h"
 #include "ops/tree_cache/index/index_keys.h"
 
 namespace htree::tree_cache {
 namespace {
 
-// The index keys of a sequence's first `length` tokens, [1, length, H_i, d]; the tokens of a head lie side by side.
-Tensor sequence_keys(const Pools& pools, const PageLayout& layout, const Tensor& index_pool, int64_t sequence,
+// The bf16 numbers that E4M3 codes are, with a row's scale.
+class Decoded {
+ public:
+  Decoded() {
+    for (int code = 0; code < 256; ++code) {
+      values_[static_cast<size_t>(code)] = static_cast<float>(
+          c10::Float8_e4m3fn(static_cast<uint8_t>(code), c10::Float8_e4m3fn::from_bits()));
+    }
+  }
+  c10::BFloat16 operator()(uint8_t code, uint8_t scale) const {
+    return c10::BFloat16(values_[code] * scale_value(scale));
+  }
+
+ private:
+  std::array<float, 256> values_{};
+};
+
+// The index keys of a sequence's first `length` tokens, [1, length, H_i, d], as numbers; the tokens of a head lie side by
+// side.
+Tensor sequence_keys(const Pools& pools, const PageLayout& layout, const IndexPool& index, int64_t sequence,
                      int64_t length) {
-  const int64_t heads = index_pool.size(1), page_size = index_pool.size(2), width = index_pool.size(3);
-  const Tensor keys = at::empty({1, heads, length, width}, index_pool.options());
-  const auto row_bytes = static_cast<size_t>(width) * index_pool.element_size();
+  static const Decoded decoded;
+  const Tensor& pool = index.keys;
+  const int64_t heads = pool.size(1), page_size = pool.size(2), width = pool.size(3);
+  const Tensor keys =
+      at::empty({1, heads, length, width},
+                pool.options().dtype(index.coded() ? at::kBFloat16 : pool.scalar_type()));
+  const auto row_bytes = static_cast<size_t>(width) * pool.element_size();
   const auto* table = pools.block_table.const_data_ptr<int32_t>() + sequence * layout.max_pages;
-  const auto* from = static_cast<const char*>(index_pool.const_data_ptr());
+  const auto* from = static_cast<const char*>(pool.const_data_ptr());
+  const auto* scales = index.coded() ? index.scales.const_data_ptr<uint8_t>() : nullptr;
   auto* to = static_cast<char*>(keys.mutable_data_ptr());
   const int64_t num_pages = ceil_div(length, page_size);
   at::parallel_for(0, num_pages * heads, 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i / num_pages, first = i % num_pages * page_size;
-      const int64_t tokens = std::min(page_size, length - first);
-      std::memcpy(
-          to + static_cast<size_t>(head * length + first) * row_bytes,
-          from + static_cast<size_t>((table[first / page_size] * heads + head) * page_size) * row_bytes,
-          static_cast<size_t>(tokens) * row_bytes);
+      const int64_t tokens = std::min(page_size, length - first), row = head * length + first;
+      const int64_t stored = (table[first / page_size] * heads + head) * page_size;
+      if (scales == nullptr) {
+        std::memcpy(to + static_cast<size_t>(row) * row_bytes, from + static_cast<size_t>(stored) * row_bytes,
+                    static_cast<size_t>(tokens) * row_bytes);
+        continue;
+      }
+      const auto* codes = reinterpret_cast<const uint8_t*>(from) + stored * width;
+      auto* numbers = reinterpret_cast<c10::BFloat16*>(to) + row * width;
+      for (int64_t c = 0; c < tokens * width; ++c) {
+        numbers[c] = decoded(codes[c], scales[stored + c / width]);
+      }
     }
   });
   return keys.transpose(1, 2);
@@ -48,7 +82,7 @@ IndexLists index_lists_cpu(const Pools& pools, const PageLayout& layout, const I
   if (leader >= rows.length || depth == 1) return lists;
   const Tensor query =
       index.query.narrow(0, rows.first_row + leader - rows.first_token, rows.length - leader).unsqueeze(0);
-  const Tensor keys = sequence_keys(pools, layout, index.keys, rows.sequence, rows.length);
+  const Tensor keys = sequence_keys(pools, layout, index.pool, rows.sequence, rows.length);
   tree_attention::BlockOptions blocks;
   blocks.count = args.top_k;
   blocks.stride = stride;

@@ -11,21 +11,37 @@ namespace {
 using tree_attention::BlockDocument;
 using tree_attention::BlockListParams;
 
-template <typename T>
+// Calls f with a tag for what the pages hold.
+template <typename F>
+void dispatch_keys(const IndexPool& pool, F&& f) {
+  if (pool.coded()) return f(Type<IndexCode>{});
+  tree_attention::dispatch_device_dtype("tree_cache_attention", pool.keys.scalar_type(), FloatTypes{}, f);
+}
+
+template <typename Key>
+IndexRows<Key> index_rows(const IndexInputs& index) {
+  const Tensor& keys = index.pool.keys;
+  IndexRows<Key> rows;
+  rows.query = tree_attention::input<IndexNumber<Key>>(index.query);
+  rows.query_row = index.query.stride(0);
+  rows.query_head = index.query.stride(1);
+  rows.keys = tree_attention::input<Key>(keys);
+  rows.scales = index.pool.coded() ? tree_attention::input<uint8_t>(index.pool.scales) : nullptr;
+  rows.heads = static_cast<int>(keys.size(1));
+  rows.d = static_cast<int>(keys.size(3));
+  return rows;
+}
+
+template <typename Key>
 void launch_scores(const IndexInputs& index, const PageLayout& layout, const CacheSequences& sequences,
                    const RowChunk& chunk, float* scores, cudaStream_t stream) {
-  IndexScoreParams<T> params;
+  IndexScoreParams<Key> params;
   params.layout = layout;
   params.block_table = sequences.block_table;
   params.rows = chunk.rows;
   params.first = chunk.first;
   params.num = chunk.num;
-  params.query = tree_attention::input<T>(index.query);
-  params.query_row = index.query.stride(0);
-  params.query_head = index.query.stride(1);
-  params.keys = tree_attention::input<T>(index.keys);
-  params.heads = static_cast<int>(index.keys.size(1));
-  params.d = static_cast<int>(index.keys.size(3));
+  params.index = index_rows<Key>(index);
   params.scores = scores;
   params.row = index_score_row(layout);
   C10_CUDA_CHECK(launch_index_scores(params, stream));
@@ -40,20 +56,19 @@ int64_t index_score_row(const PageLayout& layout) {
 
 void choose_by_index(const IndexInputs& index, const PageLayout& layout, const CacheSequences& sequences,
                      const CacheOptions& options, const RowChunk& chunk, cudaStream_t stream) {
-  const int64_t layers = layout.num_layers, kv_heads = layout.num_kv_heads, heads = index.keys.size(1);
+  const Tensor& index_keys = index.pool.keys;
+  const int64_t layers = layout.num_layers, kv_heads = layout.num_kv_heads, heads = index_keys.size(1);
   if (layers == 1 || chunk.num == 0) return;
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(index.keys.const_data_ptr()) % 16 == 0,
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(index_keys.const_data_ptr()) % 16 == 0,
                     "tree_cache_attention: index_pool must begin at a multiple of 16 bytes");
   const int64_t row = index_score_row(layout);
-  const Tensor scores = tree_attention::device_scratch(heads * chunk.num * row * 4, index.keys);
+  const Tensor scores = tree_attention::device_scratch(heads * chunk.num * row * 4, index_keys);
   const Tensor documents =
-      tree_attention::device_scratch(chunk.num * static_cast<int64_t>(sizeof(BlockDocument)), index.keys);
+      tree_attention::device_scratch(chunk.num * static_cast<int64_t>(sizeof(BlockDocument)), index_keys);
   auto* of_scores = static_cast<float*>(scores.mutable_data_ptr());
-  tree_attention::dispatch_device_dtype(
-      "tree_cache_attention", index.keys.scalar_type(), FloatTypes{}, [&](auto tag) {
-        using T = typename decltype(tag)::type;
-        launch_scores<T>(index, layout, sequences, chunk, of_scores, stream);
-      });
+  dispatch_keys(index.pool, [&](auto tag) {
+    launch_scores<typename decltype(tag)::type>(index, layout, sequences, chunk, of_scores, stream);
+  });
   auto* of_documents = static_cast<BlockDocument*>(documents.mutable_data_ptr());
   C10_CUDA_CHECK(launch_index_documents(chunk.rows, chunk.first, chunk.num, static_cast<int>(layers),
                                         of_documents, stream));
@@ -80,7 +95,7 @@ void choose_by_index(const IndexInputs& index, const PageLayout& layout, const C
     params.blocks = chunk.lists + layer * kv_heads * options.top_k;
     for (int64_t head = 0; head < kv_heads; head += heads) {
       params.chunk.first_head = static_cast<int32_t>(head);
-      tree_attention::place_keys(params, ceil_div(layout.capacity(), block_size), index.keys, keys);
+      tree_attention::place_keys(params, ceil_div(layout.capacity(), block_size), index_keys, keys);
       C10_CUDA_CHECK(tree_attention::launch_block_lists(params, stream));
     }
   }

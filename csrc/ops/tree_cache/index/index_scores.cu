@@ -1,57 +1,38 @@
-// Block scores of an index from pages: the largest product of a leader's index query with the index keys of each block of
-// r tokens. Every index key of a sequence is read once for each of its leaders. docs/semantics/tree_cache.md §7.7
+// Index keys of new tokens as codes, and block scores of an index from pages: the largest product of a leader's index query
+// with the index keys of each block of r tokens. Every index key of a sequence is read once for each of its leaders.
+// docs/semantics/tree_cache.md §7.7
 #include <algorithm>
 
-#include "device/numeric.cuh"
-#include "device/pack.cuh"
 #include "device/reduce.cuh"
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree_cache/index/index_params.h"
+#include "ops/tree_cache/append.cuh"
+#include "ops/tree_cache/index/index_product.cuh"
 
 namespace htree::tree_cache {
 namespace {
 
 constexpr int kIndexThreads = 128;
-constexpr int kMostIndexDim = 128;
-
-// One chain of multiply-adds over d, so that a product's bits depend on nothing else.
-template <typename T>
-__device__ __forceinline__ float index_product(const T* key, int d, const float* query) {
-  constexpr int kPack = device::kPackOf<T>;
-  float sum = 0.0f;
-#pragma unroll 4
-  for (int first = 0; first < d; first += kPack) {
-    const auto pack = device::load_pack<kPack>(key + first);
-#pragma unroll
-    for (int e = 0; e < kPack; ++e) {
-      sum = fmaf(device::to_acc(pack[e]), query[first + e], sum);
-    }
-  }
-  return sum;
-}
 
 __device__ __forceinline__ bool is_leader(const QueryRow& query, int64_t row) {
   return query.token >= 0 && query.leader == row;
 }
 
 // Block (row of the chunk and head; split of the sequence). `lanes` lanes, a power of two, share a block of r tokens.
-template <typename T>
+template <typename Key>
 __global__ void __launch_bounds__(kIndexThreads)
-    index_scores_kernel(const IndexScoreParams<T> params, int lanes) {
+    index_scores_kernel(const IndexScoreParams<Key> params, int lanes) {
   __shared__ float query[kMostIndexDim];
   const PageLayout& layout = params.layout;
-  const int64_t at = blockIdx.x / params.heads, row = params.first + at;
-  const int head = static_cast<int>(blockIdx.x % params.heads);
+  const int heads = params.index.heads;
+  const int64_t at = blockIdx.x / heads, row = params.first + at;
+  const int head = static_cast<int>(blockIdx.x % heads);
   const QueryRow leader = params.rows[row];
   const uint32_t groups = kIndexThreads / lanes;
   const uint32_t num = is_leader(leader, row) ? static_cast<uint32_t>(leader.token) / layout.rate : 0;
   if (blockIdx.y * groups >= num) {
     return;
   }
-  const T* given = params.query + row * params.query_row + head * params.query_head;
-  for (int i = threadIdx.x; i < params.d; i += kIndexThreads) {
-    query[i] = device::to_acc(given[i]);
-  }
+  load_index_query<kIndexThreads>(params.index, row, head, query);
   __syncthreads();
   const int32_t* table = params.block_table + static_cast<int64_t>(leader.sequence) * layout.max_pages;
   float* scores = params.scores + (head * params.num + at) * params.row;
@@ -60,14 +41,8 @@ __global__ void __launch_bounds__(kIndexThreads)
     const uint32_t block = first + group;
     float best = device::negative_infinity<float>();
     if (block < num) {
-      const uint32_t token = block * layout.rate, place = token / layout.page_size;
-      const uint32_t page = static_cast<uint32_t>(table[place]);
-      const int64_t rows = (int64_t{page} * params.heads + head) * layout.page_size;
-      const T* keys = params.keys + (rows + (token - place * layout.page_size)) * params.d;
-      for (uint32_t i = lane; page < layout.num_pages && i < layout.rate; i += lanes) {
-        best = fmaxf(best,
-                     index_product(keys + static_cast<int64_t>(i) * params.d, params.d, query));  // NaN loses
-      }
+      best = largest_product(params.index, layout, table, head, block * layout.rate, layout.rate, lane,
+                             static_cast<uint32_t>(lanes), query);
     }
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
       best = fmaxf(best, __shfl_xor_sync(device::kFullMask, best, offset));
@@ -94,22 +69,62 @@ __global__ void __launch_bounds__(kIndexThreads)
   documents[at] = document;
 }
 
+// Block (sequence and head, part): a warp has a row at a time, a lane four channels.
+__global__ void __launch_bounds__(kAppendThreads)
+    append_codes_kernel(const AppendParams<__nv_bfloat16> rows, IndexCode* codes, uint8_t* scales) {
+  constexpr int kWarps = kAppendThreads / device::kWarpSize, kChannels = kMostIndexDim / device::kWarpSize;
+  const PageLayout& layout = rows.layout;
+  const int sequence = static_cast<int>(blockIdx.x / layout.num_kv_heads);
+  const int head = static_cast<int>(blockIdx.x % layout.num_kv_heads);
+  const NewSpan span = new_span(rows, sequence);
+  const int32_t* table = rows.block_table + static_cast<int64_t>(sequence) * layout.max_pages;
+  const int lane = threadIdx.x % device::kWarpSize, width = rows.k.width;
+  for (int64_t i = int64_t{blockIdx.y} * kWarps + threadIdx.x / device::kWarpSize; i < span.count;
+       i += int64_t{gridDim.y} * kWarps) {
+    const __nv_bfloat16* from = rows.k.data + (span.first + i) * rows.k.row + head * rows.k.head;
+    float channel[kChannels] = {}, largest = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      if (const int column = lane + c * device::kWarpSize; column < width) {
+        channel[c] = device::to_acc(from[column]);
+        largest = fmaxf(largest, fabsf(channel[c]));  // NaN loses
+      }
+    }
+    for (int offset = device::kWarpSize / 2; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, offset));
+    }
+    const uint8_t scale = index_scale(largest);
+    const auto token = static_cast<uint32_t>(span.before + i);
+    const int64_t page = table[token / layout.page_size];  // of the pool, see new_span()
+    const int64_t row = (page * layout.num_kv_heads + head) * layout.page_size + token % layout.page_size;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      if (const int column = lane + c * device::kWarpSize; column < width) {
+        codes[row * width + column] = device::encode_e4m3(scaled_channel(channel[c], scale));
+      }
+    }
+    if (lane == 0) {
+      scales[row] = scale;
+    }
+  }
+}
+
 }  // namespace
 
-template <typename T>
-cudaError_t launch_index_scores(const IndexScoreParams<T>& params, cudaStream_t stream) {
+template <typename Key>
+cudaError_t launch_index_scores(const IndexScoreParams<Key>& params, cudaStream_t stream) {
   int lanes = 1;
   while (lanes < static_cast<int>(params.layout.rate) && lanes < device::kWarpSize) {
     lanes *= 2;
   }
-  const int64_t rows = params.num * params.heads;
+  const int64_t rows = params.num * params.index.heads;
   // Enough thread blocks to fill a large GPU a few times; those behind the end of a sequence end at once.
   constexpr int64_t kEnoughBlocks = 4096;
   const int64_t splits = ceil_div(params.row, kIndexThreads / lanes);
   const dim3 grid(
       static_cast<unsigned>(rows),
       static_cast<unsigned>(std::clamp<int64_t>(kEnoughBlocks / rows, 1, std::min<int64_t>(splits, 65535))));
-  return launch_kernel(index_scores_kernel<T>, {.grid = grid, .threads = kIndexThreads}, stream, params,
+  return launch_kernel(index_scores_kernel<Key>, {.grid = grid, .threads = kIndexThreads}, stream, params,
                        lanes);
 }
 
@@ -120,6 +135,16 @@ cudaError_t launch_index_documents(const QueryRow* rows, int64_t first, int64_t 
                        first, num, layers, documents);
 }
 
+cudaError_t launch_append_codes(const AppendParams<__nv_bfloat16>& rows, IndexCode* codes, uint8_t* scales,
+                                cudaStream_t stream) {
+  constexpr int64_t kWarps = kAppendThreads / device::kWarpSize, kMostParts = 1024;
+  const dim3 grid(static_cast<unsigned>(rows.num_sequences) * rows.layout.num_kv_heads,
+                  static_cast<unsigned>(std::clamp<int64_t>(ceil_div(rows.max_new, kWarps), 1, kMostParts)));
+  return launch_kernel(append_codes_kernel, {.grid = grid, .threads = kAppendThreads}, stream, rows, codes,
+                       scales);
+}
+
+template cudaError_t launch_index_scores(const IndexScoreParams<IndexCode>&, cudaStream_t);
 template cudaError_t launch_index_scores(const IndexScoreParams<float>&, cudaStream_t);
 template cudaError_t launch_index_scores(const IndexScoreParams<__half>&, cudaStream_t);
 template cudaError_t launch_index_scores(const IndexScoreParams<__nv_bfloat16>&, cudaStream_t);
