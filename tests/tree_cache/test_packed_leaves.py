@@ -206,7 +206,7 @@ def test_opcheck_of_attention_from_packed_tokens(device: str) -> None:
     packed = [pools[name] for name in CODES]
     opcheck(
         ops._tree_cache_attention.default,
-        (*arguments, *[None] * 4, *packed, None, None, case.page_size, *case.packed()),
+        (*arguments, *[None] * 4, *packed, *[None] * 3, case.page_size, *case.packed()),
     )
 
 

@@ -44,6 +44,19 @@ __device__ __forceinline__ void send_to_block(float4* shared, Barrier* barrier, 
       : "memory");
 }
 
+// Writes `value` to the place of `shared` in block `block_rank` of the cluster, which must have begun. It is seen there
+// behind a cluster_sync().
+__device__ __forceinline__ void store_to_block(uint32_t* shared, uint32_t block_rank, uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.u32 [remote], %2;\n"
+      "}" ::"r"(shared_address(shared)),
+      "r"(block_rank), "r"(value)
+      : "memory");
+}
+
 // Reads, in block `block_rank` of the cluster, what stands at the place of `shared`. What was written there
 // before a cluster_sync() is seen.
 __device__ __forceinline__ float load_from_block(const float* shared, uint32_t block_rank) {

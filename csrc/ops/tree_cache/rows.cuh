@@ -65,6 +65,24 @@ __device__ __forceinline__ QueryRow describe_row(const AttendParams<T>& params, 
   return found;
 }
 
+// Row `at` of the chunk and its K/V heads. Every thread of a block of kThreads calls it.
+template <int kThreads, typename T>
+__device__ __forceinline__ WalkRow find_row(const AttendParams<T>& params, int64_t at) {
+  const int64_t heads = params.layout.num_kv_heads;
+  const CacheSequences& sequences = params.sequences;
+  WalkRow walk;
+  walk.at = at;
+  walk.row = params.chunk.first + walk.at / heads;
+  walk.head = static_cast<int>(walk.at % heads);
+  int begun = 0;  // sequences that begin at or before the row
+  for (int first = 0; first < sequences.num_sequences; first += kThreads) {
+    const int sequence = first + static_cast<int>(threadIdx.x);
+    begun += __syncthreads_count(sequence < sequences.num_sequences && sequences.cu_q[sequence] <= walk.row);
+  }
+  walk.query = describe_row(params, walk.row, max(begun - 1, 0));
+  return walk;
+}
+
 // One thread per query of the whole call.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const AttendParams<T> params) {

@@ -195,7 +195,15 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
   DecodePlans plans = decode_plans(params, leaves, total);
-  const bool general = !plans.taken(), described = general || index != nullptr;
+  const DecodeChoice wanted = decode_choice();
+  const auto plan_index = [&](int64_t rows) {
+    return index != nullptr && wanted.allowed
+               ? index_choice_plan(*index, params.layout, params.options, rows, wanted.cluster)
+               : ChoicePlan{};
+  };
+  const bool general = !plans.taken(), at_once = plan_index(total).taken();
+  // The ring is filled from descriptions of rows.
+  const bool described = general || (index != nullptr && (!at_once || params.sequences.ring > 0));
   params.options.lists_given = index != nullptr;
   RowScratch scratch = row_scratch(params);
   if (!general) {
@@ -203,7 +211,7 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
                .lists = params.options.stride > 1 || index != nullptr ? scratch.lists : 0};
   }
-  const int64_t index_bytes = index == nullptr ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
+  const int64_t index_bytes = index == nullptr || at_once ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
   const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
   const int64_t rows =
       std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads + index_bytes, 1),
@@ -231,7 +239,17 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
     if (!general && chunk.num < total) {
       plans = decode_plans(params, leaves, chunk.num);
     }
-    if (index != nullptr) {
+    if (at_once) {
+      AttendParams<__nv_bfloat16> call;
+      call.layout = params.layout;
+      call.sequences = params.sequences;
+      call.options = params.options;
+      call.chunk = chunk;
+      choose_in_one_launch(*index, call, plan_index(chunk.num), stream);
+      // The walk may begin beside the choice where both find room.
+      params.options.lists_follow =
+          plans.taken() && plans.num_last == 0 && chunk.num * heads * plans.plan.cluster <= most_pdl_blocks();
+    } else if (index != nullptr) {
       choose_by_index(*index, params.layout, params.sequences, params.options, chunk, stream);
       C10_CUDA_CHECK(launch_top_lists(params, stream));  // the index does not know where a leader's top is
     }

@@ -78,6 +78,9 @@ struct CacheOptions {
   const float* cos = nullptr;  // [>= the most candidates, K/2], null: no rotation
   const float* sin = nullptr;
   bool lists_given = false;  // the lists of all leaders are in the chunk: an index has chosen
+  // The kernel before this one writes them, which may still run (PDL): wait before the first is read. What came before
+  // that kernel has completed.
+  bool lists_follow = false;
 };
 
 // Rows [first, first + num) of a call of `total` rows, and their scratch. The lists of the previous chunk are

@@ -1,6 +1,7 @@
 // Block scores from pages, then the choice of select_blocks for each layer.
 #include "ops/tree_cache/index/index_lists_cuda.h"
 
+#include "host/cuda/hopper.h"
 #include "ops/selection/cuda/any/block_keys.h"
 #include "ops/tree_cache/index/index_params.h"
 #include "ops/tree_cache/row_tree.h"
@@ -10,6 +11,11 @@ namespace {
 
 using tree_attention::BlockDocument;
 using tree_attention::BlockListParams;
+
+void check_keys(const Tensor& keys) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(keys.const_data_ptr()) % 16 == 0,
+                    "tree_cache_attention: index_pool must begin at a multiple of 16 bytes");
+}
 
 // Calls f with a tag for what the pages hold.
 template <typename F>
@@ -49,6 +55,36 @@ void launch_scores(const IndexInputs& index, const PageLayout& layout, const Cac
 
 }  // namespace
 
+ChoicePlan index_choice_plan(const IndexInputs& index, const PageLayout& layout, const CacheOptions& options,
+                             int64_t rows, int wanted_cluster) {
+  if (!has_hopper_kernels() || layout.num_layers == 1) return {};
+  ChoiceProblem problem;
+  problem.rows = rows * index.pool.keys.size(1);
+  problem.capacity = layout.capacity();
+  problem.rate = layout.rate;
+  problem.layers = layout.num_layers;
+  problem.top_k = options.top_k;
+  problem.two_bytes_or_codes = index.pool.keys.element_size() <= 2;
+  problem.open_next = options.selection.open_next;
+  return plan_choice(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount, clusters_at_once(),
+                     wanted_cluster);
+}
+
+void choose_in_one_launch(const IndexInputs& index, const AttendParams<__nv_bfloat16>& call,
+                          const ChoicePlan& plan, cudaStream_t stream) {
+  check_keys(index.pool.keys);
+  dispatch_keys(index.pool, [&](auto tag) {
+    using Key = typename decltype(tag)::type;
+    if constexpr (sizeof(Key) <= 2) {
+      IndexChoiceParams<Key> params;
+      params.call = call;
+      params.index = index_rows<Key>(index);
+      params.plan = plan;
+      C10_CUDA_CHECK(launch_index_choice(params, stream));
+    }
+  });
+}
+
 int64_t index_score_row(const PageLayout& layout) {
   const int64_t blocks = ceil_div(layout.capacity(), int64_t{layout.rate});
   return ceil_div(blocks, tree_attention::kTileUnits) * tree_attention::kTileUnits;
@@ -59,8 +95,7 @@ void choose_by_index(const IndexInputs& index, const PageLayout& layout, const C
   const Tensor& index_keys = index.pool.keys;
   const int64_t layers = layout.num_layers, kv_heads = layout.num_kv_heads, heads = index_keys.size(1);
   if (layers == 1 || chunk.num == 0) return;
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(index_keys.const_data_ptr()) % 16 == 0,
-                    "tree_cache_attention: index_pool must begin at a multiple of 16 bytes");
+  check_keys(index_keys);
   const int64_t row = index_score_row(layout);
   const Tensor scores = tree_attention::device_scratch(heads * chunk.num * row * 4, index_keys);
   const Tensor documents =

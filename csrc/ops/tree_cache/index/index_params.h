@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "ops/selection/cuda/any/block_params.h"
+#include "ops/tree_cache/index/sm90/choice_plan.h"
 #include "ops/tree_cache/tree_cache_params.h"
 
 namespace htree::tree_cache {
@@ -39,6 +40,16 @@ struct IndexScoreParams {
 };
 template <typename Key>
 cudaError_t launch_index_scores(const IndexScoreParams<Key>& params, cudaStream_t stream);
+
+// The lists of all leaders of a chunk by one launch (sm_90), from the top upwards too; needs no description of rows.
+template <typename Key>
+struct IndexChoiceParams {
+  AttendParams<__nv_bfloat16> call;  // layout, sequences, options and chunk
+  IndexRows<Key> index;
+  ChoicePlan plan;
+};
+template <typename Key>
+cudaError_t launch_index_choice(const IndexChoiceParams<Key>& params, cudaStream_t stream);
 
 // The rows [first, first + num) of a call as sequences of select_blocks: row i of the chunk is document i and slot i, with one
 // leader if it leads. `layers` rows of lists lie between two of them.

@@ -98,12 +98,6 @@ __global__ void __launch_bounds__(kTableThreads) block_documents_kernel(const Bl
   }
 }
 
-// Keys order as scores do, which are never NaN; above that of +inf there is room for what is forced or raised.
-__device__ __forceinline__ uint32_t key_of_score(float score) {
-  const uint32_t bits = __float_as_uint(score);
-  return bits >> 31 != 0 ? ~bits : bits | 1u << 31;
-}
-
 // The largest of a block's units; -0 becomes +0.
 __device__ __forceinline__ float block_score(const float* units, int64_t block, int32_t units_of_block) {
   const float* own = units + block * units_of_block;

@@ -163,24 +163,6 @@ struct DecodeBlock {
   }
 };
 
-// Row `at` of the chunk and its K/V heads. Every thread of the block calls it.
-template <class Tr>
-__device__ __forceinline__ WalkRow find_row(const AttendParams<typename Tr::T>& attend, int64_t at) {
-  const int64_t heads = attend.layout.num_kv_heads;
-  WalkRow walk;
-  walk.at = at;
-  walk.row = attend.chunk.first + walk.at / heads;
-  walk.head = static_cast<int>(walk.at % heads);
-  int begun = 0;  // sequences that begin at or before the row
-  for (int first = 0; first < attend.sequences.num_sequences; first += Tr::kThreads) {
-    const int sequence = first + static_cast<int>(threadIdx.x);
-    begun += __syncthreads_count(sequence < attend.sequences.num_sequences &&
-                                 attend.sequences.cu_q[sequence] <= walk.row);
-  }
-  walk.query = describe_row(attend, walk.row, max(begun - 1, 0));
-  return walk;
-}
-
 // The slots of a row's list in one layer, and those of this block and warp among them.
 struct LayerSlots {
   int layer = -1;   // -1: no layer

@@ -122,6 +122,9 @@ __device__ __forceinline__ void load_top_list(const DecodeBlock<Tr>& block, cons
                                               int32_t* list) {
   const bool open = block.attend().options.open_top;
   const int32_t* from = list_of(block.attend(), block.walk, slots.layer);
+  if (!open) {
+    wait_for_lists(block);
+  }
   for (int i = threadIdx.x; i < slots.slots; i += Tr::kThreads) {
     list[i] = open ? i : from[i];
   }
@@ -259,7 +262,7 @@ __device__ __forceinline__ void decode_row(const DecodeParams<typename Tr::T>& p
   }
   copy_child_rotations(block);
   clear_states(block);
-  block.walk = find_row<Tr>(params.attend, params.first + blockIdx.x / params.plan.cluster);
+  block.walk = find_row<Tr::kThreads>(params.attend, params.first + blockIdx.x / params.plan.cluster);
   if (!counts(block.walk.query)) {
     device::wait_copies<0>();
     if (params.leaders || params.attend.options.lists_given) {
@@ -293,7 +296,7 @@ __global__ void __launch_bounds__(Tr::kThreads, 1)
     device::pdl_launch_dependents();
   }
   decode_row<Tr>(params);
-  if (params.others == OtherRows::kPrecede) {
+  if (params.others == OtherRows::kPrecede || params.attend.options.lists_follow) {
     device::pdl_wait();
   }
 #endif
@@ -307,7 +310,7 @@ cudaError_t launch_decode_rows(const DecodeParams<typename Tr::T>& params, int64
                         .threads = Tr::kThreads,
                         .shared_bytes = params.plan.places.bytes,
                         .cluster = params.plan.cluster,
-                        .pdl = params.others == OtherRows::kPrecede},
+                        .pdl = params.others == OtherRows::kPrecede || params.attend.options.lists_follow},
                        stream, params);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/sm90/cluster_memory.cuh"
+#include "device/sm90/pdl.cuh"
 #include "ops/selection/cuda/any/select_topk.cuh"
 #include "ops/tree_cache/decode/sm90/block.cuh"
 
@@ -407,10 +408,19 @@ __device__ __forceinline__ void open_all(const DecodeBlock<Tr>& block, const Lay
 
 // ---- rows that use the lists of a leader
 
+// Before the first read of a list that the launch before this one writes.
+template <class Tr>
+__device__ __forceinline__ void wait_for_lists(const DecodeBlock<Tr>& block) {
+  if (block.attend().options.lists_follow) {
+    device::pdl_wait();
+  }
+}
+
 // Ends with a __syncthreads.
 template <class Tr>
 __device__ __forceinline__ void load_list(const DecodeBlock<Tr>& block, int layer, int32_t* to) {
   const int32_t* from = list_of(block.attend(), block.walk, layer);
+  wait_for_lists(block);
   for (int i = threadIdx.x; i < block.top_k(); i += Tr::kThreads) {
     to[i] = from[i];
   }

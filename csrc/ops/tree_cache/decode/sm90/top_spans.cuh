@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Tr::kThreads, kTopSpanBlocks)
     top_spans_kernel(const __grid_constant__ AttendParams<typename Tr::T> attend, int blocks) {
 #if HTREE_SM90A
   __shared__ __align__(16) uint32_t queries[Tr::kHeads * Tr::kDim];
-  const WalkRow walk = find_row<Tr>(attend, blockIdx.x / blocks);
+  const WalkRow walk = find_row<Tr::kThreads>(attend, blockIdx.x / blocks);
   if (!counts(walk.query) || !leads(walk)) {
     return;
   }

@@ -1,0 +1,189 @@
+"""A step of decoding from a tree cache whose nodes an index chooses, beside dense attention of the same run.
+
+Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--quick`` takes the first setting alone.
+bf16, random normal inputs and an index of 32 numbers for each K/V head; each call is replayed in a CUDA graph. "attend" is
+the attention of one token for each sequence, "step" appends that token too, "mean" is "attend" of the same cache without
+an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN over all tokens. Figures are reported, never
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import timing
+from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.progress import progress
+from htree_ops import TreeKVCache
+from htree_ops.info import source_commit
+from htree_ops.tuning.clock import clock_for
+
+INDEX_DIM = 32
+#: Tokens that are appended to a sequence at once, before anything is timed, and those that timed steps may append.
+CHUNK, ROOM = 16_384, 8_192
+
+
+@dataclass(frozen=True)
+class Setting:
+    """B sequences of T tokens, H query heads on H_kv of D channels, k opened nodes of 16, a top of at most M nodes."""
+
+    B: int
+    T: int
+    H: int = 32
+    H_kv: int = 4
+    D: int = 128
+    k: int = 128
+    M: int = 8192
+    index_dtype: torch.dtype = torch.float8_e4m3fn
+
+
+SETTINGS = (
+    Setting(1, 131_072),
+    Setting(1, 131_072, index_dtype=torch.bfloat16),
+    Setting(1, 32_768),
+    Setting(1, 1_048_576),
+    Setting(8, 131_072),
+    Setting(64, 32_768),
+    Setting(1, 131_072, H=16),
+    Setting(1, 131_072, H=64),
+    Setting(1, 131_072, H_kv=8),
+    Setting(1, 131_072, k=64),
+    Setting(1, 131_072, k=256),
+    Setting(1, 131_072, M=2048),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRow:
+    """One setting; times in microseconds by graph replay; ``of_dense`` is attend_us by dense_us."""
+
+    gpu: str
+    torch: str
+    commit: str
+    B: int
+    T: int
+    H: int
+    H_kv: int
+    D: int
+    top_k: int
+    max_top_nodes: int
+    index_dtype: str
+    attend_us: float
+    step_us: float
+    mean_us: float
+    dense_us: float
+    of_dense: float
+
+
+def filled(setting: Setting, index_dim: int) -> TreeKVCache:
+    """A cache with the setting's tokens."""
+    cache = TreeKVCache(
+        setting.B,
+        setting.H_kv,
+        setting.D,
+        setting.T + ROOM,
+        top_k=setting.k,
+        max_top_nodes=setting.M,
+        index_dim=index_dim,
+        index_dtype=setting.index_dtype if index_dim else None,
+        device="cuda",
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def rows(n: int, width: int) -> Tensor:
+        shape = (setting.B, n, setting.H_kv, width)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    for _ in range(0, setting.T, CHUNK):
+        index_key = rows(CHUNK, INDEX_DIM) if index_dim else None
+        cache.append(rows(CHUNK, setting.D), rows(CHUNK, setting.D), index_key=index_key)
+    cache.reserve(ROOM)
+    return cache
+
+
+def replayed(call: Callable[[], object], effort: timing.Effort) -> float:
+    """Microseconds of a call in a CUDA graph."""
+    clock = clock_for("cuda")
+    call()
+    replay, count = timing.capture([call])
+    return timing.measure_undisturbed({"": [replay]}, clock, effort)[""].median_us / count
+
+
+def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
+    """Its row."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def token(heads: int, width: int) -> Tensor:
+        shape = (setting.B, 1, heads, width)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = (token(heads, setting.D) for heads in (setting.H, setting.H_kv, setting.H_kv))
+    index = token(setting.H_kv, INDEX_DIM), token(setting.H_kv, INDEX_DIM)
+    with torch.no_grad():
+        cache = filled(setting, INDEX_DIM)
+        attend_us = replayed(lambda: cache.attend(q, index_query=index[0]), effort)
+        step_us = replayed(lambda: cache.decode(q, k, v, index=index), effort)
+        cache.advance(int(cache.lengths[0]) - cache.host_lengths()[0])  # replays
+        cache.check()
+        del cache
+        plain = filled(setting, 0)
+        mean_us = replayed(lambda: plain.attend(q), effort)
+        del plain
+        dense_k, dense_v = (
+            torch.randn(setting.B, setting.H_kv, setting.T, setting.D, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            dense_us = replayed(
+                lambda: F.scaled_dot_product_attention(q.transpose(1, 2), dense_k, dense_v, enable_gqa=True),
+                effort,
+            )
+    yield DecodeRow(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        commit=source_commit(),
+        B=setting.B,
+        T=setting.T,
+        H=setting.H,
+        H_kv=setting.H_kv,
+        D=setting.D,
+        top_k=setting.k,
+        max_top_nodes=setting.M,
+        index_dtype=str(setting.index_dtype).removeprefix("torch."),
+        attend_us=attend_us,
+        step_us=step_us,
+        mean_us=mean_us,
+        dense_us=dense_us,
+        of_dense=attend_us / dense_us,
+    )
+
+
+def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] = SETTINGS) -> int:
+    """Prints the table and writes it where ``--csv`` says."""
+    parser = argparse.ArgumentParser(description="time of a step of decoding with an index, beside dense attention")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of a row (default 3)")
+    parser.add_argument("--quick", action="store_true", help="the first setting alone, few repetitions")
+    arguments = parse_for_gpu(parser, argv)
+    effort = timing.QUICK if arguments.quick else timing.Effort(rounds=arguments.rounds)
+    chosen = settings[:1] if arguments.quick else settings
+    rows = (
+        row
+        for setting in progress(chosen, lambda x: f"B={x.B} T={x.T} k={x.k} {x.index_dtype}")
+        for row in measure(setting, effort)
+    )
+    print_rows(rows, arguments.csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
