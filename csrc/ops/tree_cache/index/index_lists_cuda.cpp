@@ -61,9 +61,11 @@ ChoicePlan index_choice_plan(const IndexInputs& index, const PageLayout& layout,
   ChoiceProblem problem;
   problem.rows = rows * index.pool.keys.size(1);
   problem.capacity = layout.capacity();
+  problem.page_size = layout.page_size;
   problem.rate = layout.rate;
   problem.layers = layout.num_layers;
   problem.top_k = options.top_k;
+  problem.key_bytes = index.pool.keys.size(3) * index.pool.keys.element_size();
   problem.two_bytes_or_codes = index.pool.keys.element_size() <= 2;
   problem.open_next = options.selection.open_next;
   return plan_choice(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount, clusters_at_once(),

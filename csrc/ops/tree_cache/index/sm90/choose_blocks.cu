@@ -2,8 +2,10 @@
 // sequence, score their own blocks of r tokens, and choose the best of each layer among their own; one block chooses
 // among those. Keys and places stay in shared memory. docs/semantics/tree_cache.md §7.7
 #include "device/divmod.cuh"
+#include "device/mma.cuh"
 #include "device/sm90/cluster_memory.cuh"
 #include "device/sm90/pdl.cuh"
+#include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/selection/cuda/any/row_choice.cuh"
 #include "ops/selection/cuda/any/select_topk.cuh"
@@ -17,9 +19,7 @@ using tree_attention::SelectTraits;
 using tree_attention::WordRanks;
 using Choice = tree_attention::RowChoice<kChoiceThreads>;
 
-constexpr int kLanes = 1 << kChoiceRateLog2;  // of a block of r tokens
-constexpr int kUnitsAtOnce = 4;               // of a lane
-constexpr uint32_t kUnitGroups = kChoiceThreads / kLanes;
+constexpr int kUnit = 1 << kChoiceRateLog2;  // tokens of a unit
 
 // The blocks of a layer among which a row chooses, and those of this block of the cluster. Units are blocks of r tokens.
 struct LayerShare {
@@ -43,13 +43,13 @@ struct ChoiceBlock {
   int rank;
   uint32_t* keys;
   WordRanks* words;
-  uint32_t* gathered;
+  uint32_t* gathered;  // in the place of the rings
   Choice::Shared& shared;
 
   // `units` of all layers lie behind one another, from layer 0 on.
   __device__ __forceinline__ LayerShare layer(int layer) const {
     const int cluster = params.plan.cluster, chooses = walk.query.top;
-    const int units = walk.query.token / kLanes + 1, align = 1 << (kChoiceRateLog2 * (chooses - 1));
+    const int units = walk.query.token / kUnit + 1, align = max(kStageUnits, 1 << (kChoiceRateLog2 * (chooses - 1)));
     const int share = ((units + cluster - 1) / cluster + align - 1) / align * align;
     const int shift = kChoiceRateLog2 * layer;
     LayerShare found;
@@ -78,96 +78,213 @@ struct ChoiceBlock {
   }
 };
 
-// A chunk of 16 bytes of an index key as numbers, at `query` products with it added to the sum.
+// The products of tensor cores take 16 tokens, those of a unit, with the query in all eight columns. Of each 32 channels lane
+// 4 g + t has the eight from 8 t on of tokens g and g + 8, so that it loads them at once; the order of channels is the same
+// for queries.
+constexpr int kChannels = 32, kOwnChannels = 8, kMostChunks = kMostIndexDim / kChannels;
+
+// Codes are exact in fp16.
 template <typename Key>
-__device__ __forceinline__ float add_chunk(const uint4& chunk, const float* query, float sum) {
-  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-  if constexpr (std::is_same_v<Key, IndexCode>) {
+using Factor = std::conditional_t<std::is_same_v<Key, IndexCode>, __half, Key>;
+
+// A lane's channels of the query, as factors of products. Beside codes they are fp16 numbers times a power of two that takes
+// the largest to 2^14: what is rounded is below 2^-38 of that one.
+template <typename Key>
+struct QueryFactors {
+  uint32_t pairs[kMostChunks][kOwnChannels / 2];
+  float undone = 1.0f;  // the inverse of that power
+
+  __device__ __forceinline__ QueryFactors(const IndexRows<Key>& index, int64_t row, int head) {
+    const auto* given = index.query + row * index.query_row + head * index.query_head;
+    const int begin = static_cast<int>(threadIdx.x % 4) * kOwnChannels;
+    float numbers[kMostChunks][kOwnChannels], largest = 0.0f;
 #pragma unroll
-    for (int e = 0; e < 16; e += 2) {
-      const float2 pair = device::decode_e4m3x2(static_cast<uint16_t>(words[e / 4] >> e % 4 * 8));
-      sum = fmaf(pair.x, query[e], sum);
-      sum = fmaf(pair.y, query[e + 1], sum);
+    for (int c = 0; c < kMostChunks; ++c) {
+#pragma unroll
+      for (int e = 0; e < kOwnChannels; ++e) {
+        const int channel = c * kChannels + begin + e;
+        numbers[c][e] = channel < index.d ? device::to_acc(given[channel]) : 0.0f;
+        largest = fmaxf(largest, fabsf(numbers[c][e]));
+      }
     }
-  } else {
-    const auto& pack = reinterpret_cast<const device::Pack<Key, 8>&>(words);
+    float factor = 1.0f;
+    if constexpr (std::is_same_v<Key, IndexCode>) {
+      largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, 2));
+      constexpr int kLeast = -100;
+      const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, kLeast), 127);
+      factor = scale_value(static_cast<uint8_t>(127 + 14 - exponent));
+      undone = scale_value(static_cast<uint8_t>(127 - 14 + exponent));
+    }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      sum = fmaf(device::to_acc(pack[e]), query[e], sum);
+    for (int c = 0; c < kMostChunks; ++c) {
+#pragma unroll
+      for (int e = 0; e < kOwnChannels; e += 2) {
+        pairs[c][e / 2] = device::pack_pair<Factor<Key>>(numbers[c][e] * factor, numbers[c][e + 1] * factor);
+      }
     }
   }
-  return sum;
+};
+
+// A lane's channels of a token as they lie in the page, and as factors of products.
+template <typename Key>
+using RawChannels = std::conditional_t<sizeof(Key) == 1, uint2, uint4>;
+
+__device__ __forceinline__ void to_factors(const uint2& codes, uint32_t (&pairs)[kOwnChannels / 2]) {
+  const uint32_t words[2] = {codes.x, codes.y};
+#pragma unroll
+  for (int i = 0; i < kOwnChannels / 2; ++i) {
+    const __half2_raw halves =
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(words[i / 2] >> i % 2 * 16), __NV_E4M3);
+    pairs[i] = uint32_t{halves.x} | uint32_t{halves.y} << 16;
+  }
+}
+__device__ __forceinline__ void to_factors(const uint4& numbers, uint32_t (&pairs)[kOwnChannels / 2]) {
+  pairs[0] = numbers.x;
+  pairs[1] = numbers.y;
+  pairs[2] = numbers.z;
+  pairs[3] = numbers.w;
 }
 
-// Fills the keys of this block's units: products as index_product() has them. The diagonal unit stands above all.
+// The largest of `values` of four units over the tokens of a lane's group of four lanes: lane 4 g + t returns that of unit t.
+__device__ __forceinline__ float largest_of_units(const float (&values)[4]) {
+  const bool odd = (threadIdx.x & 1) != 0, upper = (threadIdx.x & 2) != 0;
+  const float first = odd ? values[1] : values[0], second = odd ? values[3] : values[2];
+  float best = upper ? second : first;
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) {
+    best = fmaxf(best, __shfl_xor_sync(device::kFullMask, best, offset));
+  }
+  return best;
+}
+
+// What a warp scores at a time, in its ring in shared memory: index keys of some units, and behind them their scales.
+struct alignas(128) ChoiceStage {
+  uint8_t keys[kStageKeyBytes];
+  uint8_t scales[kStageUnits * kUnit];
+};
+static_assert(sizeof(ChoiceStage) == kStageBytes);
+
+// The units of this block that a warp has in its turns: those from `first` on, in steps of all warps.
 template <typename Key>
-__device__ __forceinline__ void score_units(const ChoiceBlock<Key>& block, const float* query) {
-  constexpr int kChunk = 16 / sizeof(Key);
-  const auto& index = block.params.index;
-  const PageLayout& layout = block.params.call.layout;
-  const int32_t* table = block.params.call.sequences.block_table +
-                         static_cast<int64_t>(block.walk.query.sequence) * layout.max_pages;
-  const LayerShare units = block.layer(0);
-  const int diagonal = units.num - 1;
-  const int group = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
-  for (int first = group; first - group < units.own; first += kUnitsAtOnce * kUnitGroups) {
-    const Key* keys[kUnitsAtOnce];
-    float sum[kUnitsAtOnce] = {}, scale[kUnitsAtOnce];
+struct WarpUnits {
+  const ChoiceBlock<Key>& block;
+  LayerShare units;
+  int at_once;  // of a stage
+  int first;
+
+  __device__ __forceinline__ WarpUnits(const ChoiceBlock<Key>& of) : block(of), units(of.layer(0)) {
+    at_once = block.params.plan.units;
+    first = static_cast<int>(threadIdx.x) / 32 * at_once;
+  }
+  __device__ __forceinline__ int begin(int turn) const { return first + turn * kChoiceWarps * at_once; }
+  __device__ __forceinline__ bool has(int turn) const { return begin(turn) < units.own; }
+
+  // One thread: starts the copies of a turn. Units of a run lie side by side in a page, so that one look into the table finds
+  // them. What is not there is copied from the pool's first page and counts as nothing, see is_there().
+  __device__ __forceinline__ void load(int turn, ChoiceStage& stage, device::Barrier* barrier) const {
+    const auto& index = block.params.index;
+    const uint32_t unit_bytes = kUnit * index.d * sizeof(Key), scale_bytes = sizeof(Key) == 1 ? kUnit : 0;
+    device::barrier_arrive_expect(barrier, at_once * (unit_bytes + scale_bytes));
+    const int run = block.params.plan.run;
+    for (int i = 0; i < at_once; i += run) {
+      const int64_t place = max(place_of(units.first + begin(turn) + i), int64_t{0});
+      const auto* from = reinterpret_cast<const uint8_t*>(index.keys) + place * unit_bytes;
+      device::bulk_load(stage.keys + i * unit_bytes, from, run * unit_bytes, barrier);
+      if constexpr (sizeof(Key) == 1) {
+        device::bulk_load(stage.scales + i * kUnit, index.scales + place * kUnit, run * kUnit, barrier);
+      }
+    }
+  }
+
+  // The unit of the pool where the run of a unit begins, -1 where the table has no page of the pool. Units behind the diagonal
+  // one are that one's run.
+  __device__ __forceinline__ int64_t place_of(int unit) const {
+    const PageLayout& layout = block.params.call.layout;
+    const int32_t* table = block.params.call.sequences.block_table +
+                           static_cast<int64_t>(block.walk.query.sequence) * layout.max_pages;
+    const auto start = static_cast<uint32_t>((min(unit, units.num - 1) & -block.params.plan.run) * kUnit);
+    const uint32_t place = block.page_size.quotient(start), page = static_cast<uint32_t>(table[place]);
+    const int64_t rows = (int64_t{page} * block.params.index.heads + block.walk.head) * layout.page_size;
+    return page < layout.num_pages ? (rows + block.page_size.remainder(start, place)) / kUnit : -1;
+  }
+};
+
+// Scores the units [quad, quad + 4) of a stage, those that it has: lane t of the first four returns that of unit quad + t.
+template <typename Key>
+__device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, const ChoiceStage& stage, int quad,
+                                            int num, int d) {
+  const int token = static_cast<int>(threadIdx.x) % 32 / 4, begin = static_cast<int>(threadIdx.x) % 4 * kOwnChannels;
+  float sums[4][4] = {};
 #pragma unroll
-    for (int i = 0; i < kUnitsAtOnce; ++i) {
-      const int at = first + i * static_cast<int>(kUnitGroups), unit = units.first + at;
-      keys[i] = nullptr;
-      if (at < units.own && unit < diagonal) {
-        const uint32_t token = static_cast<uint32_t>(unit * kLanes + lane);
-        const uint32_t place = block.page_size.quotient(token), page = static_cast<uint32_t>(table[place]);
-        const int64_t row = (int64_t{page} * index.heads + block.walk.head) * layout.page_size +
-                            block.page_size.remainder(token, place);
-        if (page < layout.num_pages) {
-          keys[i] = index.keys + row * index.d;
-          if constexpr (std::is_same_v<Key, IndexCode>) {
-            scale[i] = scale_value(index.scales[row]);
-          }
+  for (int c = 0; c < kMostChunks; ++c) {
+    if (c * kChannels < d) {
+      const bool has = c * kChannels + begin < d;  // half of the lanes have none of the last 16 channels
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto* keys = reinterpret_cast<const Key*>(stage.keys) +
+                           (min(quad + i, num - 1) * kUnit + token) * d + (has ? c * kChannels + begin : 0);
+        RawChannels<Key> raw[2] = {*reinterpret_cast<const RawChannels<Key>*>(keys),
+                                   *reinterpret_cast<const RawChannels<Key>*>(keys + 8 * d)};
+        uint32_t tokens[2][kOwnChannels / 2];
+        to_factors(has ? raw[0] : RawChannels<Key>{}, tokens[0]);
+        to_factors(has ? raw[1] : RawChannels<Key>{}, tokens[1]);
+#pragma unroll
+        for (int step = 0; step < 4; step += 2) {
+          device::mma_16x8x16<Factor<Key>>(
+              sums[i], {tokens[0][step], tokens[1][step], tokens[0][step + 1], tokens[1][step + 1]},
+              query.pairs[c][step], query.pairs[c][step + 1]);
         }
       }
     }
-    for (int d = 0; d < index.d; d += 2 * kChunk) {
-      uint4 chunks[kUnitsAtOnce][2];
+  }
+  float best[4];
 #pragma unroll
-      for (int i = 0; i < kUnitsAtOnce; ++i) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          chunks[i][c] = make_uint4(0, 0, 0, 0);
-          if (keys[i] != nullptr && d + c * kChunk < index.d) {
-            chunks[i][c] = *reinterpret_cast<const uint4*>(keys[i] + d + c * kChunk);
-          }
-        }
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (d + c * kChunk < index.d) {
-#pragma unroll
-          for (int i = 0; i < kUnitsAtOnce; ++i) {
-            sum[i] = add_chunk<Key>(chunks[i][c], query + d + c * kChunk, sum[i]);
-          }
-        }
+  for (int i = 0; i < 4; ++i) {
+    float products[2] = {sums[i][0], sums[i][2]};
+    if constexpr (sizeof(Key) == 1) {
+      const uint8_t* scales = stage.scales + min(quad + i, num - 1) * kUnit + token;
+      products[0] = products[0] * query.undone * scale_value(scales[0]);
+      products[1] = products[1] * query.undone * scale_value(scales[8]);
+    }
+    best[i] = fmaxf(products[0], products[1]);
+  }
+  return fmaxf(largest_of_units(best), device::negative_infinity<float>());  // NaN loses
+}
+
+// Fills the keys of this block's units. The diagonal unit stands above all.
+template <typename Key>
+__device__ __forceinline__ void score_units(const ChoiceBlock<Key>& block, ChoiceStage* ring,
+                                            device::Barrier* barriers) {
+  const WarpUnits<Key> units(block);
+  const int lane = static_cast<int>(threadIdx.x) % 32, diagonal = units.units.num - 1;
+  for (int turn = 0; turn < kChoiceStages; ++turn) {
+    if (lane == 0 && units.has(turn)) {
+      units.load(turn, ring[turn], &barriers[turn]);
+    }
+  }
+  const QueryFactors<Key> query(block.params.index, block.walk.row, block.walk.head);
+  int stage = 0;
+  uint32_t parity = 0;
+  for (int turn = 0; units.has(turn); ++turn) {
+    device::barrier_wait(&barriers[stage], parity);
+    const int at = units.begin(turn);
+    for (int quad = 0; quad < units.at_once; quad += 4) {
+      const float best = score_quad(query, ring[stage], quad, units.at_once, block.params.index.d);
+      const int own = at + quad + lane, unit = units.units.first + own;
+      if (lane < 4 && quad + lane < units.at_once && own < units.units.own) {
+        const float score = units.place_of(unit) >= 0 ? best : device::negative_infinity<float>();
+        block.keys[own] =
+            unit == diagonal ? SelectTraits::kRightmost : tree_attention::key_of_score(score + 0.0f);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kUnitsAtOnce; ++i) {
-      if constexpr (std::is_same_v<Key, IndexCode>) {
-        sum[i] *= scale[i];
-      }
-      float best = fmaxf(keys[i] == nullptr ? device::negative_infinity<float>() : sum[i],
-                         device::negative_infinity<float>());  // NaN loses
-#pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-        best = fmaxf(best, __shfl_xor_sync(device::kFullMask, best, offset));
-      }
-      const int at = first + i * static_cast<int>(kUnitGroups);
-      if (lane == 0 && at < units.own) {
-        block.keys[at] = units.first + at == diagonal ? SelectTraits::kRightmost
-                                                      : tree_attention::key_of_score(best + 0.0f);
-      }
+    __syncwarp();
+    if (lane == 0 && units.has(turn + kChoiceStages)) {
+      units.load(turn + kChoiceStages, ring[stage], &barriers[stage]);
+    }
+    if (++stage == kChoiceStages) {
+      stage = 0;
+      parity ^= 1;
     }
   }
 }
@@ -181,7 +298,7 @@ __device__ __forceinline__ void raise_keys(const ChoiceBlock<Key>& block) {
     uint32_t* keys = children + below;
     for (int i = threadIdx.x; i < own; i += kChoiceThreads) {
       uint32_t best = 0;
-      for (int child = i * kLanes; child < min((i + 1) * kLanes, below); ++child) {
+      for (int child = i * kUnit; child < min((i + 1) * kUnit, below); ++child) {
         best = max(best, children[child]);
       }
       keys[i] = best;
@@ -219,46 +336,39 @@ __device__ __forceinline__ void write_top_lists(const ChoiceBlock<Key>& block) {
   }
 }
 
+// Among the keys of this block, then one block among those that all blocks chose: of every layer another one. One loop, so
+// that both pass through the same instructions, which nobody else has fetched before.
 template <typename Key>
-__device__ __forceinline__ void choose_row(const ChoiceBlock<Key>& block, const float* query) {
+__device__ __forceinline__ void choose_row(const ChoiceBlock<Key>& block) {
   const int cluster = block.params.plan.cluster, top = block.walk.query.top, most = block.top_k();
-  score_units(block, query);
-  __syncthreads();
-  raise_keys(block);
-  if (cluster > 1) {
-    device::cluster_wait();  // the other blocks have begun
-  }
   uint32_t* keys = block.keys;
-  for (int layer = 0; layer < top; ++layer) {
+#pragma unroll 1
+  for (int turn = 0; turn < (cluster > 1 ? 2 : 1) * top; ++turn) {
+    const bool gathered = turn >= top, ends = gathered || cluster == 1;
+    const int layer = gathered ? turn - top : turn;
+    if (turn == top) {
+      device::cluster_sync();
+    }
+    if (gathered && layer % cluster != block.rank) {
+      continue;
+    }
     const LayerShare share = block.layer(layer);
-    const auto chooser = static_cast<uint32_t>(layer % cluster);
+    const int num = gathered ? share.chosen_before(cluster, most) : share.own;
     const int before = share.chosen_before(block.rank, most);
-    choose_best(block, keys, share.own, most, [&](int rank, int place) {
-      if (cluster == 1) {
+    choose_best(block, gathered ? block.gathered_keys(layer) : keys, num, most, [&](int rank, int i) {
+      const int32_t place = gathered ? static_cast<int32_t>(block.gathered_places(layer)[i]) : share.first + i;
+      if (ends) {
         block.write(layer, rank, place);
         return;
       }
-      device::store_to_block(block.gathered_keys(layer) + before + rank, chooser, keys[place]);
-      device::store_to_block(block.gathered_places(layer) + before + rank, chooser,
-                             static_cast<uint32_t>(share.first + place));
+      const auto chooser = static_cast<uint32_t>(layer % cluster);
+      device::store_to_block(block.gathered_keys(layer) + before + rank, chooser, keys[i]);
+      device::store_to_block(block.gathered_places(layer) + before + rank, chooser, static_cast<uint32_t>(place));
     });
-    keys += share.own;
-  }
-  if (cluster > 1) {
-    device::cluster_sync();
-  }
-  for (int layer = block.rank; layer < top; layer += cluster) {
-    const LayerShare share = block.layer(layer);
-    const int taken = min(share.num, most);
-    if (cluster > 1) {
-      choose_best(block, block.gathered_keys(layer), share.chosen_before(cluster, most), most,
-                  [&](int rank, int i) {
-                    block.write(layer, rank, static_cast<int32_t>(block.gathered_places(layer)[i]));
-                  });
-    }
-    for (int i = taken + static_cast<int>(threadIdx.x); i < most; i += kChoiceThreads) {
+    for (int i = min(share.num, most) + static_cast<int>(threadIdx.x); ends && i < most; i += kChoiceThreads) {
       block.write(layer, i, -1);
     }
+    keys += share.own;
   }
 }
 
@@ -269,8 +379,8 @@ __global__ void __launch_bounds__(kChoiceThreads)
                          const __grid_constant__ device::FastDivisor page_size) {
 #if HTREE_SM90A
   __shared__ Choice::Shared shared;
-  __shared__ __align__(16) float query[kMostIndexDim];
-  extern __shared__ __align__(16) uint8_t dynamic[];
+  __shared__ device::Barrier barriers[kChoiceWarps][kChoiceStages];
+  extern __shared__ __align__(128) uint8_t dynamic[];
   if (threadIdx.x == 0) {
     device::pdl_launch_dependents();
   }
@@ -282,7 +392,7 @@ __global__ void __launch_bounds__(kChoiceThreads)
                             .rank = static_cast<int>(blockIdx.x % cluster),
                             .keys = reinterpret_cast<uint32_t*>(dynamic),
                             .words = reinterpret_cast<WordRanks*>(dynamic + params.plan.words),
-                            .gathered = reinterpret_cast<uint32_t*>(dynamic + params.plan.gathered),
+                            .gathered = reinterpret_cast<uint32_t*>(dynamic + params.plan.ring),
                             .shared = shared};
   if (!leads(block.walk)) {
     return;
@@ -293,13 +403,22 @@ __global__ void __launch_bounds__(kChoiceThreads)
   if (block.walk.query.top == 0) {
     return;
   }
-  if (cluster > 1) {
+  if (threadIdx.x < kChoiceWarps * kChoiceStages) {
+    device::barrier_init(&barriers[0][0] + threadIdx.x, 1);
+    device::fence_barrier_init();
+  }
+  __syncthreads();
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  auto* ring = reinterpret_cast<ChoiceStage*>(dynamic + params.plan.ring) + warp * kChoiceStages;
+  score_units(block, ring, barriers[warp]);
+  __syncthreads();
+  raise_keys(block);
+  if (cluster > 1) {  // the rings of all blocks are free for what they choose
     __syncwarp();
     device::cluster_arrive_relaxed();
+    device::cluster_wait();
   }
-  load_index_query<kChoiceThreads>(params.index, block.walk.row, block.walk.head, query);
-  __syncthreads();
-  choose_row(block, query);
+  choose_row(block);
 #endif
 }
 
