@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import htree_ops
-from htree_ops import HTreeAttention, fp8_gemm, gated_mlp, tree_attention
+from htree_ops import HTreeAttention, TreeOptions, fp8_gemm, gated_mlp, tree_attention
 from htree_ops.flops import FORMULAS
 from htree_ops.info import op_names
 from tests.support.cases import normal
@@ -83,6 +83,40 @@ def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> No
     assert counted(lambda: rows(lists[:, :0], *rest)) == stored + 2 * K * (scored - kept)
     only_dv = {"output_mask": [False, False, True]}
     assert counted(lambda: backward(parents, *case.op_options(), **only_dv)) == 2 * kept * (K + V)
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("M", [12, 30])
+def test_counts_beside_an_index(M: int, stride: int, device: str) -> None:
+    """Those of select_blocks for each layer that a row chooses in, and of the nodes in the lists."""
+    q, k, v = qkv(device, 300, 200)
+    index = [normal((1, rows, heads, 16), torch.float32, device, 5) for rows, heads in ((200, 2), (300, 2))]
+    options = TreeOptions(**(OPTIONS | {"max_top_nodes": M, "selection_stride": stride}))
+    lists = torch.ops.htree._index_lists(q, k, *index, [100], *options.packed())
+    parents = list(lists.split(-(-200 // stride), 1))
+    _, kept = candidates_by_lists(q, parents, 4, 300, stride, M > 12)
+    choosing = 0
+    for layer, rows in enumerate(parents[:-1], start=1):  # the token layer chooses nothing
+        chooses = (rows[0, :, 0, 0] >= 0).cpu()
+        leaders = torch.arange(100, 300, stride)[chooses]
+        choosing += 2 * 2 * 16 * int((leaders // 4**layer * 4**layer).sum())
+    assert choosing > 0
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with FlopCounterMode(display=False) as forward:
+        out = tree_attention(*leaves, index=index, options=options)
+    assert forward.get_total_flops() == choosing + 2 * (8 + 6) * kept
+    assert counted(lambda: out.sum().backward()) == 2 * (3 * 8 + 2 * 6) * kept
+    one, ends = (
+        [x[0] for x in (q, k, v, *index)],
+        [torch.tensor([0, n], dtype=torch.int32) for n in (200, 300)],
+    )
+    ends = [x.to(device) for x in ends]
+    packed = htree_ops.tree_attention_varlen
+    documents = partial(packed, *one[:3], *ends, 200, 300, index=one[3:], options=options)
+    assert counted(documents) == forward.get_total_flops()
+    assert counted(lambda: documents().sum().backward()) == (
+        2 * forward.get_total_flops() + 2 * (2 * 8 + 6) * kept
+    )
 
 
 def test_dense_attention_counts_what_causal_attention_needs(device: str) -> None:

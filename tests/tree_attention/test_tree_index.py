@@ -413,6 +413,49 @@ def test_compiled_with_views(dynamic: bool, backend: str, M: int, device: str) -
     torch.testing.assert_close(*gradients)
 
 
+class Layer(torch.nn.Module):
+    """The attention alone, for export."""
+
+    def __init__(self, case: IndexCase) -> None:
+        super().__init__()
+        self.options = case.options()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, index_query: Tensor, index_key: Tensor) -> Tensor:
+        out = tree_attention(q, k, v, index=(index_query, index_key), **self.options)
+        assert isinstance(out, Tensor)
+        return out
+
+
+@pytest.mark.parametrize("name", ["plain", "free"])
+def test_export_takes_lengths_of_every_depth(name: str, device: str) -> None:
+    case = replace(CASES[name], T=60)
+    T = torch.export.Dim("T", min=2, max=600)
+    layer = Layer(case)
+    leaves = tuple(x.requires_grad_() for x in case.make_qkv(device))
+    program = torch.export.export(layer, (*leaves, *case.make_index(device)), dynamic_shapes=({1: T},) * 5)
+    names = [str(node.target) for node in program.graph.nodes if "htree" in str(node.target)]
+    assert names == ["htree._index_lists.default", "htree._listed_attention.default"]
+    exported = program.module()
+    for length in (40, 5, 129, 600):
+        case = replace(case, T=length)
+        leaves, index = tuple(x.requires_grad_() for x in case.make_qkv(device)), case.make_index(device)
+        results = []
+        for call in (exported, layer):
+            out = call(*leaves, *index)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_aot_inductor(device: str, tmp_path: Any) -> None:
+    case = CASES["free"]
+    layer, tensors = Layer(case), (*case.make_qkv(device), *case.make_index(device))
+    path = torch._inductor.aoti_compile_and_package(
+        torch.export.export(layer, tensors), package_path=str(tmp_path / "layer.pt2")
+    )
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(*tensors), layer(*tensors))
+
+
 # ---- bad input
 
 
