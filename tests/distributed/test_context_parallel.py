@@ -100,12 +100,6 @@ def three() -> Iterator[Pool]:
     yield from started(3)
 
 
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Pool]:
-    """A process for each of two GPUs; with one GPU a group of one."""
-    yield from started(min(2, torch.cuda.device_count()), "nccl")
-
-
 def assert_matches(found: dict[str, Any], dtype: torch.dtype) -> None:
     """Forward and dq bit for bit; dk and dv up to the order of sums."""
     assert found["repeats"]
@@ -198,8 +192,11 @@ def test_equals_one_gpu(gpus: Pool) -> None:
         (torch.bfloat16, 128, 16, {}),
         (torch.bfloat16, 64, 1, {}),
         (torch.float32, 8, 4, {}),
+        (torch.bfloat16, 128, 4, {"max_top_nodes": 2048}),
+        (torch.bfloat16, 128, 16, {"index": (2, 32), "open_next": True}),
         (torch.bfloat16, 128, 4, {"index": (2, 32), "max_top_nodes": 2048}),
         (torch.float32, 8, 1, {"index": (1, 16)}),
+        (torch.float32, 8, 2, {"index": (2, 16), "max_top_nodes": 2048}),
     ):
         sizes = (1, 16384, 8, 2, width, width)
         options = {"top_k": 64, "max_top_nodes": 512, "selection_stride": stride} | index
@@ -225,19 +222,28 @@ def test_gradients_are_added_before_they_are_rounded_on_gpus(balance: str, gpus:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("balance", BALANCES)
-def test_slices_layers_and_compiled_code_on_gpus(balance: str, gpus: Pool) -> None:
+def test_slices_and_layers_on_gpus(balance: str, gpus: Pool) -> None:
     """NCCL has other streams than the work: a result that is read too early is wrong here."""
     size = len(gpus.processes)
     for found in gpus.run(cp_on_ranks.round_trip, size, balance, (2, 4096, 3), 1, "cuda"):
         assert found["whole"]
         assert found["gradient"] < 1e-12
-    for found in gpus.run(
-        cp_on_ranks.layer, size, balance, "cuda"
-    ):  # cuBLAS may take other kernels for a part
-        assert found["out"] < 1e-4, found
-        assert found["gradients"] < 1e-3, found
-    for found in gpus.run(cp_on_ranks.compiled, size, balance, "cuda"):
+    for by_index in (False, True):
+        for found in gpus.run(cp_on_ranks.layer, size, balance, "cuda", by_index):
+            assert found["out"] < 1e-4, found  # cuBLAS may take other kernels for a part
+            assert found["gradients"] < 1e-3, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_index", [False, True])
+def test_compiled_code_on_gpus(by_index: bool, gpus: Pool) -> None:
+    for found in gpus.run(cp_on_ranks.compiled, len(gpus.processes), "zigzag", "cuda", by_index):
         assert max(found["errors"]) < 1e-4, found
+
+
+@pytest.mark.gpu
+def test_autocast_on_gpus(gpus: Pool) -> None:
+    size = len(gpus.processes)
     expected = {"dtype": "torch.bfloat16", "equal": True}
     assert gpus.run(cp_on_ranks.autocast, size, "cuda") == [expected] * size
 

@@ -86,12 +86,6 @@ def ranks() -> Iterator[Pool]:
     yield from started(4)
 
 
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Pool]:
-    """A process for each of two GPUs; with one GPU a group of one."""
-    yield from started(min(2, torch.cuda.device_count()), "nccl")
-
-
 # ---- the rules
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import same_losses
-import torch
 import training_on_ranks
 from process_pool import Pool, started
 
@@ -44,12 +43,6 @@ def four() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Pool]:
     yield from started(1)
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Pool]:
-    """A process for each of two GPUs; with one GPU a group of one."""
-    yield from started(min(2, torch.cuda.device_count()), "nccl")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,25 @@
+"""The ranks of all tests on GPUs, which begin once: each start makes a context on every GPU and NCCL's channels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from process_pool import Pool
+
+_STARTED: list[Pool] = []
+
+
+@pytest.fixture
+def gpus() -> Pool:
+    """A process for each of two GPUs; with one GPU a group of one."""
+    if not _STARTED:
+        _STARTED.append(Pool(min(2, torch.cuda.device_count()), "nccl"))
+    return _STARTED[0]
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ends them behind the last test of this folder, for what they hold of a GPU."""
+    if _STARTED and (nextitem is None or nextitem.path.parent != Path(__file__).parent):
+        _STARTED.pop().close()
