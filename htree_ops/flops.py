@@ -377,7 +377,8 @@ def _index_loss_backward(
     index_lse: Shape,
     dloss: Shape,
     cu_seqlens: Shape | None = None,
-    *,
+    scale: float | None = None,
+    block_size: int = 16,
     output_mask: Sequence[bool] = (True, True),
     **_: Any,
 ) -> int:

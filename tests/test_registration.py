@@ -306,7 +306,7 @@ SCHEMAS = {
     "index_loss": f"{INDEX}, {INDEX_OPTIONS}) -> Tensor",
     "_index_loss_forward": f"{INDEX}, {INDEX_OPTIONS}) -> (Tensor loss, Tensor lse, Tensor index_lse)",
     "_index_loss_backward": (
-        f"{INDEX}, Tensor lse, Tensor index_lse, Tensor dloss, {INDEX_OPTIONS}, "
+        f"{INDEX}, Tensor lse, Tensor index_lse, Tensor dloss, {INDEX_OPTIONS.replace('*, ', '')}, "
         "bool[2] output_mask=[True, True]) -> (Tensor d_index_query, Tensor d_index_key)"
     ),
     "_refuse_backward": "(Tensor gradient, str message, SymInt[] size) -> Tensor",

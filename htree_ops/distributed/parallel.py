@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from htree_ops.ops.fp8 import FP8Linear
 from htree_ops.ops.gated_mlp import FusedGatedMLP
+from htree_ops.ops.index_loss.layers import WEIGHTS
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
@@ -87,14 +88,18 @@ class ColwiseParallel(styles.ColwiseParallel):
     """torch's style for :class:`FusedGatedMLP` and :class:`FP8Linear` too: each rank has some of the output's columns.
 
     Its keywords are torch's: input_layouts (whole by default), output_layouts (sharded along the last dimension),
-    use_local_output (True).
+    use_local_output (True). Of an :class:`HTreeAttention` it shards the index alone, by heads, with no keyword: the
+    projections have styles of their own.
 
     Raises:
         NotImplementedError: another module than these, ``nn.Linear`` and ``nn.Embedding``.
-        ValueError: an :class:`FP8Linear` with fewer columns than ranks.
+        ValueError: an :class:`FP8Linear` with fewer columns than ranks, or K/V heads of an index that the ranks do not
+            divide.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if all(hasattr(module, name) for name in WEIGHTS):
+            return self._share_index(module, device_mesh)
         if isinstance(module, FusedGatedMLP):
             dims: dict[str, int | None] = {"gate_weight": 0, "up_weight": 0}
         elif isinstance(module, FP8Linear):
@@ -110,6 +115,17 @@ class ColwiseParallel(styles.ColwiseParallel):
         return _distributed(
             module, device_mesh, self.input_layouts, Replicate(), self.output_layouts, self.use_local_output
         )
+
+    def _share_index(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Gives each rank the index of its K/V heads and of their query heads."""
+        weight, ranks = getattr(module, WEIGHTS[1]), device_mesh.size()
+        if weight is not None and len(weight) % ranks:
+            raise ValueError(
+                f"ColwiseParallel: the index of {type(module).__name__} must have K/V heads that {ranks} ranks divide, "
+                f"got {len(weight)}"
+            )
+        _shard(module, device_mesh, self.src_data_rank, dict.fromkeys(WEIGHTS, 0))
+        return module
 
 
 class RowwiseParallel(styles.RowwiseParallel):

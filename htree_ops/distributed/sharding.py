@@ -5,8 +5,9 @@ This is the one file that uses it.
 
 A rule lists, for one dimension of a mesh, the placements under which every rank computes its part of the result from
 its parts of the arguments. DTensor takes the cheapest one and moves tensors where they lie otherwise. No rule takes a
-tensor that is a pending sum (``Partial``): DTensor adds it up first, because few of the formulas are linear. A gradient
-of a tensor that every rank has whole is such a sum, and so is a product whose inner dimension is sharded.
+tensor that is a pending sum (``Partial``): DTensor adds it up first, because few of the formulas are linear. The one
+exception is the gradient of a mean over the ranks, of which each gets its share. A gradient of a tensor that every rank
+has whole is a pending sum, and so is a product whose inner dimension is sharded.
 """
 
 from __future__ import annotations
@@ -223,6 +224,68 @@ def _select_blocks_varlen(index_query: Any, index_key: Any, *args: Any) -> list[
     return [_rule([way] * 2, [way] * 2 + [_WHOLE] * 2, 2 + len(args)) for way in ways]
 
 
+# ---- the loss of an index, a mean over sequences and index heads
+
+
+def _loss_ways(args: tuple[Any, ...]) -> list[Placement]:
+    """Placements that query, key and both tensors of the index may have together; positions are whole on every rank.
+
+    The mean of the ranks' means is that of all where they have as many terms. One index for all K/V heads is compared
+    with the mean of all of them. Positions of each sequence may be left out in one and not in another.
+    """
+    query, key, _, index_key, positions = args[:5]
+    batched = len(query.shape) == 4
+    ways: list[Placement] = [_WHOLE]
+    if batched and len(positions.shape) == 1 and _size(query, 0) % query.mesh.size() == 0:
+        ways.append(Shard(0))
+    heads = 2 if batched else 1
+    if _size(index_key, heads) == _size(key, heads) and _heads_divide(query, key, index_key, heads):
+        ways.append(Shard(heads))
+    return ways
+
+
+def _of_states(way: Placement) -> Placement:
+    """Placement of lse [B, rows, heads], in which documents have a batch of one."""
+    return Shard(2) if way == Shard(1) else way
+
+
+def _index_loss(*args: Any, **_: Any) -> list[Rule]:
+    """Of (query, key, index_query, index_key, positions, offsets or None)."""
+    return [
+        _rule([_mean(way)], _given([*[way] * 4, _WHOLE, _WHOLE], args), len(args)) for way in _loss_ways(args)
+    ]
+
+
+def _index_loss_forward(*args: Any, **_: Any) -> list[Rule]:
+    """The same, with both lse."""
+    return [
+        _rule(
+            [_mean(way), *[_of_states(way)] * 2],
+            _given([*[way] * 4, _WHOLE, _WHOLE], args),
+            len(args),
+        )
+        for way in _loss_ways(args)
+    ]
+
+
+def _index_loss_backward(*args: Any) -> list[Rule]:
+    """Of (query, key, index_query, index_key, positions, both lse, dloss, offsets or None, ..., output_mask)."""
+    rules = []
+    mask = _mask(args, 11, 2)
+    for way in _loss_ways(args):
+        of_loss = (
+            _WHOLE if way == _WHOLE else Partial()
+        )  # of n ranks each has 1/n of the gradient of their mean
+        tensors = [*[way] * 4, _WHOLE, *[_of_states(way)] * 2, of_loss, _WHOLE]
+        rules.append(_rule(_wanted([way] * 2, mask), _given(tensors, args), len(args)))
+    return rules
+
+
+def _mean(way: Placement) -> Placement:
+    """Placement of a mean over terms that lie so."""
+    return way if way == _WHOLE else Partial("avg")
+
+
 # ---- norms and rotary positions
 
 
@@ -421,6 +484,9 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_sparse_attention_varlen_backward": (_sparse_attention_backward(1), 11),
     "select_blocks": (_select_blocks, 2),
     "select_blocks_varlen": (_select_blocks_varlen, 4),
+    "index_loss": (_index_loss, 6),
+    "_index_loss_forward": (_index_loss_forward, 6),
+    "_index_loss_backward": (_index_loss_backward, 9),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
     "rmsnorm_rope_backward": (_norm_backward(7), 5),

@@ -39,11 +39,6 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "_tree_cache_step_",
         "_tree_cache_truncate_",
     ),
-    "is a mean over sequences and heads, whose gradient needs to know how many all ranks have": (
-        "index_loss",
-        "_index_loss_backward",
-        "_index_loss_forward",
-    ),
     "has no tensor that could be sharded": ("rope_cache", "top_parents", "_check_tree_options"),
     "raises": ("_refuse_backward",),
     "a stage of tree attention; a model calls the whole": (
@@ -113,11 +108,6 @@ def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
         others = {
             "fp8_gemm_exact",
             "gated_mlp_backward",
-            "_index_lists",
-            "_indexed_attention_varlen",
-            "_indexed_attention_varlen_backward",
-            "_listed_attention",
-            "_listed_attention_rows",
             "select_blocks",
             "select_blocks_varlen",
             "sparse_attention",
@@ -155,6 +145,20 @@ def test_log_sums_of_heads_on_several_ranks(tokens: int, ranks: Pool) -> None:
     for found in ranks.run(tp_on_ranks.log_sums, 4, tokens):
         assert found["equal"] == [True] * 5
         assert found["placed"] == [(Shard(2),)] * 5
+
+
+@pytest.mark.parametrize(("size", "H_i", "kv_heads"), [(4, 4, 4), (2, 4, 4), (4, 1, 4), (4, 2, 2)])
+def test_functions_of_an_index_with_heads_on_several_ranks(
+    size: int, H_i: int, kv_heads: int, ranks: Pool
+) -> None:
+    for calls in ranks.run(tp_on_ranks.functions_of_an_index, size, H_i, kv_heads):
+        for name, found in calls.items():
+            if "loss" in name:  # a mean over the ranks
+                assert found["error"] < 1e-6, (name, found)
+            else:
+                assert all(found["equal"]), (name, found)
+            if H_i == kv_heads == 4 and "loss" not in name:
+                assert all(place.startswith("S(") for place in found["placed"]), (name, found)
 
 
 def test_batch_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:
@@ -221,24 +225,55 @@ def test_attention_with_padding_trains(local: bool, ranks: Pool) -> None:
             assert_trains(found)
 
 
-def test_attention_compiles(ranks: Pool) -> None:
+PADDING = {"key_padding_mask": torch.arange(80).repeat(2, 1) >= torch.tensor([[80], [61]])}
+DOCUMENTS = {"cu_seqlens": torch.tensor([0, 41, 41, 76], dtype=torch.int32), "max_seqlen": 41}
+
+
+@pytest.mark.parametrize("keywords", [None, PADDING, DOCUMENTS], ids=["sequences", "padding", "documents"])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("local", [True, False])
+def test_attention_with_an_index_trains(
+    local: bool, learns: bool, keywords: dict[str, Any] | None, ranks: Pool
+) -> None:
+    for size in (2, 4):
+        for found in ranks.run(tp_on_ranks.attention_with_index, size, local, learns, keywords):
+            assert_trains(found)
+            assert found["weights here"] == 8 // size
+            assert (found["moved"] > 1e-4) == learns
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_an_index_of_fewer_key_heads_than_ranks_lies_on_every_rank(learns: bool, ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.attention_with_index, 4, False, learns, None, "cpu", 2):
+        assert_trains(found)
+        assert found["weights here"] == 8
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_attention_compiles(by_index: bool, ranks: Pool) -> None:
     for local in (True, False):
-        for found in ranks.run(tp_on_ranks.compiled, 2, local):
+        for found in ranks.run(tp_on_ranks.compiled, 2, local, by_index):
             assert found["out"] < 1e-5, found
             assert found["gradients"] < 1e-4, found
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_compiled_layer_has_the_same_losses(local: bool, ranks: Pool) -> None:
+    assert max(ranks.run(tp_on_ranks.compiled_losses, 2, local)) < 1e-6
+
+
 def test_tokens_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:
-    assert max(ranks.run(tp_on_ranks.tokens_and_heads)) < 1e-5
+    for by_index in (False, True):
+        assert max(ranks.run(tp_on_ranks.tokens_and_heads, by_index)) < 1e-5
     for kind, message in ranks.refusals(tp_on_ranks.placed_beside_shared_tokens):
         assert kind == "TypeError"
         assert "tree_attention_cp: q must be what this rank holds, got a DTensor" in message
 
 
-@pytest.mark.parametrize("scope", ["kv_head", "q_head"])
-def test_caches_hold_the_heads_of_their_rank(scope: str, ranks: Pool) -> None:
+@pytest.mark.parametrize("way", ["kv_head", "q_head", "index"])
+def test_caches_hold_the_heads_of_their_rank(way: str, ranks: Pool) -> None:
     for size in (2, 4):
-        for found in ranks.run(tp_on_ranks.decode, size, scope):
+        for found in ranks.run(tp_on_ranks.decode, size, way):
             assert max(found["errors"]) < 1e-5, found
             assert found["bytes"][0] == size * found["bytes"][1]
 
@@ -251,6 +286,17 @@ def test_heads_that_do_not_belong_together_are_refused(ranks: Pool) -> None:
         for kind, message in ranks.refusals(tp_on_ranks.split_heads, 4, local):
             assert kind == "ValueError"
             assert f"k_proj must give whole heads of 4 channels, got {got}: heads that" in message
+
+
+def test_an_index_that_does_not_lie_as_the_heads_is_refused(ranks: Pool) -> None:
+    for kind, message in ranks.refusals(tp_on_ranks.index_of_all_heads, 4):
+        assert kind == "ValueError"
+        assert (
+            "q and k must have the 4 and 4 heads of the index, got 1 and 1: heads that are sharded" in message
+        )
+    for kind, message in ranks.refusals(tp_on_ranks.index_of_two_heads):
+        assert kind == "ValueError"
+        assert "the index of HTreeAttention must have K/V heads that 4 ranks divide, got 2" in message
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -292,3 +338,17 @@ def test_modules_train_on_gpus(gpus: Pool) -> None:
         for call in (("attention", size, local, 4, "kv_head", "cuda"), ("gated_mlp", size, local, "cuda")):
             for found in gpus.run(getattr(tp_on_ranks, call[0]), *call[1:]):
                 assert_trains(found, 1e-3)
+
+
+@pytest.mark.gpu
+def test_an_index_on_gpus(gpus: Pool) -> None:
+    size = len(gpus.processes)
+    for keywords in (None, PADDING, DOCUMENTS):
+        for local, learns in ((True, True), (False, True), (True, False)):
+            for found in gpus.run(tp_on_ranks.attention_with_index, size, local, learns, keywords, "cuda"):
+                assert_trains(found, 1e-3)
+                assert found["weights here"] == 8 // size
+    for H_i, kv_heads in ((4, 4), (1, 4)):
+        for calls in gpus.run(tp_on_ranks.functions_of_an_index, size, H_i, kv_heads, "cuda"):
+            for name, found in calls.items():
+                assert found["error"] < 1e-4, (name, found)  # lists are equal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def example(name: str) -> tuple[Any, ...]:
     lists = torch.arange(4 * 40 * 4 * 2, dtype=torch.int32).view(4, 40, 4, 2) % 3
     index = x(4, 40, 4, 16, seed=26), x(4, 40, 4, 16, seed=27)
     indexed = (*documents[:3], index[0][0], index[1][0], *documents[3:])
+    of_loss = (q, k, *index, torch.tensor([39, 17, 20, 20]))
     sinks, packed_lists = x(8, seed=23), (q[0], k[0], v[0], lists[0])
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
     gradient = x(4, 8, 12, seed=10)
@@ -138,6 +140,13 @@ def example(name: str) -> tuple[Any, ...]:
             1,
             True,
         ),
+        "index_loss": lambda: of_loss,
+        "_index_loss_forward": lambda: of_loss,
+        "_index_loss_backward": lambda: (
+            *of_loss,
+            *ops._index_loss_forward(*of_loss)[1:],
+            torch.tensor(0.7),
+        ),
         "rope": lambda: (q, *angles.view(2, 8, 3)[:, :, :2], torch.arange(160).view(4, 40) % 8),
         "rmsnorm_rope": lambda: (wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
         "rmsnorm_rope_backward": lambda: (
@@ -174,6 +183,8 @@ def spread(x: Any, mesh: DeviceMesh, placement: Placement | None) -> Any:
     """This rank's part of a tensor that every rank has, as a DTensor."""
     if placement is None:
         return x
+    if placement == Partial():
+        x = x / mesh.size()
     if isinstance(placement, Shard):
         part = x.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].contiguous()
         return DTensor.from_local(part, mesh, [placement], run_check=False)
@@ -312,6 +323,15 @@ def ops_of_models() -> set[str]:
     padding = torch.arange(16).repeat(2, 1) >= 12
     layer = htree_ops.HTreeAttention(16, 4, 2, **TREE)
     shared = htree_ops.HTreeAttention(16, 4, 2, cp_group=group_of(2), **TREE)
+    by_index = htree_ops.HTreeAttention(16, 1, index_dim=16, **TREE, selection_span=None)
+    shared_by_index = htree_ops.HTreeAttention(
+        16, 1, index_dim=16, cp_group=group_of(2), **TREE, selection_span=None
+    )
+
+    def learning(x: Tensor) -> Tensor:
+        with htree_ops.index_losses(rows=2) as losses:
+            return by_index(x).mean() + losses.mean()
+
     linear = nn.Linear(16, 16)
     calls: list[Callable[[Tensor], Tensor]] = [
         layer,
@@ -319,6 +339,10 @@ def ops_of_models() -> set[str]:
         functools.partial(layer, key_padding_mask=padding),
         lambda x: layer(x.flatten(0, 1), cu_seqlens=ends),
         shared,
+        by_index,
+        lambda x: by_index(x.flatten(0, 1), cu_seqlens=ends),
+        shared_by_index,
+        learning,
         htree_ops.FusedGatedMLP(16, 32),
         lambda x: htree_ops.FusedRMSNormRoPE(16, 8)(x, angles, angles),
         lambda x: htree_ops.head_rmsnorm_rope(x.unflatten(-1, (2, 8)), x.new_ones(8), angles, angles),
@@ -355,6 +379,8 @@ def train(
     given: tuple[Any, ...],
     call_one: Callable[..., Tensor] | None = None,
     call_many: Callable[..., Tensor] | None = None,
+    *,
+    index_learns: bool = False,
 ) -> dict[str, Any]:
     """Three steps of gradient descent of a model and of its parallel copy, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
@@ -363,11 +389,16 @@ def train(
         (many, call_many or many, given, losses[1]),
     )
     for model, call, args, record in runs:
+        # Positions are those of the first rank: the generators of odd ranks differ. They are the same in each step.
+        seed = 7 if model is one else 7 + dist.get_rank() % 2
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimiser.zero_grad()
-            loss = call(*args).square().mean()
-            loss = whole(loss)
+            torch.manual_seed(seed)
+            with htree_ops.index_losses(rows=60) if index_learns else nullcontext() as of_index:
+                loss = whole(call(*args).square().mean())
+            if index_learns:
+                loss = loss + of_index.mean()
             loss.backward()
             optimiser.step()
             record.append(float(loss))
@@ -408,13 +439,56 @@ def attention(
     return train(one, many, (x,), (x,), *calls)
 
 
-def decode(size: int, scope: str) -> dict[str, Any]:
-    """A prompt and single tokens from caches that hold the heads of each rank."""
-    mesh = mesh_of(size)
+def layers_with_index(
+    size: int, local: bool, device: str = "cpu", num_kv_heads: int = 4
+) -> tuple[htree_ops.HTreeAttention, htree_ops.HTreeAttention]:
+    """A layer whose index is not as it was drawn, and its copy with heads, and those of the index, on the ranks."""
     torch.manual_seed(3)
-    one = htree_ops.HTreeAttention(24, 8, 4, 4, scope=scope, **TREE)
-    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
-    many = parallelize_module(copy.deepcopy(one), mesh, {**plan, "o_proj": RowwiseParallel()})
+    options = {**TREE, "compression_rate": 8, "max_top_nodes": 20, "selection_span": None}
+    one = htree_ops.HTreeAttention(24, 8, num_kv_heads, 16, index_dim=16, **options).to(device)
+    with torch.no_grad():
+        one.index_query_weight.add_(normal((8, 16, 16), torch.float32, device, 6, 0.1))
+    plan: dict[str, Any] = {
+        name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")
+    }
+    if num_kv_heads % size:
+        whole = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        plan |= {"k_proj": whole, "v_proj": whole}
+    else:
+        plan[""] = ColwiseParallel()
+    plan["o_proj"] = RowwiseParallel()
+    return one, parallelize_module(copy.deepcopy(one), mesh_of(size, device), plan)
+
+
+def attention_with_index(
+    size: int,
+    local: bool,
+    learns: bool,
+    keywords: dict[str, Any] | None = None,
+    device: str = "cpu",
+    num_kv_heads: int = 4,
+) -> dict[str, Any]:
+    """HTreeAttention with an index, which learns or not; ``keywords`` are those of its forward."""
+    one, many = layers_with_index(size, local, device, num_kv_heads)
+    before = one.index_key_weight.clone()
+    given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in (keywords or {}).items()}
+    x = normal((1 if "cu_seqlens" in given else 2, 80, 24), torch.float32, device, 0)
+    calls = [functools.partial(model, **given) for model in (one, many)]
+    found = train(one, many, (x,), (x,), *calls, index_learns=learns)
+    placed = many.index_query_weight
+    found["weights here"] = len(placed.to_local() if isinstance(placed, DTensor) else placed)
+    return found | {"moved": float((one.index_key_weight - before).abs().max())}
+
+
+def decode(size: int, way: str) -> dict[str, Any]:
+    """A prompt and single tokens from caches that hold the heads of each rank; ``way`` is a scope, or "index"."""
+    if way == "index":
+        one, many = layers_with_index(size, True)
+    else:
+        torch.manual_seed(3)
+        one = htree_ops.HTreeAttention(24, 8, 4, 4, scope=way, **TREE)
+        plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        many = parallelize_module(copy.deepcopy(one), mesh_of(size), {**plan, "o_proj": RowwiseParallel()})
     x = normal((2, 40, 24), torch.float32, "cpu", 0)
     caches = [model.make_cache(2, 48) for model in (one, many)]
     errors = []
@@ -425,6 +499,20 @@ def decode(size: int, scope: str) -> dict[str, Any]:
             )
             errors.append(float((out - expected).abs().max()))
     return {"errors": errors, "bytes": [cache.k_pool.numel() for cache in caches]}
+
+
+def index_of_all_heads(size: int) -> None:
+    """Heads of the projections are sharded, and those of the index are not."""
+    many = htree_ops.HTreeAttention(64, 4, 4, index_dim=16, **TREE, selection_span=None)
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    parallelize_module(many, mesh_of(size), plan)
+    many(normal((2, 40, 64), torch.float32, "cpu", 0))
+
+
+def index_of_two_heads() -> None:
+    """An index whose heads four ranks do not divide."""
+    many = htree_ops.HTreeAttention(64, 4, 2, index_dim=16, **TREE, selection_span=None)
+    parallelize_module(many, mesh_of(4), ColwiseParallel())
 
 
 def one_sided(size: int) -> None:
@@ -512,33 +600,150 @@ def placed_beside_shared_tokens() -> None:
     many(normal((1, 16, 24), torch.float32, "cpu", 0))
 
 
-def tokens_and_heads() -> float:
+def tokens_and_heads(by_index: bool) -> float:
     """The largest difference of a layer with its tokens on two ranks and its heads on two from one process."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
     torch.manual_seed(3)
-    one = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)
-    many = htree_ops.HTreeAttention(24, 8, 4, 4, cp_group=mesh["context"], **TREE)
+    more: dict[str, Any] = {"index_dim": 16, "selection_span": None} if by_index else {}
+    one = htree_ops.HTreeAttention(24, 8, 4, 16, **TREE, **more)
+    many = htree_ops.HTreeAttention(24, 8, 4, 16, cp_group=mesh["context"], **TREE, **more)
     many.load_state_dict(one.state_dict())
-    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    plan = {name: ColwiseParallel() for name in ("", "q_proj", "k_proj", "v_proj")}
     parallelize_module(many, mesh["tensor"], {**plan, "o_proj": RowwiseParallel()})
     x = normal((2, 64, 24), torch.float32, "cpu", 0)
     out = unshard_sequence(many(shard_sequence(x, mesh["context"])), mesh["context"])
     return float((out - one(x)).abs().max())
 
 
-def compiled(size: int, local: bool) -> dict[str, float]:
+def compiled(size: int, local: bool, by_index: bool) -> dict[str, float]:
     """HTreeAttention with its heads on the ranks under torch.compile, by the first group of this size alone."""
     if dist.get_rank() >= size:
         return {"out": 0.0, "gradients": 0.0}
     torch.manual_seed(3)
     one = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)
     plan = {name: ColwiseParallel(use_local_output=local) for name in ("q_proj", "k_proj", "v_proj")}
-    many = parallelize_module(copy.deepcopy(one), mesh_of(size), {**plan, "o_proj": RowwiseParallel()})
+    if by_index:
+        one, many = layers_with_index(size, local)
+    else:
+        many = parallelize_module(copy.deepcopy(one), mesh_of(size), {**plan, "o_proj": RowwiseParallel()})
     x = normal((2, 40, 24), torch.float32, "cpu", 0)
     torch._dynamo.reset()
     out, expected = torch.compile(many, backend="aot_eager")(x), one(x)
     for y in (out, expected):
         y.square().sum().backward()
-    pairs = zip(many.parameters(), one.parameters(), strict=True)
+    pairs = [p for p in zip(many.parameters(), one.parameters(), strict=True) if p[1].grad is not None]
     errors = [float((whole(a.grad) - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs]
     return {"out": float((out - expected).abs().max()), "gradients": max(errors)}
+
+
+def compiled_losses(size: int, local: bool) -> float:
+    """The largest difference of a compiled layer's index loss and its gradients, by the first group of this size."""
+    if dist.get_rank() >= size:
+        return 0.0
+    _, many = layers_with_index(size, local)
+    x = normal((2, 80, 24), torch.float32, "cpu", 0)
+    with htree_ops.index_losses(rows=6):  # before it is compiled
+        many(x)
+    torch._dynamo.reset()
+    found = []
+    for call in (many, torch.compile(many, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(5 + dist.get_rank())
+        with htree_ops.index_losses(rows=6) as losses:
+            call(x)
+        loss = losses.mean()
+        weights = (many.index_query_weight, many.index_key_weight)
+        found.append([loss.detach(), *map(whole, torch.autograd.grad(loss, weights))])
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+def functions_of_an_index(
+    size: int, H_i: int, kv_heads: int = 4, device: str = "cpu"
+) -> dict[str, dict[str, Any]]:
+    """What takes an index or lists, with its heads on the ranks: results and gradients, bit for bit."""
+    mesh = mesh_of(size, device)
+
+    def x(*shape: int, seed: int) -> Tensor:
+        return normal(shape, torch.float32, device, seed)
+
+    q, k, v = x(2, 80, 8, 4, seed=1), x(2, 80, kv_heads, 4, seed=2), x(2, 80, kv_heads, 6, seed=3)
+    index = x(2, 80, H_i, 16, seed=4), x(2, 80, H_i, 16, seed=5)
+    tree = {"compression_rate": 4, "max_top_nodes": 17, "top_k": 3, "selection_stride": 2}
+    ends = torch.tensor([0, 34, 80], dtype=torch.int32, device=device)
+    positions = torch.tensor([79, 4, 40, 40, 33], device=device)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
+        return htree_ops.tree_attention(q, k, v, index=index, return_lse=True, **tree)
+
+    def documents(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        *index, ends = rest
+        call = {"index": tuple(index), "return_lse": True, **tree}
+        return htree_ops.tree_attention_varlen(q, k, v, ends, ends, 46, 46, **call)
+
+    def selection(*index: Tensor) -> tuple[Tensor, ...]:
+        return htree_ops.select_blocks(*index, 3, block_size=4, selection_stride=2)
+
+    def selection_of_documents(iq: Tensor, ik: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        return htree_ops.select_blocks_varlen(iq, ik, ends, ends, 46, 46, 3, block_size=4)
+
+    def sparse(q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
+        blocks, _ = htree_ops.select_blocks(*index, 3)
+        return htree_ops.sparse_attention(q, k, v, blocks, return_lse=True)
+
+    def sparse_documents(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        *index, ends = rest
+        blocks, _ = htree_ops.select_blocks_varlen(*index, ends, ends, 46, 46, 2)
+        call = (q, k, v, blocks, ends, ends, 46, 46)
+        return htree_ops.sparse_attention_varlen(*call, return_lse=True)
+
+    def loss(q: Tensor, k: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
+        return (htree_ops.index_loss(q, k, *index, positions=positions, block_size=4),)
+
+    def loss_of_drawn(q: Tensor, k: Tensor, *index: Tensor) -> tuple[Tensor, ...]:
+        return (htree_ops.index_loss(q, k, *index, rows=7, block_size=4),)
+
+    def loss_of_documents(q: Tensor, k: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        *index, _ = rest
+        call = {"positions": positions, "cu_seqlens": ends, "block_size": 4}  # as every rank has them
+        return (htree_ops.index_loss(q, k, *index, **call),)
+
+    packed = [[y[0] for y in group] for group in ((q, k, v), index)]
+    calls: dict[str, tuple[Callable[..., tuple[Tensor, ...]], list[Tensor], int]] = {
+        "tree_attention": (attention, [q, k, v, *index], 3),
+        "tree_attention_varlen": (documents, [*packed[0], *packed[1], ends], 3),
+        "select_blocks": (selection, list(index), 0),
+        "select_blocks_varlen": (selection_of_documents, [*packed[1], ends], 0),
+        "sparse_attention": (sparse, [q, k, v, *index], 3),
+        "sparse_attention_varlen": (sparse_documents, [*packed[0], *packed[1], ends], 3),
+        "index_loss": (loss, [q, k, *index], 4),
+        "index_loss of drawn positions": (loss_of_drawn, [q, k, *index], 4),
+        "index_loss of documents": (loss_of_documents, [*packed[0][:2], *packed[1], ends], 4),
+    }
+    found = {}
+    for name, (call, tensors, leaves) in calls.items():
+        seeds = (3, 3 + dist.get_rank(mesh.get_group()))  # whose positions are those of the first rank
+        results = []
+        for seed, is_placed in zip(seeds, (False, True), strict=True):
+            given = [y.detach().requires_grad_(i < leaves) for i, y in enumerate(tensors)]
+            if is_placed:
+                of_heads = [y.dim() > 1 and y.shape[-2] % size == 0 for y in tensors]
+                places = [
+                    [Shard(y.dim() - 2)] if o else [Replicate()]
+                    for y, o in zip(tensors, of_heads, strict=True)
+                ]
+                given = [
+                    distribute_tensor(y.detach(), mesh, p).requires_grad_(i < leaves)
+                    for i, (y, p) in enumerate(zip(tensors, places, strict=True))
+                ]
+            torch.manual_seed(seed)
+            out = call(*given)
+            total = sum(whole(y).square().sum() for y in out) if leaves else None
+            wanted = [y for y in given if y.requires_grad]
+            grads = torch.autograd.grad(total, wanted, allow_unused=True) if leaves else ()
+            results.append([*out, *(y for y in grads if y is not None)])
+        one, many = results
+        found[name] = {
+            "equal": [torch.equal(whole(a), b) for a, b in zip(many, one, strict=True)],
+            "error": max(float(difference(whole(a), b).max()) for a, b in zip(many, one, strict=True)),
+            "placed": [str(y.placements[0]) for y in many],
+        }
+    return found

@@ -112,11 +112,14 @@ void register_kernels(torch::Library& library) {
 TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string tensors =
       "(Tensor query, Tensor key, Tensor index_query, Tensor index_key, Tensor positions, ";
-  const std::string offsets = "Tensor? cu_seqlens=None, *, float? scale=None, int block_size=16";
+  const std::string options = "float? scale=None, int block_size=16";
+  const std::string rest = "Tensor? cu_seqlens=None, *, " + options;
+  // DTensor tells calls of other masks apart where the mask is positional.
   const std::string schemas[] = {
-      "index_loss" + tensors + offsets + ") -> Tensor",
-      "_index_loss_forward" + tensors + offsets + ") -> (Tensor loss, Tensor lse, Tensor index_lse)",
-      "_index_loss_backward" + tensors + "Tensor lse, Tensor index_lse, Tensor dloss, " + offsets +
+      "index_loss" + tensors + rest + ") -> Tensor",
+      "_index_loss_forward" + tensors + rest + ") -> (Tensor loss, Tensor lse, Tensor index_lse)",
+      "_index_loss_backward" + tensors +
+          "Tensor lse, Tensor index_lse, Tensor dloss, Tensor? cu_seqlens=None, " + options +
           ", bool[2] output_mask=[True, True]) -> (Tensor d_index_query, Tensor d_index_key)"};
   for (const std::string& schema : schemas) {
     define_ops(library, {schema.c_str()});

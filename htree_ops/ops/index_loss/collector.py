@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from htree_ops.ops.arguments import check_int
-from htree_ops.ops.index_loss.function import draw_among, draw_positions, index_loss
+from htree_ops.ops.index_loss.function import draw_among, index_loss
 from htree_ops.ops.index_loss.layers import WEIGHTS, index_of, know, take_pending
+from htree_ops.ops.ranks import drawn_once, here, of_all_heads
 
 __all__ = [
     "Attended",
@@ -129,7 +130,7 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
 
     Raises:
         TypeError, ValueError: rows is not an int of at least 1.
-        NotImplementedError: in a layer that has the heads of one rank alone, or ``cp_group``.
+        NotImplementedError: in a layer with ``cp_group``.
         RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss; in a layer
             whose index does not require grad yet where torch.compile, DistributedDataParallel or fully_shard has the
             model: they must know it before.
@@ -251,18 +252,26 @@ def _weights(layer: nn.Module) -> tuple[Any, Any]:
 
 
 def _loss(attended: Attended, weights: tuple[Tensor, Tensor], rows: int) -> Tensor:
-    """The loss of one call; 0 where no token has an earlier block."""
-    q, k, r, ends = attended.q.detach(), attended.k.detach(), attended.block_size, attended.cu_seqlens
+    """The loss of one call, of the heads of all ranks; 0 where no token has an earlier block."""
+    q, k = (of_all_heads(x.detach(), weights[0]) for x in (attended.q, attended.k))
+    loss: Any = _loss_of_heads(attended, q, k, weights, rows)
+    return loss.full_tensor() if hasattr(loss, "device_mesh") else loss
+
+
+def _loss_of_heads(
+    attended: Attended, q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], rows: int
+) -> Tensor:
+    """The loss of q and k, which are those of ``attended`` without a gradient."""
+    r, ends = attended.block_size, attended.cu_seqlens
     index_query, index_key = index_of(attended.function, q, k, *weights)
     tensors: tuple[Tensor, ...] = (q, k, index_query, index_key)
     options: dict[str, Any] = {"scale": attended.scale, "block_size": r}
     if ends is not None:
-        lengths = ends.diff()
+        starts, lengths = here(ends)[:-1], here(ends).diff()
         if _none(lengths, r):
             return _zero(index_query, index_key)
-        return index_loss(
-            *tensors, positions=draw_among(ends[:-1], lengths, rows, r), cu_seqlens=ends, **options
-        )
+        positions = drawn_once(draw_among(starts, lengths, rows, r), q)
+        return index_loss(*tensors, positions=positions, cu_seqlens=ends, **options)
     if attended.lengths is not None:
         B, T = q.shape[:2]
         if _none(attended.lengths, r):
@@ -271,12 +280,12 @@ def _loss(attended: Attended, weights: tuple[Tensor, Tensor], rows: int) -> Tens
         starts = torch.arange(B, device=q.device) * T
         ends = torch.stack((starts, starts + attended.lengths), 1).flatten()
         ends = torch.cat((ends, ends.new_tensor([B * T]))).to(torch.int32)
-        positions = draw_among(starts, attended.lengths, B * rows, r)
+        positions = drawn_once(draw_among(starts, attended.lengths, B * rows, r), q)
         packed = (x.flatten(0, 1) for x in tensors)
         return index_loss(*packed, positions=positions, cu_seqlens=ends, **options)
     if q.shape[1] <= r or q.shape[0] == 0:
         return _zero(index_query, index_key)
-    return index_loss(*tensors, positions=draw_positions(q, k, rows, r), **options)
+    return index_loss(*tensors, rows=rows, **options)
 
 
 def _none(lengths: Tensor, block_size: int) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import check_int, validate_arguments
+from htree_ops.ops.ranks import beside, drawn_once, here
 
 __all__ = ["draw_among", "draw_positions", "index_loss"]
 
@@ -77,10 +78,11 @@ def index_loss(
         (torch.Size([]), True)
     """
     if positions is None:
-        positions = draw_positions(query, key, rows, block_size, generator, cu_seqlens)
-    loss: Tensor = torch.ops.htree.index_loss(
-        query, key, index_query, index_key, positions, cu_seqlens, scale=scale, block_size=block_size
-    )
+        drawn = draw_positions(query, key, rows, block_size, generator, cu_seqlens)
+        positions = drawn_once(drawn, query)
+    tensors = (query, key, index_query, index_key, beside(positions, query))
+    ends = None if cu_seqlens is None else beside(cu_seqlens, query)
+    loss: Tensor = torch.ops.htree.index_loss(*tensors, ends, scale=scale, block_size=block_size)
     return loss
 
 
@@ -96,6 +98,7 @@ def draw_positions(
 
     Nothing is read on the host where the offsets are on CUDA.
     """
+    cu_seqlens = None if cu_seqlens is None else here(cu_seqlens)
     check_int("index_loss", "rows", rows, 0)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(

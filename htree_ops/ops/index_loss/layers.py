@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from htree_ops.ops.paging import is_recorded
+from htree_ops.ops.ranks import beside, here, placed_as
 
 __all__ = [
     "WEIGHTS",
@@ -142,17 +143,27 @@ def index_of(
 ) -> tuple[Tensor, Tensor]:
     """Index queries and index keys [..., H_kv, d] of q [..., H, K] and k [..., H_kv, K].
 
+    Weights that are sharded over ranks give a rank the index of its heads.
+
     Raises:
-        NotImplementedError: q and k have the heads of one rank alone.
+        ValueError: q and k have other heads than the weights.
     """
+    q = placed_as(q, k)
+    query_weight, key_weight = (_as_lies(weight, q) for weight in (query_weight, key_weight))
     heads, kv_heads = query_weight.shape[0], key_weight.shape[0]
-    if hasattr(q, "device_mesh") or q.shape[-2] != heads:
-        raise NotImplementedError(
-            f"{function}: q must have the {heads} heads of all ranks, got {q.shape[-2]} here"
+    if (q.shape[-2], k.shape[-2]) != (heads, kv_heads):
+        raise ValueError(
+            f"{function}: q and k must have the {heads} and {kv_heads} heads of the index, got {q.shape[-2]} and "
+            f"{k.shape[-2]}: heads that are sharded over ranks need ColwiseParallel for the layer too"
         )
     grouped = query_weight.to(q.dtype).unflatten(0, (kv_heads, -1))
     index_query = torch.einsum("...sgk,sgkd->...sd", q.unflatten(-2, (kv_heads, -1)), grouped)
     return index_query, torch.einsum("...sk,skd->...sd", k, key_weight.to(k.dtype))
+
+
+def _as_lies(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight as a DTensor where x is one, else the part of it that this rank has."""
+    return beside(weight, x) if hasattr(x, "device_mesh") else here(weight)
 
 
 def choose_by_index(function: str, layer: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ from htree_ops.ops.index_loss.layers import (
     set_index_,
 )
 from htree_ops.ops.paging import is_recorded
+from htree_ops.ops.ranks import beside
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads
 from htree_ops.ops.tree_attention.index import TreeOf, resolve_index_dim
 from htree_ops.ops.tree_attention.options import (
@@ -47,7 +48,7 @@ from htree_ops.ops.tree_attention.options import (
     recommended_options,
     tree_options,
 )
-from htree_ops.ops.tree_attention.padding import Padding, beside
+from htree_ops.ops.tree_attention.padding import Padding
 from htree_ops.ops.tree_attention.stages import rope
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
@@ -229,9 +230,10 @@ class HTreeAttention(nn.Module):
     def index_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries and index keys [..., H_kv, index_dim] of q [..., H, K] and k [..., H_kv, K].
 
+        Where the weights are sharded over ranks these are of this rank's heads, or DTensors of all.
+
         Raises:
-            ValueError: the layer has no index.
-            NotImplementedError: q and k have the heads of one rank alone.
+            ValueError: the layer has no index, or q and k have other heads.
         """
         if not self.index_dim:
             raise ValueError("HTreeAttention.index_of: index_dim must be above 0, got 0")

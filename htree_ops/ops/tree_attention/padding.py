@@ -7,17 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Padding", "beside"]
+from htree_ops.ops.ranks import beside
 
-
-def beside(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has whole: as a DTensor where ``like`` is one, for an op takes no mixture of the two."""
-    mesh = getattr(like, "device_mesh", None)
-    if mesh is None or hasattr(x, "device_mesh"):
-        return x
-    from torch.distributed.tensor import DTensor, Replicate  # whoever has a DTensor has imported it
-
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+__all__ = ["Padding"]
 
 
 @dataclass(frozen=True)
