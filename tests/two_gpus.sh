@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs two GPUs of one machine: two_gpus.sh OUT LIMIT [PYTHON]
 # Each step may take LIMIT seconds and is ended then; the others run all the same. Logs, tables and curves go to OUT.
-# STEPS="devices ranks bars training" chooses steps. DEVICE=cpu rehearses them on processes of this machine, at sizes
-# that say nothing about speed, and without the tests, which `make test` runs there.
+# STEPS="devices ranks bars training" chooses steps: "ranks" alone are the tests of ranks on NCCL, in about a minute.
+# DEVICE=cpu rehearses them on processes of this machine, at sizes that say nothing about speed, and
+# without the tests, which `make test` runs there.
 # Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda if that is newer.
 set -uo pipefail
 usage() {
@@ -70,8 +71,9 @@ run() {
   return "$ended"
 }
 
+# The log names the test that a step was ended in.
 tests() {
-  run "$1" "$python" -m pytest -q -k cuda -p no:cacheprovider -o timeout=300 "${@:2}"
+  run "$1" "$python" -m pytest -v -k cuda -p no:cacheprovider -o timeout=300 "${@:2}"
 }
 
 # A program on this many ranks of this machine; --standalone takes a free port.
@@ -98,13 +100,16 @@ train() {
 for step in "${steps[@]}"; do
   case $step in
     devices) [ "$device" = cpu ] || tests devices tests/test_devices.py ;;
-    ranks) [ "$device" = cpu ] || tests ranks tests/distributed ;;
+    ranks) [ "$device" = cpu ] || tests ranks tests/distributed --ignore=tests/distributed/test_training.py ;;
     bars)
       sizes=(--bars)
       [ "$device" = cuda ] || sizes=(--device cpu --tokens 2048 --rounds 1)
       run bars "${launch[@]}" 2 -m benchmarks.context_parallel --csv "$out/context_parallel.csv" "${sizes[@]}"
       ;;
-    training) train ;;
+    training)
+      [ "$device" = cpu ] || tests training-tests tests/distributed/test_training.py
+      train
+      ;;
   esac
 done
 echo
