@@ -76,7 +76,7 @@ def attend_packed(
     case: VarlenCase, cu: Tensor, longest: int, grouping: str, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     sizes = (cu, cu, longest, longest)
-    return torch.ops.htree._attention_varlen(q, k, v, *sizes, grouping, *case.packed())[0]
+    return torch.ops.htree._attention_varlen(q, k, v, None, None, *sizes, grouping, *case.packed())[0]
 
 
 def attend_batch(case: VarlenCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -172,72 +172,33 @@ def _longest_documents(
     return -(-query[0] // queries), (1, queries, *query[1:]), (1, keys, *key[1:]), (1, keys, *value[1:])
 
 
-def _attention_varlen(
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    cu_seq_q: Shape,
-    cu_seq_k: Shape,
-    max_q: int,
-    max_k: int,
-    grouping: str,
-    *packed: Any,
-    **_: Any,
-) -> int:
-    """:func:`_work` of the longest documents."""
-    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
-    return count * _work(q, k, v, TreeOptions.from_packed(*packed))
-
-
-def _attention_varlen_backward(
-    query: Shape,
-    key: Shape,
-    value: Shape,
-    cu_seq_q: Shape,
-    cu_seq_k: Shape,
-    max_q: int,
-    max_k: int,
-    out: Shape,
-    gmax: Shape,
-    gsum: Shape,
-    dout: Shape | None,
-    dlse: Shape | None,
-    grouping: str,
-    output_mask: Sequence[bool],
-    *packed: Any,
-    **_: Any,
-) -> int:
-    """:func:`_gradient_work` of the longest documents; it has no lists."""
-    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
-    return count * _gradient_work(q, k, v, False, output_mask, TreeOptions.from_packed(*packed))
-
-
-def _indexed_documents(
-    arguments: tuple[Any, ...], packed: tuple[Any, ...]
-) -> tuple[int, Shape, Shape, Shape, int]:
-    """The longest documents, as :func:`_longest_documents`, and the work of their lists.
-
-    ``arguments`` are query, key, value, index_query, index_key, cu_seq_q, cu_seq_k, max_q and max_k.
-    """
-    query, key, value, index_query, index_key, _cu_q, _cu_k, max_q, max_k = arguments
-    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
-    of_q, of_k = (1, q[1], *index_query[1:]), (1, k[1], *index_key[1:])
-    return count, q, k, v, _index_lists(q, k, of_q, of_k, [k[1] - q[1]], *packed)
-
-
-def _indexed_attention_varlen(*arguments: Any, **_: Any) -> int:
-    """:func:`_index_lists` and :func:`_listed_attention` of the longest documents."""
+def _attention_varlen(*arguments: Any, **_: Any) -> int:
+    """:func:`_work` of the longest documents; with an index its lists and :func:`_listed_attention`."""
     ints, floats = arguments[-2:]
-    count, q, k, v, lists = _indexed_documents(arguments[:9], (ints, floats))
-    return count * (lists + _listed_attention(q, k, v, (), ints, floats))
+    count, q, k, v, lists = _documents_and_lists(arguments)
+    attention = _work(q, k, v, TreeOptions.from_packed(ints, floats))
+    return count * (attention if lists is None else lists + _listed_attention(q, k, v, (), ints, floats))
 
 
-def _indexed_attention_varlen_backward(*arguments: Any, **_: Any) -> int:
-    """:func:`_index_lists` again and :func:`_gradient_work` of the longest documents."""
+def _attention_varlen_backward(*arguments: Any, **_: Any) -> int:
+    """:func:`_gradient_work` of the longest documents; there are lists where an index chooses them again."""
     output_mask, ints, floats = arguments[-3:]
-    count, q, k, v, lists = _indexed_documents(arguments[:9], (ints, floats))
+    count, q, k, v, lists = _documents_and_lists(arguments)
     options = TreeOptions.from_packed(ints, floats)
-    return count * (lists + _gradient_work(q, k, v, True, output_mask, options))
+    return count * ((lists or 0) + _gradient_work(q, k, v, lists is not None, output_mask, options))
+
+
+def _documents_and_lists(arguments: tuple[Any, ...]) -> tuple[int, Shape, Shape, Shape, int | None]:
+    """The longest documents, as :func:`_longest_documents`, and the work of their lists; None without an index.
+
+    ``arguments`` are query, key, value, index_query, index_key, both offsets, max_q, max_k, ..., ints and floats.
+    """
+    query, key, value, index_query, index_key, _cu_q, _cu_k, max_q, max_k = arguments[:9]
+    count, q, k, v = _longest_documents(query, key, value, max_q, max_k)
+    if index_query is None:
+        return count, q, k, v, None
+    of_q, of_k = (1, q[1], *index_query[1:]), (1, k[1], *index_key[1:])
+    return count, q, k, v, _index_lists(q, k, of_q, of_k, [k[1] - q[1]], *arguments[-2:])
 
 
 def _sparse_pairs(query: Shape, key: Shape, blocks: Shape, block_size: int) -> int:
@@ -570,8 +531,6 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "_attention_varlen": _attention_varlen,
     "_attention_varlen_forward": _attention_varlen,
     "_attention_varlen_backward": _attention_varlen_backward,
-    "_indexed_attention_varlen": _indexed_attention_varlen,
-    "_indexed_attention_varlen_backward": _indexed_attention_varlen_backward,
     "_index_lists": _index_lists,
     "_listed_attention": _listed_attention,
     "_listed_attention_rows": _listed_attention_rows,

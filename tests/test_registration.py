@@ -22,7 +22,8 @@ BLOCKS = (
     "-> (Tensor blocks, Tensor scores)"
 )
 DOCUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k"
+    "Tensor query, Tensor key, Tensor value, Tensor? index_query, Tensor? index_key, Tensor cu_seq_q, "
+    "Tensor cu_seq_k, SymInt max_q, SymInt max_k"
 )
 SPARSE = "int block_size=16, int selection_stride=1, float? scale=None"
 SPARSE_RESULTS = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse"
@@ -198,15 +199,6 @@ SCHEMAS = {
     "_listed_attention": (
         f"(Tensor q, Tensor k, Tensor v, Tensor lists, {PACKED}) -> (Tensor out, Tensor lse)"
     ),
-    "_indexed_attention_varlen": (
-        "(Tensor query, Tensor key, Tensor value, Tensor index_query, Tensor index_key, Tensor cu_seq_q, "
-        f"Tensor cu_seq_k, SymInt max_q, SymInt max_k, str grouping, {PACKED}) -> (Tensor out, Tensor lse)"
-    ),
-    "_indexed_attention_varlen_backward": (
-        "(Tensor query, Tensor key, Tensor value, Tensor index_query, Tensor index_key, Tensor cu_seq_q, "
-        "Tensor cu_seq_k, SymInt max_q, SymInt max_k, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, "
-        f"str grouping, bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
-    ),
     "_attention_backward": (
         "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents, "
         f"bool[3] output_mask, {PACKED}) -> (Tensor dq, Tensor dk, Tensor dv)"
@@ -322,7 +314,6 @@ AUTOCAST = {
     "_attention_rows",
     "_attention_varlen",
     "_attention_varlen_forward",
-    "_indexed_attention_varlen",
     "_listed_attention",
     "gated_mlp",
     "_gated_mlp_forward",

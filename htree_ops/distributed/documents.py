@@ -239,7 +239,8 @@ def _documents(
     # A copy that blocks would wait for the work before it.
     ends = torch.tensor(offsets, dtype=torch.int32, device="cpu").to(q.device, non_blocking=True)
     longest = max(end - begin for begin, end in pairwise(offsets))
-    return q[rows], _repeated(k[rows], ctx), _repeated(v[rows], ctx), ends, ends, longest, longest
+    qkv = (q[rows], _repeated(k[rows], ctx), _repeated(v[rows], ctx))
+    return *qkv, None, None, ends, ends, longest, longest  # no index
 
 
 def _rows(x: Tensor, piece: Piece) -> Tensor:
@@ -352,7 +353,8 @@ def _check(
     with _disable_current_modes():  # a trace, a profile of calls or a count holds what computes
         meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
         ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
-        torch.ops.htree._attention_varlen(*meta, ends, ends, tokens, tokens, "auto", *options.packed())
+        packed = (tokens, tokens, "auto", *options.packed())
+        torch.ops.htree._attention_varlen(*meta, None, None, ends, ends, *packed)
     stride = options.selection_stride
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):

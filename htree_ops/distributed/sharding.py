@@ -124,42 +124,31 @@ def _varlen_ways(query: Any, key: Any, value: Any) -> list[Placement]:
     return [_WHOLE, *([Shard(1)] if _heads_divide(query, key, value, 1) else [])]
 
 
+def _packed_ways(args: tuple[Any, ...]) -> list[tuple[Placement, list[Placement]]]:
+    """Placements of query, and of (query, key, value, both of an index or None, both offsets).
+
+    One index for all K/V heads lies on every rank.
+    """
+    ways = []
+    for way in _varlen_ways(*args[:3]):
+        of_index = _WHOLE if way == Shard(1) and args[3] is not None and _size(args[3], 1) == 1 else way
+        ways.append((way, [*[way] * 3, of_index, of_index, _WHOLE, _WHOLE]))
+    return ways
+
+
 def _attention_varlen(outputs: int) -> Callable[..., list[Rule]]:
     def rules(*args: Any) -> list[Rule]:
-        ways = _varlen_ways(*args[:3])
-        return [_rule([way] * outputs, [way] * 3 + [_WHOLE] * 2, len(args)) for way in ways]
+        return [_rule([way] * outputs, _given(places, args), len(args)) for way, places in _packed_ways(args)]
 
     return rules
 
 
 def _attention_varlen_backward(*args: Any) -> list[Rule]:
-    """Of (query, key, value, both offsets, max_q, max_k, out, gmax, gsum, dout, dlse, grouping, output_mask, ...)."""
+    """Of (..., max_q, max_k, out, gmax, gsum, dout, dlse, grouping, output_mask, ...)."""
     rules = []
-    for way in _varlen_ways(*args[:3]):
-        tensors = [*[way] * 3, _WHOLE, _WHOLE, None, None, *[way] * 5]
-        rules.append(_rule(_wanted([way] * 3, args[13]), _given(tensors, args), len(args)))
-    return rules
-
-
-def _indexed_varlen_ways(args: tuple[Any, ...]) -> list[tuple[Placement, list[Placement]]]:
-    """Placements of query, and of (query, key, value, index_query, index_key, both offsets)."""
-    ways = []
-    for way in _varlen_ways(*args[:3]):
-        of_index = _WHOLE if way == Shard(1) and _size(args[3], 1) == 1 else way
-        ways.append((way, [*[way] * 3, of_index, of_index, _WHOLE, _WHOLE]))
-    return ways
-
-
-def _indexed_attention_varlen(*args: Any) -> list[Rule]:
-    return [_rule([way] * 2, tensors, len(args)) for way, tensors in _indexed_varlen_ways(args)]
-
-
-def _indexed_attention_varlen_backward(*args: Any) -> list[Rule]:
-    """Of (..., max_q, max_k, out, lse, dout, dlse, grouping, output_mask, ...)."""
-    rules = []
-    for way, tensors in _indexed_varlen_ways(args):
-        placed = _given([*tensors, None, None, *[way] * 4], args)
-        rules.append(_rule(_wanted([way] * 3, args[14]), placed, len(args)))
+    for way, places in _packed_ways(args):
+        tensors = _given([*places, None, None, *[way] * 5], args)
+        rules.append(_rule(_wanted([way] * 3, args[15]), tensors, len(args)))
     return rules
 
 
@@ -470,11 +459,9 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_rows": (_attention(4), 3),
     "_attention_rows_backward": (_attention_rows_backward, 9),
     "_attention_rows_backward_sums": (_attention_rows_backward, 9),
-    "_attention_varlen": (_attention_varlen(2), 5),
-    "_attention_varlen_forward": (_attention_varlen(3), 5),
-    "_attention_varlen_backward": (_attention_varlen_backward, 5),
-    "_indexed_attention_varlen": (_indexed_attention_varlen, 7),
-    "_indexed_attention_varlen_backward": (_indexed_attention_varlen_backward, 7),
+    "_attention_varlen": (_attention_varlen(2), 7),
+    "_attention_varlen_forward": (_attention_varlen(3), 7),
+    "_attention_varlen_backward": (_attention_varlen_backward, 7),
     "_index_lists": (_index_lists, 4),
     "_listed_attention": (_listed_attention(2), 4),
     "_listed_attention_rows": (_listed_attention(3), 4),

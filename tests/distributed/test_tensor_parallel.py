@@ -84,7 +84,10 @@ def ranks() -> Iterator[Pool]:
 # ---- the rules
 
 
-@pytest.mark.parametrize("name", sharding.RULES)
+BY_INDEX = [name + tp_on_ranks.INDEXED for name in sharding.RULES if name.startswith("_attention_varlen")]
+
+
+@pytest.mark.parametrize("name", [*sharding.RULES, *BY_INDEX])
 def test_every_way_of_a_rule_gives_the_result_without_a_message(name: str, ranks: Pool) -> None:
     for size in (4, 2):
         for ways in ranks.run(tp_on_ranks.follow_rules, size, name):
@@ -118,10 +121,10 @@ def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
         assert set(sharding.RULES) - names == others
 
 
-@pytest.mark.parametrize("name", [name for name in sharding.RULES if "_backward" in name])
+@pytest.mark.parametrize("name", [name for name in [*sharding.RULES, *BY_INDEX] if "_backward" in name])
 def test_gradients_that_are_not_wanted(name: str, ranks: Pool) -> None:
     """Each mask has a decision of its own in DTensor's memory."""
-    schema = getattr(torch.ops.htree, name).default._schema
+    schema = getattr(torch.ops.htree, name.removesuffix(tp_on_ranks.INDEXED)).default._schema
     if "output_mask" not in [argument.name for argument in schema.arguments]:
         return
     size = len(schema.returns)

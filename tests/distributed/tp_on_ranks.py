@@ -40,8 +40,14 @@ def mesh_of(size: int, device: str = "cpu") -> DeviceMesh:
 # ---- the rules
 
 
+#: Behind the name of an op that has an index or none: the one with it.
+INDEXED = " by an index"
+
+
 def example(name: str) -> tuple[Any, ...]:
     """Arguments of an op, with sizes that four ranks divide."""
+    by = INDEXED if name.endswith(INDEXED) else ""
+    name = name.removesuffix(INDEXED)
     ops = torch.ops.htree
 
     def x(*shape: int, seed: int = 0) -> Tensor:
@@ -54,13 +60,14 @@ def example(name: str) -> tuple[Any, ...]:
     gradients = (x(4, 16, 8, 6, seed=14), x(4, 16, 8, seed=15))
     rows_and_results = (*rows[:3], *results, *gradients, rows[3], mask, *tree)
     ends = torch.tensor([0, 13, 40], dtype=torch.int32)
-    documents = (q[0], k[0], v[0], ends, ends, 27, 27)
-    of_documents = (*documents, "auto", *tree)
+    offsets = (ends, ends, 27, 27)
     wide, weight = x(4, 8, 16, seed=3), x(16, seed=4)
     heads, angles, of_each = x(4, 8, 4, 6, seed=5), x(8, 6, seed=6), x(4, 8, 6, seed=19)
     lists = torch.arange(4 * 40 * 4 * 2, dtype=torch.int32).view(4, 40, 4, 2) % 3
     index = x(4, 40, 4, 16, seed=26), x(4, 40, 4, 16, seed=27)
-    indexed = (*documents[:3], index[0][0], index[1][0], *documents[3:])
+    qkv = (q[0], k[0], v[0])
+    documents = {"": (*qkv, None, None, *offsets), INDEXED: (*qkv, index[0][0], index[1][0], *offsets)}[by]
+    of_documents = (*documents, "auto", *tree)
     of_loss = (q, k, *index, torch.tensor([39, 17, 20, 20]))
     sinks, packed_lists = x(8, seed=23), (q[0], k[0], v[0], lists[0])
     mlp = (x(4, 8, 16, seed=7), x(12, 16, seed=8), x(12, 16, seed=9))
@@ -78,16 +85,6 @@ def example(name: str) -> tuple[Any, ...]:
         "_attention_varlen_backward": lambda: (
             *documents,
             *ops._attention_varlen_forward(*of_documents),
-            x(40, 8, 6, seed=18),
-            None,
-            "auto",
-            mask,
-            *tree,
-        ),
-        "_indexed_attention_varlen": lambda: (*indexed, "auto", *tree),
-        "_indexed_attention_varlen_backward": lambda: (
-            *indexed,
-            *ops._indexed_attention_varlen(*indexed, "auto", *tree),
             x(40, 8, 6, seed=18),
             None,
             "auto",
@@ -215,8 +212,9 @@ def difference(ours: Tensor, theirs: Tensor) -> Tensor:
 def follow_rules(size: int, name: str, mask: tuple[bool, ...] | None = None) -> list[dict[str, Any]]:
     """Runs an op under every way that its rule lists, and compares with the op itself."""
     mesh = mesh_of(size)
-    op = getattr(torch.ops.htree, name).default
     args = example(name)
+    name = name.removesuffix(INDEXED)
+    op = getattr(torch.ops.htree, name).default
     if mask is not None:
         place = [a.name for a in op._schema.arguments].index("output_mask")
         defaults = [a.default_value for a in op._schema.arguments[len(args) : place]]

@@ -19,7 +19,7 @@ from tests.support.sparse_attention_cases import VARLEN_CASES as SPARSE_VARLEN_C
 from tests.support.sparse_attention_cases import SparseBackwardCase
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
-from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, offsets
+from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, offsets, without_index
 from tests.support.tree_cache_cases import op_calls, op_options
 
 __all__ = ["row_calls"]
@@ -132,13 +132,12 @@ def _indexed_documents(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], pac
     """The same tensors as two packed documents."""
     ends = offsets((37, 23), q.device)
     given = (*(x[0] for x in (q, k, v, *index)), ends, ends, 37, 37)
-    out, lse = torch.ops.htree._indexed_attention_varlen(*given, "auto", *packed)
+    state = torch.ops.htree._attention_varlen_forward(*given, "auto", *packed)
+    gradient = (state[0], None, "auto", [True] * 3)
     return [
-        Call("_indexed_attention_varlen", (*given, "auto", *packed), differentiable=(0, 1, 2)),
-        Call(
-            "_indexed_attention_varlen_backward",
-            (*given, out, lse, out, None, "auto", [True] * 3, *packed),
-        ),
+        Call("_attention_varlen", (*given, "auto", *packed), differentiable=(0, 1, 2)),
+        Call("_attention_varlen_forward", (*given, "auto", *packed)),
+        Call("_attention_varlen_backward", (*given, *state, *gradient, *packed)),
     ]
 
 
@@ -179,7 +178,7 @@ def varlen_calls(device: str) -> list[Call]:
     """Packed documents, empty ones and some with fewer queries than keys among them."""
     case = next(case for case in VARLEN_CASES if case.name == "suffix")
     backward = VarlenBackwardCase(name=case.name, dtype=case.dtype, forward=case)
-    inputs, packed = case.make_inputs(device), case.packed()
+    inputs, packed = without_index(case.make_inputs(device)), case.packed()
     return [
         Call("_attention_varlen", (*inputs, "auto", *packed)),
         Call("_attention_varlen_forward", (*inputs, "auto", *packed)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.cases import Case, normal
 from tests.support.tree_attention_problem import OptionFields, TreeAttentionCase
 
-__all__ = ["BENCHMARK_CASES", "CASES", "VarlenBackwardCase", "VarlenCase", "offsets"]
+__all__ = ["BENCHMARK_CASES", "CASES", "VarlenBackwardCase", "VarlenCase", "offsets", "without_index"]
 
 
 def offsets(lengths: tuple[int, ...], device: str | torch.device) -> Tensor:
@@ -72,7 +72,7 @@ class VarlenCase(OptionFields, Case):
         return max(self.queries_of, default=0), max(self.lengths, default=0)
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
-        """Arguments of ``torch.ops.htree._attention_varlen`` before ``grouping`` and the options."""
+        """query, key, value, both offsets and both bounds."""
         return (*self.make_qkv(device, seed), *self.make_offsets(device), *self.bounds)
 
     def options(self) -> dict[str, Any]:
@@ -99,6 +99,11 @@ class VarlenCase(OptionFields, Case):
         )
 
 
+def without_index(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What :meth:`VarlenCase.make_inputs` gives as arguments of ``torch.ops.htree._attention_varlen``."""
+    return (*inputs[:3], None, None, *inputs[3:])
+
+
 @dataclass(frozen=True, kw_only=True)
 class VarlenBackwardCase(Case):
     """The gradient of ``forward``: what ``_attention_varlen_forward`` gave, and a standard normal gradient of out."""
@@ -107,7 +112,7 @@ class VarlenBackwardCase(Case):
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Arguments of ``torch.ops.htree._attention_varlen_backward`` before ``grouping``."""
-        inputs = self.forward.make_inputs(device, seed)
+        inputs = without_index(self.forward.make_inputs(device, seed))
         state = torch.ops.htree._attention_varlen_forward(*inputs, "auto", *self.forward.packed())
         dout = normal(tuple(state[0].shape), self.dtype, device, 3 * seed + 1_000_003)
         return (*inputs, *state, dout, None)

@@ -33,7 +33,7 @@ from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_problem import packed as packed_options
-from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets
+from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets, without_index
 
 OPS = torch.ops.htree
 GROUPINGS = ("auto", "document", "length", "rank")
@@ -46,7 +46,7 @@ def groupings_of(case: VarlenCase) -> tuple[str, ...]:
 
 
 def packed(case: VarlenCase, inputs: tuple[Any, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
-    return OPS._attention_varlen(*inputs, grouping, *case.packed())
+    return OPS._attention_varlen(*without_index(inputs), grouping, *case.packed())
 
 
 def one_by_one(case: VarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -264,9 +264,9 @@ def test_frozen_inputs_cost_no_gradient(device: str) -> None:
     upstream = [normal(tuple(x.shape), x.dtype, x.device, 99 + i) for i, x in enumerate((out, lse))]
     (dk,) = torch.autograd.grad((out, lse), k, upstream, create_graph=True)
     assert torch.equal(dk, full[3])
-    state = OPS._attention_varlen_forward(q, k.detach(), v, *rest, "auto", *case.packed())
+    state = OPS._attention_varlen_forward(q, k.detach(), v, None, None, *rest, "auto", *case.packed())
     found = OPS._attention_varlen_backward(
-        q, k, v, *rest, *state, out, None, "auto", [True, False, True], *case.packed()
+        q, k, v, None, None, *rest, *state, out, None, "auto", [True, False, True], *case.packed()
     )
     assert [x is not None for x in found] == [True, False, True]
 
@@ -301,7 +301,9 @@ def broken_call(change: dict[str, Any], device: str, grouping: str) -> tuple[Any
     cu = [torch.tensor(values[name], dtype=torch.int32, device=device) for name in "qk"]
     stride = 4 if values["q"][1] == 9 else 1
     options = packed_options(4, 8, 2, selection_stride=stride)
-    out, lse = OPS._attention_varlen(*leaves, *cu, values["max_q"], values["max_k"], grouping, *options)
+    out, lse = OPS._attention_varlen(
+        *leaves, None, None, *cu, values["max_q"], values["max_k"], grouping, *options
+    )
     return out, lse, *torch.autograd.grad(out.sum(), leaves)
 
 
@@ -340,7 +342,9 @@ def test_offsets_that_all_begin_too_late_break_the_first_document(first: int, de
     k, v = (normal((8, 1, 8), torch.float32, device, seed) for seed in (1, 2))
     cu = torch.tensor([first] * 3, dtype=torch.int32, device=device)
     for grouping in ("length", "rank"):
-        out, lse = OPS._attention_varlen(q, k, v, cu, cu, 8, 8, grouping, *packed_options(2, 4, 2))
+        out, lse = OPS._attention_varlen(
+            q, k, v, None, None, cu, cu, 8, 8, grouping, *packed_options(2, 4, 2)
+        )
         rows = min(first, 8)
         assert out[:rows].isnan().all()
         assert lse[:rows].isnan().all()
@@ -371,7 +375,7 @@ def test_any_offsets_stay_in_bounds(
 
     def run() -> tuple[Tensor, ...]:
         with poisoned_memory():
-            out, lse = OPS._attention_varlen(*leaves, *cu, *bounds, grouping, *options)
+            out, lse = OPS._attention_varlen(*leaves, None, None, *cu, *bounds, grouping, *options)
             return out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     def complaint() -> str:
@@ -444,7 +448,7 @@ CHECKED = ("ragged", "span", "stride", "empty_documents", "half", "inv_freq")
 
 @pytest.mark.parametrize("case", [x for x in CASES if x.name in CHECKED], ids=case_id)
 def test_opcheck(case: VarlenCase, device: str) -> None:
-    q, k, v, *rest = case.make_inputs(device)
+    q, k, v, *rest = without_index(case.make_inputs(device))
     options = ("auto", *case.packed())
     opcheck(OPS._attention_varlen_forward.default, (q, k, v, *rest, *options))
     leaves = (x.clone().requires_grad_() for x in (q, k))
@@ -529,13 +533,13 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
     dout = normal((600, 4, 32), torch.bfloat16, "cuda", 5)
 
     def step() -> tuple[Tensor, ...]:
-        out, lse = OPS._attention_varlen(*leaves, cu, cu, *longest, "auto", *case.packed())
+        out, lse = OPS._attention_varlen(*leaves, None, None, cu, cu, *longest, "auto", *case.packed())
         return out, lse, *torch.autograd.grad(out, leaves, dout)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        OPS._attention_varlen(*leaves, cu, cu, *longest, "rank", *case.packed())
+        OPS._attention_varlen(*leaves, None, None, cu, cu, *longest, "rank", *case.packed())
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -552,7 +556,7 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
         pytest.raises(RuntimeError, match="have to be read on the host"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        OPS._attention_varlen(q, k, v, cu, cu, *longest, "length", *case.packed())
+        OPS._attention_varlen(q, k, v, None, None, cu, cu, *longest, "length", *case.packed())
 
 
 @pytest.mark.gpu

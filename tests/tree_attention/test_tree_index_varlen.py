@@ -135,7 +135,7 @@ def problems(draw: Any, device: str) -> Documents:
 
 def attend(case: Documents, tensors: tuple[Tensor, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
     bounds = case.bounds(tensors[0].device.type)
-    return OPS._indexed_attention_varlen(*tensors, *bounds, grouping, *case.options().packed())
+    return OPS._attention_varlen(*tensors, *bounds, grouping, *case.options().packed())
 
 
 def alone(case: Documents, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -169,10 +169,14 @@ def with_gradients(call: Any, tensors: tuple[Tensor, ...], seed: int = 0) -> tup
     return out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)
 
 
-def assert_close(case: Documents, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], exact: bool) -> None:
+def assert_close(
+    case: Documents, ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], grouping: str, device: str
+) -> None:
+    """Bit for bit on the CPU, but for dk and dv of several documents at once, whose sums are cut elsewhere."""
     tolerance = TOLERANCES[case.dtype]
+    exact = 0 if device == "cuda" else 3 if grouping in ("length", "rank") else 5
     for place, (x, y) in enumerate(zip(ours, theirs, strict=True)):
-        if exact and place < 2:
+        if place < exact:
             assert torch.equal(x, y)
         scale = max(1.0, y[y.isfinite()].abs().max().item()) if y.isfinite().any() else 1.0
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance * scale)
@@ -181,13 +185,12 @@ def assert_close(case: Documents, ours: tuple[Tensor, ...], theirs: tuple[Tensor
 @pytest.mark.parametrize("grouping", GROUPINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_documents_are_calls_of_their_own(name: str, grouping: str, device: str) -> None:
-    """Rows bit for bit on the CPU, gradients to rounding: P follows from lse alone."""
     case = CASES[name]
     tensors = case.tensors(device)
     with poisoned_memory():
         found = with_gradients(lambda x: attend(case, x, grouping), tensors)
     wanted = with_gradients(lambda x: alone(case, x), tensors)
-    assert_close(case, found, wanted, exact=device == "cpu")
+    assert_close(case, found, wanted, grouping, device)
 
 
 @given(data=st.data(), seed=st.integers(0, 2**20), grouping=st.sampled_from(GROUPINGS))
@@ -198,7 +201,8 @@ def test_any_documents_are_calls_of_their_own(
     tensors = case.tensors(device, seed)
     with poisoned_memory():
         found = with_gradients(lambda x: attend(case, x, grouping), tensors, seed)
-    assert_close(case, found, with_gradients(lambda x: alone(case, x), tensors, seed), exact=device == "cpu")
+    wanted = with_gradients(lambda x: alone(case, x), tensors, seed)
+    assert_close(case, found, wanted, grouping, device)
 
 
 def test_nothing_of_a_document_reaches_another(device: str) -> None:
@@ -247,22 +251,22 @@ def test_opcheck(name: str, device: str) -> None:
     tensors = case.tensors(device)
     rest = (*case.bounds(device), "auto", *case.options().packed())
     leaves = tuple(x.requires_grad_() for x in tensors[:3])
-    opcheck(OPS._indexed_attention_varlen.default, (*leaves, *tensors[3:], *rest))
+    opcheck(OPS._attention_varlen.default, (*leaves, *tensors[3:], *rest))
     with torch.no_grad():
-        out, lse = OPS._indexed_attention_varlen(*tensors, *rest)
-    lse = lse.masked_fill(~lse.isfinite(), 0)
+        out, gmax, gsum = OPS._attention_varlen_forward(*tensors, *rest)
     backward = (
         *tensors,
         *case.bounds(device),
         out,
-        lse,
+        gmax,
+        gsum,
         out,
-        lse,
+        torch.ones_like(gmax),
         "auto",
         [True] * 3,
         *case.options().packed(),
     )
-    opcheck(OPS._indexed_attention_varlen_backward.default, tuple(
+    opcheck(OPS._attention_varlen_backward.default, tuple(
         x.detach() if isinstance(x, Tensor) else x for x in backward
     ))  # fmt: skip
 
@@ -334,3 +338,10 @@ def test_a_broken_document(device: str) -> None:
     out, _ = attend(case, tensors)
     assert out[:41].isnan().all()
     assert out[41:66].isfinite().all()
+
+
+def test_half_an_index_is_refused(device: str) -> None:
+    case = CASES["plain"]
+    *qkv, index_query, _ = case.tensors(device)
+    with pytest.raises(ValueError, match="index_query and index_key must be given together"):
+        OPS._attention_varlen(*qkv, index_query, None, *case.bounds(device), "auto", *case.options().packed())

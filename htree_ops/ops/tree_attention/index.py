@@ -67,7 +67,8 @@ class TreeOf:
         self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
     ) -> Tensor:
         """Packed documents, as :func:`htree_ops.tree_attention_varlen` takes them."""
-        is_dense, options, index = is_fitting(), self.options, None
+        is_dense, options = is_fitting(), self.options
+        index: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if (self.by_index or is_dense) and q.shape[0] == k.shape[0]:
             collect(self.layer, self._attended(q, k, cu_seqlens=cu_k))
         if is_dense:  # where every node is opened, the tree is dense attention
@@ -76,13 +77,10 @@ class TreeOf:
             options = replace(options, selection_span=None, **every)
         elif self.by_index:
             index, options = choose_by_index(self.function, self.layer, q, k), options.beside_index()
-        # The ops, whose words the caller replaces by its own.
+        k, v = expand_heads(options, q, k, v)
         documents = (cu_q, cu_k, max_q, max_k, "auto", *options.packed())
-        if index is None:
-            k, v = expand_heads(options, q, k, v)
-            out, _ = torch.ops.htree._attention_varlen(q, k, v, *documents)
-        else:
-            out, _ = torch.ops.htree._indexed_attention_varlen(q, k, v, *index, *documents)
+        # The op, whose words the caller replaces by its own.
+        out, _ = torch.ops.htree._attention_varlen(q, k, v, *index, *documents)
         return out
 
     def _attended(self, q: Tensor, k: Tensor, **rows: Tensor | None) -> Attended:

@@ -129,14 +129,12 @@ def tree_attention_varlen(
         torch.Size([1000, 8, 64])
     """
     chosen = tree_options("tree_attention_varlen", options, keywords)
-    documents = (cu_seq_q, cu_seq_k, max_q, max_k)
     if index is None:
         key, value = expand_heads(chosen, query, key, value)
-        out, lse = torch.ops.htree._attention_varlen(query, key, value, *documents, "auto", *chosen.packed())
     else:
         check_index("tree_attention_varlen", index, chosen)
         chosen = chosen.beside_index()
-        out, lse = torch.ops.htree._indexed_attention_varlen(
-            query, key, value, *index, *documents, "auto", *chosen.packed()
-        )
+    by = (None, None) if index is None else index
+    documents = (cu_seq_q, cu_seq_k, max_q, max_k)
+    out, lse = torch.ops.htree._attention_varlen(query, key, value, *by, *documents, "auto", *chosen.packed())
     return (out, lse) if return_lse else out

@@ -64,6 +64,8 @@ void check_varlen(const char* op, const PackedInputs& inputs, const Documents& d
                       rows);
   }
   check_documents(op, documents, "query", query);
+  TORCH_CHECK_VALUE(inputs.index_query.defined() == inputs.index_key.defined(), op,
+                    ": index_query and index_key must be given together, got None for one of them");
   if (inputs.index_query.defined()) check_packed_index(op, inputs, documents, options);
   TORCH_CHECK_VALUE(
       grouping == "auto" || grouping == "document" || grouping == "length" || grouping == "rank", op,
@@ -91,36 +93,49 @@ void check_varlen_state(const char* op, const OptionalTensor& dout, const Option
 
 namespace {
 
+using OutLse = std::tuple<Tensor, Tensor>;
+
+PackedInputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& value,
+                       const OptionalTensor& index_query, const OptionalTensor& index_key) {
+  return {query, key, value, index_query.value_or(Tensor()), index_key.value_or(Tensor())};
+}
+
 // ---- kernels
 
-// for every document: out[its queries] = attention(query[its queries], key[its keys], value[its keys])
+// for every document: out[its queries] = attention(query[its queries], key[its keys], value[its keys]), with an index
+// attention(..., index=(index_query[its queries], index_key[its keys]))
 template <const VarlenKernels* kKernels>
 VarlenState forward(const TreeOptions& options, const Tensor& query, const Tensor& key, const Tensor& value,
+                    const OptionalTensor& index_query, const OptionalTensor& index_key,
                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
                     std::string_view grouping) {
-  return varlen_forward(kKernels, "attention_varlen_forward", {query, key, value},
+  return varlen_forward(kKernels, "attention_varlen_forward",
+                        inputs_of(query, key, value, index_query, index_key),
                         {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
 }
 
 // (attention_varlen_forward(...)[0], gmax + log(gsum))
 template <const VarlenKernels* kKernels>
-std::tuple<Tensor, Tensor> attention_varlen(const TreeOptions& options, const Tensor& query,
-                                            const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
-                                            const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                                            std::string_view grouping) {
-  const VarlenState state = varlen_forward(kKernels, "tree_attention_varlen", {query, key, value},
-                                           {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
-  return {std::get<0>(state), log_sum_exp(std::get<1>(state), std::get<2>(state))};
+OutLse attention_varlen(const TreeOptions& options, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const OptionalTensor& index_query,
+                        const OptionalTensor& index_key, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                        SymInt max_q, SymInt max_k, std::string_view grouping) {
+  const auto [out, gmax, gsum] =
+      varlen_forward(kKernels, "tree_attention_varlen", inputs_of(query, key, value, index_query, index_key),
+                     {cu_seq_q, cu_seq_k, max_q, max_k}, options, grouping);
+  return {out, log_sum_exp(gmax, gsum)};
 }
 
-// for every document: the gradients of the call above
+// for every document: the gradients of the call above, for which an index chooses again
 template <const VarlenKernels* kKernels>
 Gradients backward(const TreeOptions& options, const Tensor& query, const Tensor& key, const Tensor& value,
-                   const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                   const Tensor& out, const Tensor& gmax, const Tensor& gsum, const OptionalTensor& dout,
-                   const OptionalTensor& dlse, std::string_view grouping, std::array<bool, 3> output_mask) {
-  return varlen_backward(kKernels, dout, dlse, {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k},
-                         {out, gmax, gsum}, options, grouping, output_mask);
+                   const OptionalTensor& index_query, const OptionalTensor& index_key, const Tensor& cu_seq_q,
+                   const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
+                   const Tensor& gsum, const OptionalTensor& dout, const OptionalTensor& dlse,
+                   std::string_view grouping, std::array<bool, 3> output_mask) {
+  return varlen_backward(kKernels, dout, dlse, inputs_of(query, key, value, index_query, index_key),
+                         {cu_seq_q, cu_seq_k, max_q, max_k}, {out, gmax, gsum}, options, grouping,
+                         output_mask);
 }
 
 template <const VarlenKernels* kKernels>
@@ -134,8 +149,8 @@ void register_kernels(torch::Library& library) {
 
 TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string inputs =
-      "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt "
-      "max_k, ";
+      "Tensor query, Tensor key, Tensor value, Tensor? index_query, Tensor? index_key, Tensor cu_seq_q, "
+      "Tensor cu_seq_k, SymInt max_q, SymInt max_k, ";
   const std::string options = kPackedSchema;
   const std::string arguments = "(" + inputs + "str grouping, " + options + ") -> ";
   const std::string attention_varlen = "_attention_varlen" + arguments + "(Tensor out, Tensor lse)";
@@ -174,32 +189,37 @@ using torch::autograd::variable_list;
 
 // The documents and how they run, as autograd passes and keeps them.
 struct VarlenArguments {
-  Tensor cu_seq_q, cu_seq_k;
-  SymInt max_q, max_k;
+  Documents documents;
   TreeOptions options;
   std::string grouping;
 };
 
-using VarlenOp = PackedOp<std::tuple<Tensor, Tensor>(
-    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
-    const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, std::string_view grouping)>;
-using ForwardOp =
-    PackedOp<VarlenState(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seq_q,
-                         const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, std::string_view grouping)>;
-using BackwardOp = PackedOp<Gradients(const Tensor& query, const Tensor& key, const Tensor& value,
-                                      const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
-                                      SymInt max_k, const Tensor& out, const Tensor& gmax, const Tensor& gsum,
-                                      const OptionalTensor& dout, const OptionalTensor& dlse,
-                                      std::string_view grouping, std::array<bool, 3> output_mask)>;
+template <typename Result>
+using VarlenOp = PackedOp<Result(const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const OptionalTensor& index_query, const OptionalTensor& index_key,
+                                 const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
+                                 std::string_view grouping)>;
+using BackwardOp = PackedOp<Gradients(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& index_query,
+    const OptionalTensor& index_key, const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q,
+    SymInt max_k, const Tensor& out, const Tensor& gmax, const Tensor& gsum, const OptionalTensor& dout,
+    const OptionalTensor& dlse, std::string_view grouping, std::array<bool, 3> output_mask)>;
 
-const VarlenOp& varlen_op() {
-  static const VarlenOp op("htree::_attention_varlen");
-  return op;
+template <typename Result>
+Result call(const VarlenOp<Result>& op, const PackedInputs& x, const VarlenArguments& a) {
+  const auto& [cu_seq_q, cu_seq_k, max_q, max_k] = a.documents;
+  return op(a.options, x.query, x.key, x.value, if_defined(x.index_query), if_defined(x.index_key), cu_seq_q,
+            cu_seq_k, max_q, max_k, a.grouping);
 }
 
-const ForwardOp& varlen_forward_op() {
-  static const ForwardOp op("htree::_attention_varlen_forward");
-  return op;
+OutLse call_varlen(const PackedInputs& x, const VarlenArguments& a) {
+  static const VarlenOp<OutLse> op("htree::_attention_varlen");
+  return call(op, x, a);
+}
+
+VarlenState call_varlen_forward(const PackedInputs& x, const VarlenArguments& a) {
+  static const VarlenOp<VarlenState> op("htree::_attention_varlen_forward");
+  return call(op, x, a);
 }
 
 Gradients call_varlen_backward(const OptionalTensor& dout, const OptionalTensor& dlse, const PackedInputs& x,
@@ -207,24 +227,26 @@ Gradients call_varlen_backward(const OptionalTensor& dout, const OptionalTensor&
                                std::array<bool, 3> output_mask) {
   static const BackwardOp op("htree::_attention_varlen_backward");
   const auto& [out, gmax, gsum] = state;
-  return op(a.options, x.query, x.key, x.value, a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k, out, gmax, gsum,
-            dout, dlse, a.grouping, output_mask);
+  const auto& [cu_seq_q, cu_seq_k, max_q, max_k] = a.documents;
+  return op(a.options, x.query, x.key, x.value, if_defined(x.index_query), if_defined(x.index_key), cu_seq_q,
+            cu_seq_k, max_q, max_k, out, gmax, gsum, dout, dlse, a.grouping, output_mask);
 }
 
 struct VarlenNode : Function<VarlenNode> {
   static constexpr bool is_traceable = true;
 
-  // Gives out and the log-sum-exps.
+  // Gives out and the log-sum-exps. An index gets no gradient.
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
-                               const Tensor& value, const VarlenArguments& a) {
+                               const Tensor& value, const PackedInputs& inputs, const VarlenArguments& a) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const auto [out, gmax, gsum] = varlen_forward_op()(a.options, query, key, value, a.cu_seq_q, a.cu_seq_k,
-                                                       a.max_q, a.max_k, a.grouping);
-    ctx->save_for_backward({query, key, value, a.cu_seq_q, a.cu_seq_k, out, gmax, gsum});
+    const PackedInputs x = {query, key, value, inputs.index_query, inputs.index_key};
+    const auto [out, gmax, gsum] = call_varlen_forward(x, a);
+    ctx->save_for_backward({query, key, value, x.index_query, x.index_key, a.documents.cu_seq_q,
+                            a.documents.cu_seq_k, out, gmax, gsum});
     save_options(ctx->saved_data, a.options);
-    ctx->saved_data["max_q"] = a.max_q;
-    ctx->saved_data["max_k"] = a.max_k;
+    ctx->saved_data["max_q"] = a.documents.max_q;
+    ctx->saved_data["max_k"] = a.documents.max_k;
     ctx->saved_data["grouping"] = a.grouping;
     return {out, log_sum_exp(gmax, gsum)};
   }
@@ -232,79 +254,75 @@ struct VarlenNode : Function<VarlenNode> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const OptionalTensor dout = if_defined(grads[0]), dlse = if_defined(grads[1]);
     if (!dout.has_value() && !dlse.has_value()) {
-      return variable_list(4);
+      return variable_list(5);
     }
     const variable_list saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
-    const VarlenArguments a = {saved[3],
-                               saved[4],
-                               data["max_q"].toSymInt(),
-                               data["max_k"].toSymInt(),
+    const VarlenArguments a = {{saved[5], saved[6], data["max_q"].toSymInt(), data["max_k"].toSymInt()},
                                load_options(data),
                                data["grouping"].toStringRef()};
     const std::array<bool, 3> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                         ctx->needs_input_grad(2)};
-    auto [dq, dk, dv] = call_varlen_backward(dout, dlse, {saved[0], saved[1], saved[2]},
-                                             {saved[5], saved[6], saved[7]}, a, wanted);
-    return {dq, dk, dv, Tensor()};
+    auto [dq, dk, dv] = call_varlen_backward(dout, dlse, {saved[0], saved[1], saved[2], saved[3], saved[4]},
+                                             {saved[7], saved[8], saved[9]}, a, wanted);
+    return {dq, dk, dv, Tensor(), Tensor()};
   }
 };
 
-std::tuple<Tensor, Tensor> varlen_autograd(const TreeOptions& options, const Tensor& query, const Tensor& key,
-                                           const Tensor& value, const Tensor& cu_seq_q,
-                                           const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                                           std::string_view grouping) {
+Tensor detached(const OptionalTensor& x) {
+  return x.has_value() ? x->detach() : Tensor();
+}
+
+OutLse varlen_autograd(const TreeOptions& options, const Tensor& query, const Tensor& key,
+                       const Tensor& value, const OptionalTensor& index_query,
+                       const OptionalTensor& index_key, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
+                       SymInt max_q, SymInt max_k, std::string_view grouping) {
+  const PackedInputs x = {query, key, value, detached(index_query), detached(index_key)};
+  const VarlenArguments a = {{cu_seq_q, cu_seq_k, max_q, max_k}, options, std::string(grouping)};
   if (needs_grad({query, key, value})) {
-    check_varlen("tree_attention_varlen", {query, key, value}, {cu_seq_q, cu_seq_k, max_q, max_k}, options,
-                 grouping);
-    const variable_list results = VarlenNode::apply(
-        query, key, value, VarlenArguments{cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
+    check_varlen("tree_attention_varlen", x, a.documents, options, grouping);
+    const variable_list results = VarlenNode::apply(query, key, value, x, a);
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowAutograd guard;
-  return varlen_op()(options, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, grouping);
+  return call_varlen(x, a);
 }
 
 Gradients varlen_backward_autograd(const TreeOptions& options, const Tensor& query, const Tensor& key,
-                                   const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
-                                   SymInt max_q, SymInt max_k, const Tensor& out, const Tensor& gmax,
-                                   const Tensor& gsum, const OptionalTensor& dout, const OptionalTensor& dlse,
-                                   std::string_view grouping, std::array<bool, 3> output_mask) {
-  const VarlenArguments a = {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)};
+                                   const Tensor& value, const OptionalTensor& index_query,
+                                   const OptionalTensor& index_key, const Tensor& cu_seq_q,
+                                   const Tensor& cu_seq_k, SymInt max_q, SymInt max_k, const Tensor& out,
+                                   const Tensor& gmax, const Tensor& gsum, const OptionalTensor& dout,
+                                   const OptionalTensor& dlse, std::string_view grouping,
+                                   std::array<bool, 3> output_mask) {
+  const PackedInputs x = inputs_of(query, key, value, index_query, index_key);
+  const VarlenArguments a = {{cu_seq_q, cu_seq_k, max_q, max_k}, options, std::string(grouping)};
   const VarlenState state = {out, gmax, gsum};
   const Tensor of_out = dout.value_or(Tensor()), of_lse = dlse.value_or(Tensor());
-  return once_differentiable(
-      "attention_varlen_backward", {of_out, of_lse, query, key, value, out}, output_mask, [&] {
-        return call_varlen_backward(dout, dlse, {query, key, value}, state, a, output_mask);
-      });
+  return once_differentiable("attention_varlen_backward", {of_out, of_lse, query, key, value, out},
+                             output_mask,
+                             [&] { return call_varlen_backward(dout, dlse, x, state, a, output_mask); });
 }
 
-template <at::DeviceType kDevice, typename Result, typename Op>
-Result cast_and_call(const Op& op, const Tensor& query, const Tensor& key, const Tensor& value,
-                     const VarlenArguments& a) {
+// An index keeps its dtype.
+template <at::DeviceType kDevice, auto kCall>
+auto varlen_autocast(const TreeOptions& options, const Tensor& query, const Tensor& key, const Tensor& value,
+                     const OptionalTensor& index_query, const OptionalTensor& index_key,
+                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
+                     std::string_view grouping) {
   c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
   const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
-  return op(a.options, cast(query), cast(key), cast(value), a.cu_seq_q, a.cu_seq_k, a.max_q, a.max_k,
-            a.grouping);
+  return kCall(inputs_of(cast(query), cast(key), cast(value), index_query, index_key),
+               {{cu_seq_q, cu_seq_k, max_q, max_k}, options, std::string(grouping)});
 }
 
 template <at::DeviceType kDevice>
-std::tuple<Tensor, Tensor> varlen_autocast(const TreeOptions& options, const Tensor& query, const Tensor& key,
-                                           const Tensor& value, const Tensor& cu_seq_q,
-                                           const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                                           std::string_view grouping) {
-  return cast_and_call<kDevice, std::tuple<Tensor, Tensor>>(
-      varlen_op(), query, key, value, {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
-}
-
-template <at::DeviceType kDevice>
-VarlenState varlen_forward_autocast(const TreeOptions& options, const Tensor& query, const Tensor& key,
-                                    const Tensor& value, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
-                                    SymInt max_q, SymInt max_k, std::string_view grouping) {
-  return cast_and_call<kDevice, VarlenState>(
-      varlen_forward_op(), query, key, value,
-      {cu_seq_q, cu_seq_k, max_q, max_k, options, std::string(grouping)});
+void register_autocast(torch::Library& library) {
+  constexpr auto attention = kPacked<varlen_autocast<kDevice, call_varlen>>;
+  constexpr auto forward = kPacked<varlen_autocast<kDevice, call_varlen_forward>>;
+  library.impl("_attention_varlen", TORCH_FN(attention));
+  library.impl("_attention_varlen_forward", TORCH_FN(forward));
 }
 
 }  // namespace
@@ -316,13 +334,11 @@ TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autocast<at::kCPU>>));
-  library.impl("_attention_varlen_forward", TORCH_FN(kPacked<varlen_forward_autocast<at::kCPU>>));
+  register_autocast<at::kCPU>(library);
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autocast<at::kCUDA>>));
-  library.impl("_attention_varlen_forward", TORCH_FN(kPacked<varlen_forward_autocast<at::kCUDA>>));
+  register_autocast<at::kCUDA>(library);
 }
 
 }  // namespace htree::tree_attention
