@@ -16,22 +16,34 @@
 
 namespace htree::tree_attention {
 
+namespace {
+
+// T, at least 1024 and a multiple of the stride, so that few lengths have sizes of their own.
+SymInt longest_of(const SymInt& tokens, const TreeOptions& options) {
+  const int64_t stride = options.selection_stride;
+  return (tokens.max(1024) + (stride - 1)) / stride * stride;
+}
+
+}  // namespace
+
+SymInt list_width(const SymInt& tokens, const TreeOptions& options) {
+  constexpr int64_t kTooManyForTensorCores = kMaxSelectWidth / kTensorCoreRate + 1;
+  if (options.top_k <= kTooManyForTensorCores) return options.top_k;  // one graph for all lengths
+  const SymInt longest = longest_of(tokens, options), rate = longest.min(options.compression_rate);
+  return ((longest + (rate - 1)) / rate).max(kTooManyForTensorCores).min(options.top_k);
+}
+
 AttentionArgs resolve_options(const char* op, const TreeOptions& options, const Tensor& k,
-                              c10::SymIntArrayRef starts, bool lists_given) {
+                              c10::SymIntArrayRef starts, at::TensorList parents) {
   TORCH_CHECK_VALUE(k.size(1) < kIndexLimit, op, ": T of k must be below 2^31, got ", k.size(1));
   AttentionArgs args = resolve(options, k.size(3));
   args.starts.clear();
   for (const SymInt& start : starts) {
     args.starts.push_back(start.expect_int());
   }
-  const int64_t stride = options.selection_stride;
-  const int64_t longest = ceil_div(std::max<int64_t>(k.size(1), 1024), stride) * stride;
+  const int64_t longest = longest_of(k.size(1), options).expect_int();
   args.compression_rate = std::min(options.compression_rate, longest);
-  constexpr int64_t kTooManyForTensorCores = kMaxSelectWidth / kTensorCoreRate + 1;
-  const int64_t useful = std::max(ceil_div(longest, args.compression_rate), kTooManyForTensorCores);
-  if (!lists_given) {
-    args.top_k = std::min(options.top_k, useful);
-  }
+  args.top_k = parents.empty() ? list_width(k.size(1), options).expect_int() : parents.front().size(3);
   // With r cut down, every query has one candidate at the one layer above the tokens, so nothing is scored.
   if (args.compression_rate < options.compression_rate) {
     args.selection_span = 0;
@@ -77,7 +89,7 @@ void run_forward(const char* op, const Tensor& q, const Tensor& k, const Tensor&
                  c10::SymIntArrayRef starts, const TreeOptions& options, const Tensor& out,
                  const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve_options(op, options, k, starts, !parents.empty());
+    const AttentionArgs args = resolve_options(op, options, k, starts, parents);
     if (out.numel() > 0) {
       forward_by_depth(kKernel, options, args, unit_last(q), unit_last(k), unit_last(v), out, gmax, gsum,
                        parents);
@@ -147,7 +159,7 @@ void run_backward(const char* op, const OptionalTensor& dout, const OptionalTens
                   at::TensorList parents, c10::SymIntArrayRef starts, const TreeOptions& options,
                   const Gradients& gradients) {
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve_options(op, options, k, starts, !parents.empty());
+    const AttentionArgs args = resolve_options(op, options, k, starts, parents);
     const auto& [dq, dk, dv] = gradients;
     if (out.numel() == 0) {
       // Without a query no key has a gradient.

@@ -112,12 +112,14 @@ inline void check_attention(const char* op, const Tensor& q, const Tensor& k, co
                     ": give the queries since the last multiple once more, or decode with a TreeKVCache");
 }
 
-// The options as the kernels take them. With `lists_given`, lists of width top_k are read or written. Otherwise r and k are
-// cut down to what T tokens can use, so that scratch follows the length: no list is longer than the number of
-// parents, and a node of r >= T children is a node of T. A k that is too large for the tensor cores stays so,
-// because keeping the lists must not change which kernels run.
+// k, cut down to what `tokens` tokens can use, so that memory follows the length: no list is longer than the number of
+// parents. A k that is too large for the tensor cores stays so: which kernels run follows from the options alone.
+SymInt list_width(const SymInt& tokens, const TreeOptions& options);
+
+// The options as the kernels take them. With lists given, of `parents` [B, rows, H_kv, width] each, these are read or
+// written; otherwise lists have list_width(). r is cut down too: a node of r >= T children is a node of T.
 AttentionArgs resolve_options(const char* op, const TreeOptions& options, const Tensor& k,
-                              c10::SymIntArrayRef starts, bool lists_given);
+                              c10::SymIntArrayRef starts, at::TensorList parents);
 
 inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const TreeOptions& options) {
   return {q.sym_size(0), list_rows(q.sym_size(1), options.selection_stride), k.sym_size(2), options.top_k};
@@ -142,17 +144,18 @@ inline AttentionState prepare_attention_forward(const char* op, const Tensor& q,
   return std::tuple_cat(new_results(q, v), std::make_tuple(std::move(parents)));
 }
 
-// The lists of all layers in one tensor [B, rows, H_kv, k]: with n = ceil(T_q / s), layer l has the rows l n ...
+// The lists of all layers in one tensor [B, rows, H_kv, list_width()]: with n = ceil(T_q / s), layer l has the rows l n ...
 // (l + 1) n - 1. No rows where lists are not stored, else at least 2, of which those behind the lists are -1: tracing
 // asks of every size whether it is 1, and where it may be and may not be, the answer would bind a graph to some lengths.
 inline std::vector<SymInt> all_lists_shape(const Tensor& q, const Tensor& k, const TreeOptions& options,
                                            bool stored) {
   std::vector<SymInt> shape = list_shape(q, k, options);
+  shape[3] = list_width(k.sym_size(1), options);
   shape[1] = stored ? (symbolic_depth(k.sym_size(1), options) * shape[1]).max(2) : SymInt(0);
   return shape;
 }
 
-// The lists of each layer [B, ceil(T_q / s), H_kv, k] in the tensor of all of them; none where it has no rows. Sizes must
+// The lists of each layer [B, ceil(T_q / s), H_kv, list_width()] in the tensor of all of them; none where it has no rows. Sizes must
 // be real.
 std::vector<Tensor> lists_of_layers(const Tensor& lists, const Tensor& q, const Tensor& k,
                                     const TreeOptions& options);
@@ -237,7 +240,7 @@ inline Gradients prepare_attention_rows_backward(const OptionalTensor& dout, con
   check_results(kOp, dout, dlse, q, v, out, gmax, gsum);
   const bool stored = lists.dim() > 1 && lists.sym_size(1) != 0;
   check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, stored),
-                "[B, 0 or max(2, layers * ceil(T_q / selection_stride)), H_kv, top_k]", "q", q);
+                "[B, 0 or max(2, layers * ceil(T_q / selection_stride)), H_kv, width]", "q", q);
   return new_gradients(q, k, v, output_mask);
 }
 

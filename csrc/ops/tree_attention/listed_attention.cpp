@@ -65,7 +65,8 @@ void select_into(SelectBlocks* kernel, const char* op, const Tensor& index_query
 void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,
                        const Tensor& index_query, const Tensor& index_key, int64_t layer, bool is_top,
                        const Tensor& lists) {
-  const BlockOptions blocks = blocks_of_nodes(options, node_span(options.compression_rate, layer + 1));
+  BlockOptions blocks = blocks_of_nodes(options, node_span(options.compression_rate, layer + 1));
+  blocks.count = lists.size(3);
   const int64_t start = index_key.size(1) - index_query.size(1);
   if (has_open_top(options)) {
     const int64_t implied =
@@ -79,7 +80,7 @@ void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& 
     return;
   }
   if (is_top) {
-    lists.copy_(full_lists(lists, start, lists.size(1), blocks.stride, blocks.block_size, options.top_k));
+    lists.copy_(full_lists(lists, start, lists.size(1), blocks.stride, blocks.block_size, blocks.count));
     return;
   }
   select_into(kernel, op, index_query, index_key, blocks, lists);
@@ -146,7 +147,7 @@ void check_lists(const TreeOptions& options, const Tensor& q, const Tensor& k, c
                  const Tensor& lists, c10::SymIntArrayRef starts) {
   check_attention_rows(kOp, q, k, v, starts, options);
   check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, /*stored=*/true),
-                "[B, max(2, layers * ceil(T_q / selection_stride)), H_kv, top_k]", "q", q);
+                "[B, max(2, layers * ceil(T_q / selection_stride)), H_kv, width]", "q", q);
 }
 
 using Rows = std::tuple<Tensor, Tensor, Tensor>;  // out, gmax, gsum
@@ -158,11 +159,12 @@ Rows listed_rows(const TreeOptions& options, const Tensor& q, const Tensor& k, c
   check_lists(options, q, k, v, lists, starts);
   Rows results = new_results(q, v);
   if constexpr (kKernel != nullptr) {
-    const AttentionArgs args = resolve_options(kOp, options, k, starts, /*lists_given=*/true);
+    const std::vector<Tensor> layers = lists_of_layers(lists.contiguous(), q, k, options);
+    const AttentionArgs args = resolve_options(kOp, options, k, starts, layers);
     const auto& [out, gmax, gsum] = results;
     if (out.numel() > 0) {
       forward_by_depth(kKernel, options, args, unit_last(q), unit_last(k), unit_last(v), out, gmax, gsum,
-                       lists_of_layers(lists.contiguous(), q, k, options));
+                       layers);
     }
   }
   return results;

@@ -14,7 +14,7 @@ void check_index_heads(const char* op, const Tensor& index_query, const SymInt& 
 // How blocks of `block_size` tokens are chosen as nodes.
 BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size);
 
-// Writes the lists of one layer, int32 [B, ceil(T_q / s), H_kv, k]: of index_query [B, T_q, H_i, d] behind `start` tokens,
+// Writes the lists of one layer, int32 [B, ceil(T_q / s), H_kv, list_width()]: of index_query [B, T_q, H_i, d] behind `start` tokens,
 // index_key [B, start + T_q, H_i, d]. The top layer's lists hold every node; with an open top
 // (segments.h), the lists of a row's top and of the layers above it are -1.
 void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,

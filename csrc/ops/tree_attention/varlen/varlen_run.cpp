@@ -67,8 +67,8 @@ class GroupRows {
 };
 
 AttentionArgs group_args(const char* op, const TreeOptions& options, const Tensor& keys,
-                         const VarlenGroup& group, bool lists_given) {
-  return resolve_options(op, options, keys, {group.num_keys - group.num_queries}, lists_given);
+                         const VarlenGroup& group, at::TensorList lists) {
+  return resolve_options(op, options, keys, {group.num_keys - group.num_queries}, lists);
 }
 
 // The lists of a group, one tensor per layer, that its index chooses; none without an index.
@@ -80,10 +80,11 @@ std::vector<Tensor> group_lists(const VarlenKernels& kernels, const char* op, co
   const Tensor key = batch.take(inputs.index_key, GroupRows::kKeys);
   batch.gather();
   const int64_t depth = depth_of(group.num_keys, options);
+  const int64_t width = list_width(group.num_keys, options).expect_int();
   for (int64_t layer = 0; layer < depth; ++layer) {
-    lists.push_back(at::empty({group.count, ceil_div(group.num_queries, options.selection_stride),
-                               inputs.key.size(1), options.top_k},
-                              query.options().dtype(at::kInt)));
+    lists.push_back(at::empty(
+        {group.count, ceil_div(group.num_queries, options.selection_stride), inputs.key.size(1), width},
+        query.options().dtype(at::kInt)));
     write_index_lists(kernels.select, op, options, query, key, layer, /*is_top=*/layer + 1 == depth,
                       lists.back());
   }
@@ -130,8 +131,8 @@ VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const P
                  batch_sum = batch.place(gsum, Rows::kQueries);
     batch.gather();
     AttentionForward* const forward = lists.empty() ? kernels->forward : kernels->over_lists;
-    forward_by_depth(forward, options, group_args(op, options, batch_k, group, !lists.empty()), batch_q,
-                     batch_k, batch_v, batch_out, batch_max, batch_sum, lists);
+    forward_by_depth(forward, options, group_args(op, options, batch_k, group, lists), batch_q, batch_k,
+                     batch_v, batch_out, batch_max, batch_sum, lists);
     batch.scatter();
   }
   if (plan.fills) {
@@ -178,9 +179,9 @@ Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& do
                  batch_sum = batch.take(sum, Rows::kQueries, /*padding=*/1),
                  batch_dlse = dlse.has_value() ? batch.take(of_lse, Rows::kQueries) : Tensor();
     batch.gather();
-    backward_by_depth(kernels->backward, options, group_args(kOp, options, batch_k, group, !lists.empty()),
-                      batch_dout, batch_dlse, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum,
-                      lists, batch_dq, batch_dk, batch_dv);
+    backward_by_depth(kernels->backward, options, group_args(kOp, options, batch_k, group, lists), batch_dout,
+                      batch_dlse, batch_q, batch_k, batch_v, batch_out, batch_max, batch_sum, lists, batch_dq,
+                      batch_dk, batch_dv);
     batch.scatter();
   }
   if (plan.fills) {

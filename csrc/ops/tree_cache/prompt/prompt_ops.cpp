@@ -205,10 +205,10 @@ void prompt_from_tokens(const PromptPages& pages, int64_t page_size, const Promp
   const Tensor v = tokens_of(pages.values, table, page_size, length);
   const auto& [out, gmax, gsum, lists] = call.outputs;
   const SymInt start = call.problem.args.starts.front();
-  const AttentionArgs args =
-      tree_attention::resolve_options(kPromptOp, call.options, k, start, lists.size(0) > 0);
+  const std::vector<Tensor> layers = lists.unbind(0);
+  const AttentionArgs args = tree_attention::resolve_options(kPromptOp, call.options, k, start, layers);
   tree_attention::forward_by_depth(kernel, call.options, args, call.q, tree_attention::unit_last(k),
-                                   tree_attention::unit_last(v), out, gmax, gsum, lists.unbind(0));
+                                   tree_attention::unit_last(v), out, gmax, gsum, layers);
 }
 
 // ---- CPU: its kernels read no copies
