@@ -1,10 +1,10 @@
 """A step of decoding from a tree cache whose nodes an index chooses, beside dense attention of the same run.
 
-Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--quick`` takes the first setting alone.
-bf16, random normal inputs and an index of 32 numbers for each K/V head; each call is replayed in a CUDA graph. "attend" is
-the attention of one token for each sequence, "step" appends that token too, "mean" is "attend" of the same cache without
-an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN over all tokens. Figures are reported, never
-asserted.
+Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--quick`` takes the first setting
+alone. bf16, random normal inputs and an index of 32 numbers for each K/V head; each call is replayed in a CUDA graph.
+"attend" is the attention of one token for each sequence, "step" appends that token too, "mean" is "attend" of the same
+cache without an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN over all tokens. Figures are
+reported, never asserted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -118,6 +119,18 @@ def replayed(call: Callable[[], object], effort: timing.Effort) -> float:
     return timing.measure_undisturbed({"": [replay]}, clock, effort)[""].median_us / count
 
 
+def indexed(
+    setting: Setting, rows: tuple[Tensor, Tensor, Tensor], index: tuple[Tensor, Tensor], effort: timing.Effort
+) -> tuple[float, float]:
+    """Microseconds of the attention of a token by an index, and of that with its append."""
+    cache = filled(setting, INDEX_DIM)
+    attend_us = replayed(partial(cache.attend, rows[0], index_query=index[0]), effort)
+    step_us = replayed(partial(cache.decode, *rows, index=index), effort)
+    cache.advance(int(cache.lengths[0]) - cache.host_lengths()[0])  # replays
+    cache.check()
+    return attend_us, step_us
+
+
 def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
     """Its row."""
     generator = torch.Generator("cuda").manual_seed(1)
@@ -129,24 +142,17 @@ def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
     q, k, v = (token(heads, setting.D) for heads in (setting.H, setting.H_kv, setting.H_kv))
     index = token(setting.H_kv, INDEX_DIM), token(setting.H_kv, INDEX_DIM)
     with torch.no_grad():
-        cache = filled(setting, INDEX_DIM)
-        attend_us = replayed(lambda: cache.attend(q, index_query=index[0]), effort)
-        step_us = replayed(lambda: cache.decode(q, k, v, index=index), effort)
-        cache.advance(int(cache.lengths[0]) - cache.host_lengths()[0])  # replays
-        cache.check()
-        del cache
+        attend_us, step_us = indexed(setting, (q, k, v), index, effort)
         plain = filled(setting, 0)
-        mean_us = replayed(lambda: plain.attend(q), effort)
+        mean_us = replayed(partial(plain.attend, q), effort)
         del plain
-        dense_k, dense_v = (
-            torch.randn(setting.B, setting.H_kv, setting.T, setting.D, device="cuda", dtype=torch.bfloat16)
-            for _ in range(2)
-        )
+        shape = (setting.B, setting.H_kv, setting.T, setting.D)
+        dense_k, dense_v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            dense_us = replayed(
-                lambda: F.scaled_dot_product_attention(q.transpose(1, 2), dense_k, dense_v, enable_gqa=True),
-                effort,
+            dense = partial(
+                F.scaled_dot_product_attention, q.transpose(1, 2), dense_k, dense_v, enable_gqa=True
             )
+            dense_us = replayed(dense, effort)
     yield DecodeRow(
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
@@ -169,7 +175,9 @@ def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
 
 def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] = SETTINGS) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="time of a step of decoding with an index, beside dense attention")
+    parser = argparse.ArgumentParser(
+        description="time of a step of decoding with an index, beside dense attention"
+    )
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument("--rounds", type=int, default=3, help="turns of a row (default 3)")
     parser.add_argument("--quick", action="store_true", help="the first setting alone, few repetitions")

@@ -137,7 +137,8 @@ def test_codes_are_keys_rounded_by_a_power_of_two(data: st.DataObject, seed: int
     key[0, 5, 0, 1] = -torch.inf
     served(cache, rows, (query, key), data.draw(st.sampled_from(([40], [7, 33], [39, 1]))))
     pages = cache.pools.index
-    assert pages is not None and pages.scales is not None
+    assert pages is not None
+    assert pages.scales is not None
     held = held_keys(cache, 40).float()
     wide = key.float()
     largest = wide.nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1, keepdim=True)
@@ -158,7 +159,8 @@ def test_rows_of_coded_keys_are_those_of_the_decoded_ones(device: str) -> None:
     query, key = (normal((2, 90, 2, WIDTH), torch.bfloat16, device, 7 + i) for i in range(2))
     found = served(cache, rows, (query, key), [80, 1, 9])
     held = held_keys(cache, 90)
-    assert not torch.equal(held, key) and torch.allclose(held.float(), key.float(), rtol=0.0625, atol=0.02)
+    assert not torch.equal(held, key)
+    torch.testing.assert_close(held.float(), key.float(), rtol=0.0625, atol=0.02)
     if device == "cpu":  # elsewhere products that are rounded may choose another node (§1.11)
         assert torch.equal(found, whole(cache, rows, (query, held)))
         assert not torch.equal(found, whole(cache, rows, (query, key)))
@@ -194,7 +196,11 @@ def test_what_codes_need(device: str) -> None:
         ((last, pool, scales[:, :, :4]), ValueError, "index_scales must be contiguous"),
         ((last, pool, scales[:, :, None]), ShapeMismatchError, "index_scales must be 3-D"),
         ((last, pool, scales[:, :1].contiguous()), ShapeMismatchError, "size 1 of index_scales must be 2"),
-        ((last.half(), pool, scales), TypeError, "index_query must have dtype torch.bfloat16, got torch.float16"),
+        (
+            (last.half(), pool, scales),
+            TypeError,
+            "index_query must have dtype torch.bfloat16, got torch.float16",
+        ),
     ):
         with pytest.raises(error, match=message):
             call(*arguments)  # type: ignore[arg-type]

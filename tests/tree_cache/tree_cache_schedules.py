@@ -186,7 +186,9 @@ class Shape:
         else:
             cache.pages.free = order
         for pool in (cache.k_pool, cache.v_pool, *cache.pools.index_pool):
-            pool.fill_(torch.nan if pool.is_floating_point() else 255)  # what is read before it is written shows
+            pool.fill_(
+                torch.nan if pool.is_floating_point() else 255
+            )  # what is read before it is written shows
         return cache
 
 

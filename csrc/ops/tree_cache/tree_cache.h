@@ -90,7 +90,7 @@ AppendPacked append_packed_cpu, append_packed_cuda;
 
 // The pages of index keys. docs/semantics/tree_cache.md §7.7
 struct IndexPool {
-  const Tensor& keys;    // [num_pages, H_i, P, d] contiguous, H_i is H_kv or 1; uint8 where they are E4M3 codes
+  const Tensor& keys;  // [num_pages, H_i, P, d] contiguous, H_i is H_kv or 1; uint8 where they are E4M3 codes
   const Tensor& scales;  // uint8 [num_pages, H_i, P] contiguous beside codes, else undefined
 
   bool coded() const { return scales.defined(); }

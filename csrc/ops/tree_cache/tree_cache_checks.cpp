@@ -308,8 +308,7 @@ void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages)
   check_rank(op, "k_pool", k_pool, 4, "[num_pages, H_kv, key rows, K]");
   check_rank(op, "v_pool", v_pool, 4, "[num_pages, H_kv, value rows, V]");
   for (const auto& [name, pool] : {std::pair{"k_pool", k_pool}, std::pair{"v_pool", v_pool}}) {
-    check_dtype(op, name, pool,
-                {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble, at::kByte});
+    check_dtype(op, name, pool, {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble, at::kByte});
   }
   check_same_device(op, "v_pool", v_pool, "k_pool", k_pool);
   check_size(op, "v_pool", v_pool, 0, k_pool.sym_size(0), "num_pages of k_pool");

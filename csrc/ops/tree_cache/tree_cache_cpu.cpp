@@ -293,8 +293,7 @@ void append_index_codes(const NewTokens& tokens, const Tensor& rows, const PageL
   for (int64_t i = 0; i < tokens.count; ++i) {
     const int64_t token = tokens.before + i;
     for (int64_t head = 0; head < heads; ++head) {
-      const auto* from =
-          given + (tokens.first + i) * rows.stride(0) + head * rows.stride(1);
+      const auto* from = given + (tokens.first + i) * rows.stride(0) + head * rows.stride(1);
       float largest = 0.0f;
       for (int64_t c = 0; c < width; ++c) {
         largest = std::fmax(largest, std::fabs(static_cast<float>(from[c])));  // NaN loses

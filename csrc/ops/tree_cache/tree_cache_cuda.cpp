@@ -211,7 +211,8 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
                .lists = params.options.stride > 1 || index != nullptr ? scratch.lists : 0};
   }
-  const int64_t index_bytes = index == nullptr || at_once ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
+  const int64_t index_bytes =
+      index == nullptr || at_once ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
   const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
   const int64_t rows =
       std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads + index_bytes, 1),

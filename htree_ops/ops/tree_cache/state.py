@@ -70,17 +70,17 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
     if (INDEX_KEYS in state) != (INDEX_KEYS in own):
         has, lacks = ("the state", "the cache") if INDEX_KEYS in state else ("the cache", "the state")
         raise ValueError(f"{name}: {has} has {INDEX_KEYS} and {lacks} has none: index_dim must be the same")
-    if INDEX_KEYS in own and (wanted := own[INDEX_KEYS].dtype) != (got := getattr(state[INDEX_KEYS], "dtype", None)):
-        raise TypeError(f"{name}: {INDEX_KEYS} must be a Tensor of {wanted}, got {got}")
-    if state.keys() != own.keys():
-        raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
     for key, mine in own.items():
+        if key not in state:
+            continue
         theirs = state[key]
         if not isinstance(theirs, Tensor) or theirs.dtype != mine.dtype:
             raise TypeError(
                 f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
             )
         check_data(name, key, theirs)
+    if state.keys() != own.keys():
+        raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
     if not all(torch.equal(state[key].cpu(), own[key]) for key in OPTIONS):
         raise ValueError(f"{name}: options must be {_in_words(own)}, got {_in_words(state)}")
     wanted = {key: list(mine.shape) for key, mine in own.items()}

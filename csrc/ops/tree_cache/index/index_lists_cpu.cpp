@@ -22,8 +22,8 @@ class Decoded {
  public:
   Decoded() {
     for (int code = 0; code < 256; ++code) {
-      values_[static_cast<size_t>(code)] = static_cast<float>(
-          c10::Float8_e4m3fn(static_cast<uint8_t>(code), c10::Float8_e4m3fn::from_bits()));
+      values_[static_cast<size_t>(code)] =
+          static_cast<float>(c10::Float8_e4m3fn(static_cast<uint8_t>(code), c10::Float8_e4m3fn::from_bits()));
     }
   }
   c10::BFloat16 operator()(uint8_t code, uint8_t scale) const {
@@ -41,9 +41,8 @@ Tensor sequence_keys(const Pools& pools, const PageLayout& layout, const IndexPo
   static const Decoded decoded;
   const Tensor& pool = index.keys;
   const int64_t heads = pool.size(1), page_size = pool.size(2), width = pool.size(3);
-  const Tensor keys =
-      at::empty({1, heads, length, width},
-                pool.options().dtype(index.coded() ? at::kBFloat16 : pool.scalar_type()));
+  const Tensor keys = at::empty({1, heads, length, width},
+                                pool.options().dtype(index.coded() ? at::kBFloat16 : pool.scalar_type()));
   const auto row_bytes = static_cast<size_t>(width) * pool.element_size();
   const auto* table = pools.block_table.const_data_ptr<int32_t>() + sequence * layout.max_pages;
   const auto* from = static_cast<const char*>(pool.const_data_ptr());

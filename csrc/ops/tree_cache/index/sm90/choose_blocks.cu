@@ -49,7 +49,8 @@ struct ChoiceBlock {
   // `units` of all layers lie behind one another, from layer 0 on.
   __device__ __forceinline__ LayerShare layer(int layer) const {
     const int cluster = params.plan.cluster, chooses = walk.query.top;
-    const int units = walk.query.token / kUnit + 1, align = max(kStageUnits, 1 << (kChoiceRateLog2 * (chooses - 1)));
+    const int units = walk.query.token / kUnit + 1,
+              align = max(kStageUnits, 1 << (kChoiceRateLog2 * (chooses - 1)));
     const int share = ((units + cluster - 1) / cluster + align - 1) / align * align;
     const int shift = kChoiceRateLog2 * layer;
     LayerShare found;
@@ -69,7 +70,8 @@ struct ChoiceBlock {
   }
   // Entry `i` of the list of a layer, for all K/V heads of the index head.
   __device__ __forceinline__ void write(int layer, int i, int32_t block) const {
-    const int kv_heads = static_cast<int>(params.call.layout.num_kv_heads), each = kv_heads / params.index.heads;
+    const int kv_heads = static_cast<int>(params.call.layout.num_kv_heads),
+              each = kv_heads / params.index.heads;
     int32_t* list = own_list(params.call, walk, layer);
     list += (walk.head * each - walk.head) * top_k();
     for (int head = 0; head < each; ++head) {
@@ -212,9 +214,10 @@ struct WarpUnits {
 
 // Scores the units [quad, quad + 4) of a stage, those that it has: lane t of the first four returns that of unit quad + t.
 template <typename Key>
-__device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, const ChoiceStage& stage, int quad,
-                                            int num, int d) {
-  const int token = static_cast<int>(threadIdx.x) % 32 / 4, begin = static_cast<int>(threadIdx.x) % 4 * kOwnChannels;
+__device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, const ChoiceStage& stage,
+                                            int quad, int num, int d) {
+  const int token = static_cast<int>(threadIdx.x) % 32 / 4,
+            begin = static_cast<int>(threadIdx.x) % 4 * kOwnChannels;
   float sums[4][4] = {};
 #pragma unroll
   for (int c = 0; c < kMostChunks; ++c) {
@@ -356,16 +359,19 @@ __device__ __forceinline__ void choose_row(const ChoiceBlock<Key>& block) {
     const int num = gathered ? share.chosen_before(cluster, most) : share.own;
     const int before = share.chosen_before(block.rank, most);
     choose_best(block, gathered ? block.gathered_keys(layer) : keys, num, most, [&](int rank, int i) {
-      const int32_t place = gathered ? static_cast<int32_t>(block.gathered_places(layer)[i]) : share.first + i;
+      const int32_t place =
+          gathered ? static_cast<int32_t>(block.gathered_places(layer)[i]) : share.first + i;
       if (ends) {
         block.write(layer, rank, place);
         return;
       }
       const auto chooser = static_cast<uint32_t>(layer % cluster);
       device::store_to_block(block.gathered_keys(layer) + before + rank, chooser, keys[i]);
-      device::store_to_block(block.gathered_places(layer) + before + rank, chooser, static_cast<uint32_t>(place));
+      device::store_to_block(block.gathered_places(layer) + before + rank, chooser,
+                             static_cast<uint32_t>(place));
     });
-    for (int i = min(share.num, most) + static_cast<int>(threadIdx.x); ends && i < most; i += kChoiceThreads) {
+    for (int i = min(share.num, most) + static_cast<int>(threadIdx.x); ends && i < most;
+         i += kChoiceThreads) {
       block.write(layer, i, -1);
     }
     keys += share.own;
