@@ -127,18 +127,32 @@ def test_every_step_of_a_cache() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
+)
 @pytest.mark.parametrize(("stride", "index_heads"), [(1, 2), (4, 1)])
-def test_an_index_chooses_from_pages(stride: int, index_heads: int, dtype: torch.dtype) -> None:
+def test_an_index_chooses_from_pages(
+    stride: int, index_heads: int, dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
     """A prompt, and steps of one row and of several, in three layers; fp32 takes the general kernels."""
     options = {"top_k": 4, "max_top_nodes": 32, "selection_stride": stride, "page_size": 32}
     cache = TreeKVCache(
-        2, 2, 64, 700, index_dim=16, index_heads=index_heads, dtype=dtype, device="cuda", **options
-    )  # type: ignore[arg-type]
+        2,
+        2,
+        64,
+        700,
+        index_dim=16,
+        index_heads=index_heads,
+        index_dtype=index_dtype,
+        dtype=dtype,
+        device="cuda",
+        **options,  # type: ignore[arg-type]
+    )
     q, k, v = (torch.randn(2, 612, heads, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
     # Whole numbers, whose products are exact.
     shape = (2, 612, index_heads, 16)
-    index = [torch.randint(-3, 4, shape, device="cuda").to(cache.index_dtype) for _ in range(2)]
+    index = [torch.randint(-3, 4, shape, device="cuda").to(dtype) for _ in range(2)]
     outs, begin = [], 0
     for n in (600, 1, 1, 10):
         rows = slice(begin, begin + n)
