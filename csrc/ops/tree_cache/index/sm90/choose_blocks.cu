@@ -90,7 +90,7 @@ template <typename Key>
 using Factor = std::conditional_t<std::is_same_v<Key, IndexCode>, __half, Key>;
 
 // A lane's channels of the query, as factors of products. Beside codes they are fp16 numbers times a power of two that takes
-// the largest to 2^14: what is rounded is below 2^-38 of that one.
+// the largest to 2^6: what is rounded is below 2^-30 of that one.
 template <typename Key>
 struct QueryFactors {
   uint32_t pairs[kMostChunks][kOwnChannels / 2];
@@ -115,8 +115,8 @@ struct QueryFactors {
       largest = fmaxf(largest, __shfl_xor_sync(device::kFullMask, largest, 2));
       constexpr int kLeast = -100;
       const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, kLeast), 127);
-      factor = scale_value(static_cast<uint8_t>(127 + 14 - exponent));
-      undone = scale_value(static_cast<uint8_t>(127 - 14 + exponent));
+      factor = scale_value(static_cast<uint8_t>(127 + 6 - exponent));
+      undone = scale_value(static_cast<uint8_t>(127 - 6 + exponent));
     }
 #pragma unroll
     for (int c = 0; c < kMostChunks; ++c) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void to_factors(const uint2& codes, uint32_t (&pairs)
   for (int i = 0; i < kOwnChannels / 2; ++i) {
     const __half2_raw halves =
         __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(words[i / 2] >> i % 2 * 16), __NV_E4M3);
-    pairs[i] = uint32_t{halves.x} | uint32_t{halves.y} << 16;
+    pairs[i] = reinterpret_cast<const uint32_t&>(halves);
   }
 }
 __device__ __forceinline__ void to_factors(const uint4& numbers, uint32_t (&pairs)[kOwnChannels / 2]) {
@@ -174,41 +174,51 @@ struct WarpUnits {
   LayerShare units;
   int at_once;  // of a stage
   int first;
+  int lane;
 
   __device__ __forceinline__ WarpUnits(const ChoiceBlock<Key>& of) : block(of), units(of.layer(0)) {
     at_once = block.params.plan.units;
     first = static_cast<int>(threadIdx.x) / 32 * at_once;
+    lane = static_cast<int>(threadIdx.x) % 32;
   }
   __device__ __forceinline__ int begin(int turn) const { return first + turn * kChoiceWarps * at_once; }
   __device__ __forceinline__ bool has(int turn) const { return begin(turn) < units.own; }
 
-  // One thread: starts the copies of a turn. Units of a run lie side by side in a page, so that one look into the table finds
-  // them. What is not there is copied from the pool's first page and counts as nothing, see is_there().
-  __device__ __forceinline__ void load(int turn, ChoiceStage& stage, device::Barrier* barrier) const {
-    const auto& index = block.params.index;
-    const uint32_t unit_bytes = kUnit * index.d * sizeof(Key), scale_bytes = sizeof(Key) == 1 ? kUnit : 0;
-    device::barrier_arrive_expect(barrier, at_once * (unit_bytes + scale_bytes));
-    const int run = block.params.plan.run;
-    for (int i = 0; i < at_once; i += run) {
-      const int64_t place = max(place_of(units.first + begin(turn) + i), int64_t{0});
-      const auto* from = reinterpret_cast<const uint8_t*>(index.keys) + place * unit_bytes;
-      device::bulk_load(stage.keys + i * unit_bytes, from, run * unit_bytes, barrier);
-      if constexpr (sizeof(Key) == 1) {
-        device::bulk_load(stage.scales + i * kUnit, index.scales + place * kUnit, run * kUnit, barrier);
-      }
-    }
-  }
-
-  // The unit of the pool where the run of a unit begins, -1 where the table has no page of the pool. Units behind the diagonal
-  // one are that one's run.
-  __device__ __forceinline__ int64_t place_of(int unit) const {
+  // Units of a run lie side by side in a page, so that one look into the table finds them. For run `lane` of a turn: its first
+  // unit of the pool, -1 where the table has no page of the pool. A run behind the diagonal unit is that one's.
+  __device__ __forceinline__ int64_t find(int turn) const {
     const PageLayout& layout = block.params.call.layout;
     const int32_t* table = block.params.call.sequences.block_table +
                            static_cast<int64_t>(block.walk.query.sequence) * layout.max_pages;
-    const auto start = static_cast<uint32_t>((min(unit, units.num - 1) & -block.params.plan.run) * kUnit);
+    const int run = block.params.plan.run, unit = units.first + begin(turn) + lane * run;
+    const auto start = static_cast<uint32_t>((min(unit, units.num - 1) & -run) * kUnit);
     const uint32_t place = block.page_size.quotient(start), page = static_cast<uint32_t>(table[place]);
     const int64_t rows = (int64_t{page} * block.params.index.heads + block.walk.head) * layout.page_size;
     return page < layout.num_pages ? (rows + block.page_size.remainder(start, place)) / kUnit : -1;
+  }
+
+  // All lanes: starts the copies of a turn whose runs are at `place`. What is not there is copied from the pool's first page.
+  // Returns a bit for each run that is there.
+  __device__ __forceinline__ uint32_t load(int64_t place, ChoiceStage& stage,
+                                           device::Barrier* barrier) const {
+    const auto& index = block.params.index;
+    const uint32_t unit_bytes = kUnit * index.d * sizeof(Key), scale_bytes = sizeof(Key) == 1 ? kUnit : 0;
+    const int run = block.params.plan.run;
+    if (lane == 0) {
+      device::barrier_arrive_expect(barrier, at_once * (unit_bytes + scale_bytes));
+    }
+    __syncwarp();
+    if (lane * run < at_once) {
+      const int64_t from = max(place, int64_t{0});
+      device::bulk_load(stage.keys + lane * run * unit_bytes,
+                        reinterpret_cast<const uint8_t*>(index.keys) + from * unit_bytes, run * unit_bytes,
+                        barrier);
+      if constexpr (sizeof(Key) == 1) {
+        device::bulk_load(stage.scales + lane * run * kUnit, index.scales + from * kUnit, run * kUnit,
+                          barrier);
+      }
+    }
+    return __ballot_sync(device::kFullMask, place >= 0);
   }
 };
 
@@ -247,48 +257,49 @@ __device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, cons
     float products[2] = {sums[i][0], sums[i][2]};
     if constexpr (sizeof(Key) == 1) {
       const uint8_t* scales = stage.scales + min(quad + i, num - 1) * kUnit + token;
-      products[0] = products[0] * query.undone * scale_value(scales[0]);
-      products[1] = products[1] * query.undone * scale_value(scales[8]);
+      products[0] *= scale_value(scales[0]);
+      products[1] *= scale_value(scales[8]);
     }
     best[i] = fmaxf(products[0], products[1]);
   }
-  return fmaxf(largest_of_units(best), device::negative_infinity<float>());  // NaN loses
+  // NaN loses.
+  return fmaxf(largest_of_units(best) * query.undone, device::negative_infinity<float>());
 }
 
 // Fills the keys of this block's units. The diagonal unit stands above all.
 template <typename Key>
 __device__ __forceinline__ void score_units(const ChoiceBlock<Key>& block, ChoiceStage* ring,
                                             device::Barrier* barriers) {
+  static_assert(kChoiceStages == 2);
   const WarpUnits<Key> units(block);
-  const int lane = static_cast<int>(threadIdx.x) % 32, diagonal = units.units.num - 1;
-  for (int turn = 0; turn < kChoiceStages; ++turn) {
-    if (lane == 0 && units.has(turn)) {
-      units.load(turn, ring[turn], &barriers[turn]);
+  const int lane = units.lane, diagonal = units.units.num - 1, run_log2 = __ffs(block.params.plan.run) - 1;
+  uint32_t found[2] = {};  // the runs of this turn and of the next
+#pragma unroll
+  for (int turn = 0; turn < 2; ++turn) {
+    if (units.has(turn)) {
+      found[turn] = units.load(units.find(turn), ring[turn], &barriers[turn]);
     }
   }
   const QueryFactors<Key> query(block.params.index, block.walk.row, block.walk.head);
-  int stage = 0;
-  uint32_t parity = 0;
   for (int turn = 0; units.has(turn); ++turn) {
-    device::barrier_wait(&barriers[stage], parity);
-    const int at = units.begin(turn);
+    const bool goes_on = units.has(turn + 2);
+    const int64_t ahead = goes_on ? units.find(turn + 2) : -1;  // on its way while this turn is scored
+    const int stage = turn % 2, at = units.begin(turn);
+    device::barrier_wait(&barriers[stage], turn / 2 % 2);
     for (int quad = 0; quad < units.at_once; quad += 4) {
       const float best = score_quad(query, ring[stage], quad, units.at_once, block.params.index.d);
-      const int own = at + quad + lane, unit = units.units.first + own;
-      if (lane < 4 && quad + lane < units.at_once && own < units.units.own) {
-        const float score = units.place_of(unit) >= 0 ? best : device::negative_infinity<float>();
+      const int in_turn = quad + lane, own = at + in_turn;
+      if (lane < 4 && in_turn < units.at_once && own < units.units.own) {
+        const bool there = (found[0] >> (in_turn >> run_log2) & 1) != 0;
         block.keys[own] =
-            unit == diagonal ? SelectTraits::kRightmost : tree_attention::key_of_score(score + 0.0f);
+            units.units.first + own == diagonal
+                ? SelectTraits::kRightmost
+                : tree_attention::key_of_score((there ? best : device::negative_infinity<float>()) + 0.0f);
       }
     }
     __syncwarp();
-    if (lane == 0 && units.has(turn + kChoiceStages)) {
-      units.load(turn + kChoiceStages, ring[stage], &barriers[stage]);
-    }
-    if (++stage == kChoiceStages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    found[0] = found[1];
+    found[1] = goes_on ? units.load(ahead, ring[stage], &barriers[stage]) : 0;
   }
 }
 
