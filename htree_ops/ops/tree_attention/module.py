@@ -49,7 +49,6 @@ from htree_ops.ops.tree_attention.options import (
     tree_options,
 )
 from htree_ops.ops.tree_attention.padding import Padding
-from htree_ops.ops.tree_attention.stages import rope
 from htree_ops.ops.tree_cache.cache import TreeKVCache
 
 if TYPE_CHECKING:
@@ -354,7 +353,7 @@ class HTreeAttention(nn.Module):
             heads,
             self.head_dim,
             capacity,
-            options=replace(options, scope="kv_head"),
+            options=options if options.scope == "kv_head" else replace(options, scope="kv_head"),
             page_size=page_size,
             num_pages=num_pages,
             leaf_bits=leaf_bits,
@@ -369,7 +368,7 @@ class HTreeAttention(nn.Module):
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
         options = self._of_attention()
-        if cache.options != options and cache.options.packed() != options.packed():
+        if cache.options is not options and cache.options.packed() != options.packed():
             name, ours, theirs = options.difference(cache.options)
             raise ValueError(
                 f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
@@ -394,20 +393,20 @@ class HTreeAttention(nn.Module):
         behind = torch.arange(x.shape[1], device=y.device) >= counts.to(y.device)[:, None]
         return y.masked_fill(behind[..., None], 0)
 
-    def _heads(self, name: str, x: Tensor) -> Tensor:
-        """A projection of x [..., E] as [..., heads, head_dim], with the heads that this rank has."""
-        rows: Tensor = getattr(self, name)(x)
-        if type(rows) is Tensor and rows.shape[-1] % self.head_dim == 0:
-            return rows.view(*rows.shape[:-1], rows.shape[-1] // self.head_dim, self.head_dim)
+    def _heads(self, name: str, rows: Tensor) -> Tensor:
+        """A projection [..., heads * head_dim] as [..., heads, head_dim], with the heads that this rank has."""
+        *lead, channels = rows.shape
+        if type(rows) is Tensor and channels % self.head_dim == 0:
+            return rows.view(*lead, channels // self.head_dim, self.head_dim)
         # A DTensor has the channels of all ranks, and may say itself that a head would be cut.
         mesh = getattr(rows, "device_mesh", None)
-        if rows.shape[-1] % self.head_dim == 0:
+        if channels % self.head_dim == 0:
             try:
                 return rows.unflatten(-1, (-1, self.head_dim))
             except RuntimeError:
                 if mesh is None:
                     raise
-        came = rows.shape[-1] if mesh is None else f"{rows.shape[-1]} on {mesh.size()} ranks"
+        came = channels if mesh is None else f"{channels} on {mesh.size()} ranks"
         raise ValueError(
             f"HTreeAttention: {name} must give whole heads of {self.head_dim} channels, got {came}: "
             "heads that the ranks do not divide stay whole on every rank"
@@ -415,7 +414,9 @@ class HTreeAttention(nn.Module):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, with the heads before the last dim."""
-        q, k, v = (self._heads(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        q = self._heads("q_proj", self.q_proj(x))
+        k = self._heads("k_proj", self.k_proj(x))
+        v = self._heads("v_proj", self.v_proj(x))
         # Under tensor parallelism the projections of a rank may give some of the heads.
         if q.shape[-2] * self.num_kv_heads != k.shape[-2] * self.num_heads:
             raise ValueError(
@@ -450,11 +451,14 @@ class HTreeAttention(nn.Module):
             return q, k
         # A table of just these rows: that of a whole cache would be made again in each step that a graph records.
         device = places.device
-        angles = places.flatten()[:, None] * self._rotation_frequencies(device)
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        rows = torch.arange(places.numel(), device=device).view(places.shape)
-        cos, sin, rows = (beside(x, q) for x in (angles.cos().to(dtype), angles.sin().to(dtype), rows))
-        return rope(q, cos, sin, rows), rope(k, cos, sin, rows)
+        angles = places.view(-1, 1) * self._rotation_frequencies(device)
+        cos, sin = angles.cos(), angles.sin()
+        if q.dtype != torch.float64:
+            cos, sin = cos.float(), sin.float()
+        rows = torch.arange(len(angles), device=device).view_as(places)
+        if type(q) is not Tensor:
+            cos, sin, rows = (beside(x, q) for x in (cos, sin, rows))
+        return torch.ops.htree.rope(q, cos, sin, rows), torch.ops.htree.rope(k, cos, sin, rows)
 
     def _rotation_frequencies(self, device: torch.device) -> Tensor:
         """The rotation frequencies [K/2] of a layer that rotates, float64; kept for the next call outside of graphs."""
@@ -661,8 +665,8 @@ class HTreeAttention(nn.Module):
                 "HTreeAttention: attn_mask is not supported: the attention is causal over the whole sequence. "
                 "key_padding_mask leaves out padding, cu_seqlens separates packed documents"
             )
-        given = {"key_padding_mask": key_padding_mask, "cache": cache, "cu_seqlens": cu_seqlens}
-        names = [name for name, value in given.items() if value is not None]
+        given = (("key_padding_mask", key_padding_mask), ("cache", cache), ("cu_seqlens", cu_seqlens))
+        names = [name for name, value in given if value is not None]
         if len(names) > 1:
             raise ValueError(f"HTreeAttention: {names[1]} must be None where {names[0]} is given")
         if names and self.cp_group is not None and cu_seqlens is None:
