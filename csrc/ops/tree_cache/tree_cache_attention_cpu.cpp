@@ -109,11 +109,23 @@ struct Call {
   const AttentionOutputs& outputs;
   QueryShape shape;
   RotationTable table;
-  std::optional<LeafRows<T>> packed_keys, packed_values;
+  // Those of the pages, keys or values.
+  struct Rows {
+    const Tensor& pool;
+    int64_t page_rows;
+    std::optional<LeafRows<T>> packed;
+  };
+  Rows keys, values;
 
   Call(const Pools& pools_, const PageLayout& layout_, const AttentionInputs& inputs_,
        const AttentionArgs& args_, const AttentionOutputs& outputs_, int64_t longest)
-      : pools(pools_), layout(layout_), inputs(inputs_), args(args_), outputs(outputs_) {
+      : pools(pools_),
+        layout(layout_),
+        inputs(inputs_),
+        args(args_),
+        outputs(outputs_),
+        keys{pools_.keys, layout_.key_rows(), {}},
+        values{pools_.values, layout_.value_rows(), {}} {
     const int64_t r = args.compression_rate;
     const int64_t max_parents = std::max<int64_t>(
         1, std::min(most_parents(args.max_top_nodes, args.top_k, r, longest), ceil_div(longest, r)));
@@ -121,8 +133,8 @@ struct Call {
     shape = tree_attention::query_shape(q, layout.num_kv_heads, pools.values.size(3), r, max_parents,
                                         args.selection, tree_attention::query_kernels<Real>().lanes);
     if (const PackedLeaves* leaves = pools.leaves; leaves != nullptr) {
-      packed_keys.emplace(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
-      packed_values.emplace(leaves->v_codes, leaves->v_scales, pools.values.size(3));
+      keys.packed.emplace(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
+      values.packed.emplace(leaves->v_codes, leaves->v_scales, pools.values.size(3));
     }
     if (!args.rotate) return;
     if (inputs.rope_table.has_value()) {
@@ -142,29 +154,20 @@ struct Call {
     return pools.block_table.const_data_ptr<int32_t>()[b * layout.max_pages + place.page];
   }
   // A row of a page of one head.
-  const T* row(const Tensor& pool, int64_t page_rows, int64_t b, const Place& place, int64_t head) const {
-    return pool.const_data_ptr<T>() +
-           ((page_of(b, place) * layout.num_kv_heads + head) * page_rows + place.row) * pool.size(3);
+  const T* row(const Rows& rows, int64_t b, const Place& place, int64_t head) const {
+    return rows.pool.template const_data_ptr<T>() +
+           ((page_of(b, place) * layout.num_kv_heads + head) * rows.page_rows + place.row) *
+               rows.pool.size(3);
   }
   // A token, or a finished node. A packed token is expanded at `scratch`, which has room for a row.
-  const T* key(int64_t b, int64_t layer, int64_t node, int64_t head, T* scratch) const {
+  const T* row(const Rows& rows, int64_t b, int64_t layer, int64_t node, int64_t head, T* scratch) const {
     const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
-    if (layer == 0 && packed_keys.has_value()) {
-      packed_keys->expand(page_of(b, place), head, place.row, scratch);
-      return scratch;
-    }
-    return row(pools.keys, layout.key_rows(), b, place, head);
-  }
-  const T* value(int64_t b, int64_t layer, int64_t node, int64_t head, T* scratch) const {
-    const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
-    if (layer == 0 && packed_values.has_value()) {
-      packed_values->expand(page_of(b, place), head, place.row, scratch);
-      return scratch;
-    }
-    return row(pools.values, layout.value_rows(), b, place, head);
+    if (layer > 0 || !rows.packed.has_value()) return row(rows, b, place, head);
+    rows.packed->expand(page_of(b, place), head, place.row, scratch);
+    return scratch;
   }
   const T* span_mean(int64_t b, int64_t index, int64_t head) const {
-    return row(pools.keys, layout.key_rows(), b, layout.span_mean(static_cast<uint32_t>(index)), head);
+    return row(keys, b, layout.span_mean(static_cast<uint32_t>(index)), head);
   }
 
   // All nodes of a layer as tensors [1, N, H_kv, .]. The last node is zero if it is not finished.
@@ -172,9 +175,9 @@ struct Call {
     const int64_t heads = layout.num_kv_heads;
     const int64_t nodes = ceil_div(sequence.length, layout.tokens[layer]);
     const int64_t finished = sequence.length / layout.tokens[layer];
-    const auto gather = [&](const Tensor& pool, bool keys) {
-      const int64_t width = pool.size(3);
-      const Tensor out = at::empty({1, nodes, heads, width}, pool.options());
+    const auto gather = [&](const Rows& rows) {
+      const int64_t width = rows.pool.size(3);
+      const Tensor out = at::empty({1, nodes, heads, width}, rows.pool.options());
       T* to = out.mutable_data_ptr<T>();
       at::parallel_for(0, nodes * heads, 256, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
@@ -183,15 +186,14 @@ struct Call {
             std::fill(to + i * width, to + (i + 1) * width, T{});
           } else {
             T* at = to + i * width;
-            const T* from = keys ? key(sequence.index, layer, node, i % heads, at)
-                                 : value(sequence.index, layer, node, i % heads, at);
+            const T* from = row(rows, sequence.index, layer, node, i % heads, at);
             if (from != at) std::copy(from, from + width, at);
           }
         }
       });
       return out;
     };
-    return {gather(pools.keys, true), gather(pools.values, false)};
+    return {gather(keys), gather(values)};
   }
 
   // All finished span means as a tensor [1, N, H_kv, K].
@@ -258,16 +260,18 @@ class StrideTask {
 
  private:
   int32_t* list(int64_t layer) { return lists_.data() + layer * width_; }
+  // Where the list of a layer and head begins in an entry of the ring.
+  int64_t ring_row(int64_t slot, int64_t layer, int64_t head) const {
+    return ((slot * call_.layout.num_layers + layer) * call_.layout.num_kv_heads + head) * width_;
+  }
 
   bool load_lists(int64_t b, int64_t leader, int64_t head) {
     if (!call_.inputs.lists.has_value() || call_.ring() == 0) return false;
     const int64_t slot = b * call_.ring() + call_.ring_slot(leader);
     if (call_.inputs.list_pos->template const_data_ptr<int32_t>()[slot] != leader) return false;
     const auto* from = call_.inputs.lists->template const_data_ptr<int32_t>();
-    for (int64_t layer = 0; layer < call_.layout.num_layers; ++layer) {
-      const int64_t row = (slot * call_.layout.num_layers + layer) * call_.layout.num_kv_heads + head;
-      std::copy_n(from + row * width_, width_, list(layer));
-    }
+    for (int64_t layer = 0; layer < call_.layout.num_layers; ++layer)
+      std::copy_n(from + ring_row(slot, layer, head), width_, list(layer));
     return true;
   }
 
@@ -280,10 +284,8 @@ class StrideTask {
   void store_lists(int64_t b, int64_t leader, int64_t head) {
     const int64_t slot = b * call_.ring() + call_.ring_slot(leader);
     auto* to = std::get<2>(call_.outputs).template mutable_data_ptr<int32_t>();
-    for (int64_t layer = 0; layer < call_.layout.num_layers; ++layer) {
-      const int64_t row = (slot * call_.layout.num_layers + layer) * call_.layout.num_kv_heads + head;
-      std::copy_n(list(layer), width_, to + row * width_);
-    }
+    for (int64_t layer = 0; layer < call_.layout.num_layers; ++layer)
+      std::copy_n(list(layer), width_, to + ring_row(slot, layer, head));
   }
 
   // The top of a sequence that ends at a leader, which is that of all rows of its stride.
@@ -374,8 +376,8 @@ class StrideTask {
       const int64_t children = std::min(shape.r, count - slot * shape.r);
       if (children < shape.r_pad) std::fill(tile, tile + tile_size, Real{0});
       for (int64_t child = 0; child < children; ++child) {
-        const T* key =
-            call_.key(b, layer, candidates.parents[slot] * shape.r + child, head, expanded_.data());
+        const int64_t node = candidates.parents[slot] * shape.r + child;
+        const T* key = call_.row(call_.keys, b, layer, node, head, expanded_.data());
         tree_attention::pack_key(key, shape, call_.rotation(), child, shape.r_pad, row_.data(), tile);
       }
     }
@@ -414,8 +416,8 @@ class StrideTask {
         ++next;
         continue;
       }
-      const T* from = call_.value(b, layer, candidates.parents[p / shape.r] * shape.r + p % shape.r, head,
-                                  expanded_.data());
+      const int64_t node = candidates.parents[p / shape.r] * shape.r + p % shape.r;
+      const T* from = call_.row(call_.values, b, layer, node, head, expanded_.data());
       Real* to = values_.data() + p * shape.value_pad;
       for (int64_t i = 0; i < shape.value_dim; ++i)
         to[i] = static_cast<Real>(from[i]);
