@@ -251,14 +251,8 @@ SCHEMAS = {
         f"{SPARSE_RESULTS}, SymInt max_q, SymInt max_k, {SPARSE}, {SPARSE_GRADIENTS}"
     ),
     "_tree_cache_append_": (
-        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor k, Tensor v, Tensor block_table, Tensor lengths, "
-        f"Tensor cu_new, Tensor? new_lengths, SymInt? max_new, int page_size, {PACKED}) -> ()"
-    ),
-    "_tree_cache_append_packed_": (
-        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, Tensor(d!) k_scales, Tensor(e!) v_codes, "
-        "Tensor(f!) v_scales, Tensor(g!) k_tail, Tensor(h!) v_tail, Tensor k, Tensor v, Tensor block_table, "
-        "Tensor lengths, Tensor cu_new, Tensor? new_lengths, SymInt? max_new, int page_size, "
-        f"{PACKED}) -> ()"
+        "(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor k, Tensor v, Tensor block_table, "
+        f"Tensor lengths, Tensor cu_new, Tensor? new_lengths, SymInt? max_new, int page_size, {PACKED}) -> ()"
     ),
     "_tree_cache_attention": (
         "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, Tensor cu_q, "
@@ -383,7 +377,6 @@ def test_mutating_ops_return_nothing_but_fresh_tensors() -> None:
         "mask_topk_scores_",
         "merge_to_global_",
         "_tree_cache_append_",
-        "_tree_cache_append_packed_",
         "tree_cache_copy_",
         "_tree_cache_pack_prompt_",
         "_tree_cache_step_",

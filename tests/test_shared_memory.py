@@ -177,25 +177,15 @@ MUTATING = {
         torch.ones(1, 1, 4, 4, device=x.device),
     ),
     "_tree_cache_append_": lambda x: op._tree_cache_append_(
-        x.view(1, 1, 4, 4),
-        torch.zeros(1, 1, 4, 4, device=x.device),
-        *(torch.ones(2, 1, 4, device=x.device) for _ in range(2)),
-        torch.zeros(1, 1, dtype=torch.int32, device=x.device),
-        torch.zeros(1, dtype=torch.int32, device=x.device),
-        torch.tensor([0, 2], dtype=torch.int32, device=x.device),
-        None,
-        None,
-        4,
-        *packed(2),
-    ),
-    "_tree_cache_append_packed_": lambda x: op._tree_cache_append_packed_(
         *(torch.zeros(1, 1, 2, 64, device=x.device) for _ in range(2)),
-        *(
-            torch.zeros(1, 1, 4, *more, dtype=dtype, device=x.device)
-            for more, dtype in 2 * (((64,), torch.uint8), ((), torch.float16))
-        ),
-        x.view(1, 1, 4, 64),
-        torch.zeros(1, 1, 4, 64, device=x.device),
+        [
+            *(
+                torch.zeros(1, 1, 4, *more, dtype=dtype, device=x.device)
+                for more, dtype in 2 * (((64,), torch.uint8), ((), torch.float16))
+            ),
+            x.view(1, 1, 4, 64),
+            torch.zeros(1, 1, 4, 64, device=x.device),
+        ],
         *(torch.ones(2, 1, 64, device=x.device) for _ in range(2)),
         torch.zeros(1, 1, dtype=torch.int32, device=x.device),
         torch.zeros(1, dtype=torch.int32, device=x.device),
@@ -213,7 +203,7 @@ MUTATING = {
     ),
 }
 #: Of what an op is tried on, where that is not 4 by 4.
-SIZES = {"_tree_cache_append_packed_": (4, 64), "_tree_cache_step_": (4, 64)}
+SIZES = {"_tree_cache_append_": (4, 64), "_tree_cache_step_": (4, 64)}
 #: These write integers alone, and a view of those is never lazy.
 MUTATING_INTEGERS = {"_tree_cache_pack_prompt_", "_tree_cache_truncate_"}
 

@@ -33,7 +33,6 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "mask_topk_scores_",
         "merge_to_global_",
         "_tree_cache_append_",
-        "_tree_cache_append_packed_",
         "tree_cache_copy_",
         "_tree_cache_pack_prompt_",
         "_tree_cache_step_",

@@ -182,8 +182,8 @@ def test_every_op_with_products_has_a_formula() -> None:
         "fp8_quantize", "grouped_hadamard", "hadamard_transform", "hadamard_transform_", "head_rmsnorm_rope",
         "head_rmsnorm_rope_backward", "kv_compress", "kv_decompress", "kv_prune", "mask_topk_scores_",
         "merge_to_global_", "_refuse_backward", "rmsnorm_rope", "rmsnorm_rope_backward", "rope", "rope_cache",
-        "select_topk", "span_means", "top_parents", "_tree_cache_append_", "_tree_cache_append_packed_",
-        "tree_cache_copy_", "_tree_cache_truncate_", "_tree_cache_pack_prompt_", "_tree_cache_prompt_bytes",
+        "select_topk", "span_means", "top_parents", "_tree_cache_append_", "tree_cache_copy_",
+        "_tree_cache_truncate_", "_tree_cache_pack_prompt_", "_tree_cache_prompt_bytes",
         "tree_build", "tree_build_backward",
         "attention", "tree_attention", "attention_forward", "attention_backward",  # what these call is counted
         "_check_tree_options",

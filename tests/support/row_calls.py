@@ -20,7 +20,7 @@ from tests.support.sparse_attention_cases import SparseBackwardCase
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
 from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, offsets, without_index
-from tests.support.tree_cache_cases import op_calls, op_options
+from tests.support.tree_cache_cases import op_calls, op_options, packed_append_call
 
 __all__ = ["row_calls"]
 
@@ -32,6 +32,7 @@ def row_calls(device: str) -> list[Call]:
     wide, weight = normal((2, 3, 16), torch.float32, device, 1), normal((16,), torch.float32, device, 2)
     table = normal((3, 8), torch.float32, device, 3)
     heads = normal((2, 3, 4, 8), torch.float32, device, 4)
+    packed = packed_append_call(device)
     return [
         Call("causal_softmax", (x, 0)),
         Call("causal_softmax_", (x.clone(), 0)),
@@ -52,6 +53,7 @@ def row_calls(device: str) -> list[Call]:
         *listed_calls(device),
         *sparse_calls(device),
         *(Call(op, arguments, op_options(options)) for op, (arguments, options) in op_calls(device).items()),
+        Call("_tree_cache_append_", packed[0], op_options(packed[1])),
     ]
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "offsets",
     "op_calls",
     "op_options",
+    "packed_append_call",
 ]
 
 
@@ -632,9 +633,6 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     inputs = case.make_inputs(device)
     k_pool, v_pool, table, lengths = inputs[1:5]
     _, k, v = case.sequences(device)
-    in_bits = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
-    _, packed_k, packed_v = in_bits.sequences(device)
-    pools, packed_table = filled_packed_pools(in_bits, 4, packed_k, packed_v)
     prompt = replace(case, lengths=(21, 21), queries=(13, 13))
     prompt_q, *prompt_pools = prompt.make_inputs(device)[:4]
     copies = torch.empty(
@@ -650,11 +648,7 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             (prompt_q.unflatten(0, (2, 13)), *prompt_pools, 21, copies, 30, True),
             prompt.options(),
         ),
-        "_tree_cache_append_packed_": (
-            (*pools.values(), packed_k[:5], packed_v[:5], packed_table, *new),
-            in_bits.options(),
-        ),
-        "_tree_cache_append_": ((k_pool, v_pool, k[:5], v[:5], table, *new), case.options()),
+        "_tree_cache_append_": ((k_pool, v_pool, [], k[:5], v[:5], table, *new), case.options()),
         "_tree_cache_attention": (inputs, case.options() | dict.fromkeys(NOT_GIVEN)),
         "_tree_cache_step_": (
             step_arguments(case, device),
@@ -666,6 +660,17 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             {},
         ),
     }
+
+
+def packed_append_call(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and options of ``_tree_cache_append_`` on packed tokens."""
+    case = replace(PACKED_CASES[2], lengths=(21, 9), queries=(5, 9))
+    _, k, v = case.sequences(device)
+    pools, table = filled_packed_pools(case, 4, k, v)
+    k_pool, v_pool, *leaves = pools.values()
+    lengths = torch.tensor([16, 4], dtype=torch.int32, device=device)
+    new = (lengths, offsets((3, 2), device), None, 4)
+    return (k_pool, v_pool, leaves, k[:5], v[:5], table, *new), case.options()
 
 
 def step_arguments(case: TreeCacheCase, device: str) -> tuple[Any, ...]:

@@ -29,7 +29,8 @@ from tests.support.tree_cache_cases import (
     filled_packed_pools,
     filled_pools,
     offsets,
-    op_calls,
+    op_options,
+    packed_append_call,
 )
 
 ops = torch.ops.htree
@@ -281,7 +282,8 @@ def test_attention_refuses(change: dict[str, Any], error: type, message: str) ->
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_append_refuses_and_writes_nothing(change: dict[str, Any], error: type, message: str) -> None:
-    arguments, options = op_calls("cpu")["_tree_cache_append_packed_"]
+    (k_pool, v_pool, leaves, *rest), options = packed_append_call("cpu")
+    arguments = (k_pool, v_pool, *leaves, *rest)
     written = ("k_pool", "v_pool", *CODES, "k_tail", "v_tail")
     names = (*written, "k", "v", "block_table", "lengths", "cu_new", "new_lengths", "max_new")
     named = dict(zip(names, arguments, strict=True)) | options
@@ -289,6 +291,12 @@ def test_append_refuses_and_writes_nothing(change: dict[str, Any], error: type, 
     with pytest.raises(error, match=message):
         tree_cache_append_packed_(**named | change)
     assert all(same_bytes(named[name], x) for name, x in before.items())
+
+
+def test_append_refuses_another_number_of_leaves() -> None:
+    (k_pool, v_pool, leaves, *rest), options = packed_append_call("cpu")
+    with pytest.raises(ValueError, match="leaves must have 0 or 6 tensors, got 4"):
+        ops._tree_cache_append_(k_pool, v_pool, leaves[:4], *rest, **op_options(options))
 
 
 def test_rows_of_a_page() -> None:

@@ -418,8 +418,9 @@ def test_no_gradient() -> None:
     with pytest.raises(RuntimeError, match="not implemented"):
         out.nansum().backward()
     arguments, options = calls["_tree_cache_append_"]
+    pools, (k, *rest) = arguments[:2], arguments[3:]
     with pytest.raises(NotImplementedError, match="no gradient"):
-        tree_cache_append_(*arguments[:2], arguments[2].requires_grad_(), *arguments[3:], **options)
+        tree_cache_append_(*pools, k.requires_grad_(), *rest, **options)
 
 
 # ---- prompts
@@ -594,7 +595,7 @@ def test_attention_refuses(change: dict, error: type, message: str) -> None:
 def test_append_refuses_and_writes_nothing(change: dict, error: type, message: str) -> None:
     names = ("k_pool", "v_pool", "k", "v", "block_table", "lengths", "cu_new", "new_lengths", "max_new")
     arguments, options = op_calls("cpu")["_tree_cache_append_"]
-    named = dict(zip(names, arguments, strict=True)) | options
+    named = dict(zip(names, (*arguments[:2], *arguments[3:]), strict=True)) | options
     before = [named[name].clone() for name in ("k_pool", "v_pool")]
     with pytest.raises(error, match=message):
         tree_cache_append_(**named | change)
@@ -622,7 +623,7 @@ def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -
 def test_a_page_with_other_tokens_is_not_written() -> None:
     """The pages that an append writes belong to one sequence; full pages, and rows behind it, may be anything."""
     arguments, options = op_calls("cpu")["_tree_cache_append_"]
-    k_pool, v_pool, k, v, _, _, cu, *_ = arguments
+    k_pool, v_pool, _, k, v, _, _, cu, *_ = arguments
     pools = [x.clone() for x in (k_pool, v_pool)]
 
     def append(table: list[list[int]], lengths: list[int]) -> None:

@@ -3,7 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <string_view>
+#include <optional>
+#include <string>
 #include <type_traits>
 
 #include "host/autograd.h"
@@ -22,11 +23,28 @@ struct Mutating<kName, kFunction, kWritten, Result (*)(Arguments...)> {
     return op.call(arguments...);
   }
 
-  // For an op without results; one that has some gives them a node that raises.
+  // What is written has no gradient. Results depend on optional tensors, and a backward through them raises.
   static Result autograd(Arguments... arguments) {
     (refuse(arguments), ...);
-    at::AutoDispatchBelowAutograd guard;
-    return again(arguments...);
+    if constexpr (std::is_void_v<Result>) {
+      at::AutoDispatchBelowAutograd guard;
+      again(arguments...);
+    } else {
+      torch::autograd::variable_list inputs;
+      (collect(arguments, inputs), ...);
+      Result result = [&] {
+        at::AutoDispatchBelowAutograd guard;
+        return again(arguments...);
+      }();
+      if (inputs.empty()) return result;
+      auto& [first, second] = result;
+      const auto nodes = without_gradient(inputs,
+                                          std::string("derivative for ") + kName +
+                                              " is not implemented: rows of a cache have no gradient. "
+                                              "Call it under torch.no_grad(), or detach what requires one",
+                                          {first, second});
+      return {nodes[0], nodes[1]};
+    }
   }
 
   static Result in_place(Arguments... arguments) {
@@ -53,6 +71,12 @@ struct Mutating<kName, kFunction, kWritten, Result (*)(Arguments...)> {
   static void refuse(const Argument& argument) {
     if constexpr (std::is_same_v<Argument, at::Tensor>) {
       refuse_grad(op_label(kName).data(), {argument});  // the label ends where the name does
+    }
+  }
+  template <typename Argument>
+  static void collect(const Argument& argument, torch::autograd::variable_list& inputs) {
+    if constexpr (std::is_same_v<Argument, std::optional<at::Tensor>>) {
+      if (argument.has_value() && needs_grad({*argument})) inputs.push_back(*argument);
     }
   }
   template <typename Argument>

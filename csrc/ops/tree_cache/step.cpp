@@ -4,7 +4,6 @@
 #include <string>
 
 #include "host/check.h"
-#include "host/no_gradient.h"
 #include "host/overlap.h"
 #include "host/registration.h"
 #include "ops/tree_cache/index/index_keys.h"
@@ -133,12 +132,10 @@ Tensor joined(const Tensor& x) {
 // ---- a step
 
 // The kernels of a device.
-template <Lengths* kLengthsOf, Append* kAppendOf, AppendPacked* kAppendPackedOf, AppendIndex* kAppendIndexOf,
-          Attention* kAttentionOf>
+template <Lengths* kLengthsOf, Append* kAppendOf, AppendIndex* kAppendIndexOf, Attention* kAttentionOf>
 struct Kernels {
   static constexpr auto* kLengths = kLengthsOf;
   static constexpr auto* kAppend = kAppendOf;
-  static constexpr auto* kAppendPacked = kAppendPackedOf;
   static constexpr auto* kAppendIndex = kAppendIndexOf;
   static constexpr auto* kAttention = kAttentionOf;
 };
@@ -148,7 +145,7 @@ struct NoKernels {
 
 // New tokens of sequences that had plan[0] tokens, of which plan[1] count.
 template <typename Kernel>
-void append_rows(const Pools& pools, TensorList leaves, TensorList index_pool, const SequenceState& state,
+void append_rows(const Pools& pools, TensorList index_pool, const SequenceState& state,
                  const PageLayout& layout, const Tensor& k, const Tensor& v, const OptionalTensor& index_key,
                  const Tensor& cu_rows) {
   const Tensor before = state.plan.select(0, 0);
@@ -156,8 +153,7 @@ void append_rows(const Pools& pools, TensorList leaves, TensorList index_pool, c
   const OptionalTensor counts = state.plan.select(0, 1);
   const AppendCall call = {joined(k), joined(v), cu_rows, counts, k.size(1), kStepOp};
   try {
-    leaves.empty() ? Kernel::kAppend(held, layout, call)
-                   : Kernel::kAppendPacked(held, {leaves[4], leaves[5]}, layout, call);
+    Kernel::kAppend(held, layout, call);
   } catch (...) {  // on the CPU, of a table that somebody has broken: nothing was written
     state.lengths.copy_(before);
     throw;
@@ -182,22 +178,18 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
   check_leaves(kOp, leaves);
   check_cache_options(kOp, options);
   const PageOptions of_page = page_options(page_size, options);
-  std::optional<PackedLeaves> packed;
-  if (!leaves.empty()) packed.emplace(PackedLeaves{leaves[0], leaves[1], leaves[2], leaves[3]});
+  const std::optional<PackedLeaves> packed = packed_leaves(leaves);
   const Tensor no_lengths;
-  const PackedLeaves* const packed_leaves = packed.has_value() ? &*packed : nullptr;
-  check_pools(kOp, {k_pool, v_pool, block_table, no_lengths, packed_leaves}, of_page);
+  const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
+  check_pools(kOp, {k_pool, v_pool, block_table, no_lengths, tokens}, of_page);
   const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
   TORCH_CHECK_VALUE(block_table.is_contiguous(), kOp, ": block_table must be contiguous, got strides ",
                     block_table.sym_strides());
   TORCH_CHECK_VALUE(k.has_value() == v.has_value(), kOp, ": k and v must be given together, got only one");
-  const Pools pools = {k_pool, v_pool, block_table, state.lengths, packed_leaves};
+  const Pools pools = {k_pool, v_pool, block_table, state.lengths, tokens};
   const OptionalTensor row_counts = ragged ? OptionalTensor(counts) : OptionalTensor();
   if (k.has_value()) {
-    check_append(kOp, pools, *k, *v, cu_rows, row_counts, std::nullopt);
-    if (packed.has_value()) {
-      check_tails(kOp, pools, {leaves[4], leaves[5]}, *k, *v, of_page);
-    }
+    check_append(kOp, pools, of_page, *k, *v, cu_rows, row_counts, std::nullopt);
   }
   check_index(kOp, options, pools, index_pool, index_query, q, index_key, k, page_size);
   const bool strided = options.selection_stride > 1;
@@ -227,7 +219,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
       Kernel::kLengths(pointers(state, leaves), lengths, /*truncates=*/false, k_pool);
     }
     if (counts.numel() > 0 && lengths.appends) {
-      append_rows<Kernel>(pools, leaves, index_pool, state, layout, *k, *v, index_key, cu_rows);
+      append_rows<Kernel>(pools, index_pool, state, layout, *k, *v, index_key, cu_rows);
     }
     if (q.has_value()) {
       const Tensor chooser = index_query.has_value() ? joined(*index_query) : Tensor();
@@ -283,37 +275,9 @@ constexpr char kTruncateName[] = "htree::_tree_cache_truncate_";
 using MutatingStep = Mutating<kStepName, kPacked<step<NoKernels>>, 5>;
 using MutatingTruncate = Mutating<kTruncateName, kPacked<truncate<nullptr>>, 2>;
 
-// New tokens are copied and rows have no gradient: a backward through these raises.
-StepOutputs step_autograd(const Tensor& k_pool, const Tensor& v_pool, TensorList leaves,
-                          TensorList index_pool, TensorList state, const Tensor& block_table,
-                          const OptionalTensor& q, const OptionalTensor& k, const OptionalTensor& v,
-                          const OptionalTensor& index_query, const OptionalTensor& index_key,
-                          const Tensor& counts, bool ragged, const Tensor& cu_rows,
-                          const OptionalTensor& rope_table, int64_t capacity, int64_t page_size,
-                          at::IntArrayRef option_ints, at::ArrayRef<double> option_floats) {
-  refuse_grad(kStepOp, {k_pool, v_pool});
-  torch::autograd::variable_list inputs;
-  for (const OptionalTensor* x : {&q, &k, &v}) {
-    if (x->has_value() && needs_grad({**x})) inputs.push_back(**x);
-  }
-  StepOutputs outputs = [&] {
-    at::AutoDispatchBelowAutograd guard;
-    return MutatingStep::again(k_pool, v_pool, leaves, index_pool, state, block_table, q, k, v, index_query,
-                               index_key, counts, ragged, cu_rows, rope_table, capacity, page_size,
-                               option_ints, option_floats);
-  }();
-  if (!q.has_value() || inputs.empty()) return outputs;
-  const auto nodes = without_gradient(
-      inputs,
-      "derivative for htree::_tree_cache_step_ is not implemented: rows of a cache have no gradient. Call it "
-      "under torch.no_grad(), or detach what requires one",
-      {std::get<0>(outputs), std::get<1>(outputs)});
-  return {nodes[0], nodes[1]};
-}
-
-using Cpu = Kernels<lengths_cpu, append_cpu, append_packed_cpu, append_index_cpu, attention_cpu>;
+using Cpu = Kernels<lengths_cpu, append_cpu, append_index_cpu, attention_cpu>;
 #if defined(HTREE_WITH_CUDA)
-using Cuda = Kernels<lengths_cuda, append_cuda, append_packed_cuda, append_index_cuda, attention_cuda>;
+using Cuda = Kernels<lengths_cuda, append_cuda, append_index_cuda, attention_cuda>;
 #endif
 
 }  // namespace
@@ -351,7 +315,7 @@ TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("_tree_cache_step_", TORCH_FN(step_autograd));
+  library.impl("_tree_cache_step_", TORCH_FN(MutatingStep::autograd));
   library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::autograd));
 }
 

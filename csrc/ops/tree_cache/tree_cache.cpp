@@ -17,66 +17,40 @@ namespace {
 using OptionalTensor = std::optional<Tensor>;
 using tree_attention::kPacked;
 
-// The arguments of an append that a kernel takes as they are, made contiguous, and the call itself.
-template <typename Run>
-void with_append_call(const char* op, const Tensor& k, const Tensor& v, const Tensor& block_table,
-                      const Tensor& lengths, const Tensor& cu_new, OptionalTensor new_lengths,
-                      const std::optional<SymInt>& max_new, Run&& run) {
-  const int64_t most = max_new.has_value() ? max_new->guard_int(__FILE__, __LINE__) : k.size(0);
-  // On the CPU a bound below the new tokens is refused, 0 as well.
-  if (k.size(0) > 0 && (most > 0 || k.is_cpu()) && lengths.numel() > 0) {
-    if (new_lengths.has_value()) new_lengths = new_lengths->contiguous();
-    run(block_table.contiguous(), lengths.contiguous(),
-        AppendCall{tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(),
-                   new_lengths, std::min(most, k.size(0)), op});
-  }
+OptionalTensor dense(const OptionalTensor& x) {
+  return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
 }
 
 // for b: for i in range(new tokens of b): t = lengths[b] + i
 //   page = block_table[b, t // P]; k_pool[page, :, t % P] = k[cu_new[b] + i]; v_pool likewise
 //   for l in 1 ... L-1 where (t + 1) % r**l == 0: node (t + 1) // r**l - 1 of layer l = mean of its r children
 //   where selection_span and (t + 1) % c == 0: span mean (t + 1) // c - 1 = mean of the last c keys
+// with leaves: k_codes[page, :, t % P], k_scales[page, :, t % P] = quantised k[cu_new[b] + i] in the place of the
+//   row of k_pool, and k_tail[b, :, t % S] = k[cu_new[b] + i], from which nodes are made; values likewise
 template <Append* kKernel>
-void append(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor& v_pool, const Tensor& k,
-            const Tensor& v, const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
-            const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size) {
-  constexpr const char* kOp = "tree_cache_append_";
-  check_cache_options(kOp, tree_options);
+void append(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor& v_pool,
+            at::TensorList leaves, const Tensor& k, const Tensor& v, const Tensor& block_table,
+            const Tensor& lengths, const Tensor& cu_new, const OptionalTensor& new_lengths,
+            std::optional<SymInt> max_new, int64_t page_size) {
+  const char* const op = leaves.empty() ? "tree_cache_append_" : "tree_cache_append_packed_";
+  TORCH_CHECK_VALUE(leaves.empty() || leaves.size() == 6, op, ": leaves must have 0 or 6 tensors, got ",
+                    leaves.size());
+  check_cache_options(op, tree_options);
   const PageOptions options = page_options(page_size, tree_options);
-  const Pools pools = {k_pool, v_pool, block_table, lengths};
-  check_pools(kOp, pools, options);
-  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new);
+  const std::optional<PackedLeaves> packed = packed_leaves(leaves);
+  const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
+  const Pools pools = {k_pool, v_pool, block_table, lengths, tokens};
+  check_pools(op, pools, options);
+  check_append(op, pools, options, k, v, cu_new, new_lengths, max_new);
   if constexpr (kKernel != nullptr) {
-    with_append_call(kOp, k, v, block_table, lengths, cu_new, new_lengths, max_new,
-                     [&](const Tensor& table, const Tensor& held, const AppendCall& call) {
-                       kKernel({k_pool, v_pool, table, held}, layout_of(pools, options), call);
-                     });
-  }
-}
-
-// The same with k_codes[page, :, t % P], k_scales[page, :, t % P] = quantised k[cu_new[b] + i] in the place of the
-// row of k_pool, and k_tail[b, :, t % S] = k[cu_new[b] + i], from which nodes are made; values likewise
-template <AppendPacked* kKernel>
-void append_packed(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor& v_pool,
-                   const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes,
-                   const Tensor& v_scales, const Tensor& k_tail, const Tensor& v_tail, const Tensor& k,
-                   const Tensor& v, const Tensor& block_table, const Tensor& lengths, const Tensor& cu_new,
-                   const OptionalTensor& new_lengths, std::optional<SymInt> max_new, int64_t page_size) {
-  constexpr const char* kOp = "tree_cache_append_packed_";
-  check_cache_options(kOp, tree_options);
-  const PageOptions options = page_options(page_size, tree_options);
-  const PackedLeaves leaves = {k_codes, k_scales, v_codes, v_scales};
-  const Pools pools = {k_pool, v_pool, block_table, lengths, &leaves};
-  const Tails tails = {k_tail, v_tail};
-  check_pools(kOp, pools, options);
-  check_append(kOp, pools, k, v, cu_new, new_lengths, max_new);
-  check_tails(kOp, pools, tails, k, v, options);
-  if constexpr (kKernel != nullptr) {
-    with_append_call(
-        kOp, k, v, block_table, lengths, cu_new, new_lengths, max_new,
-        [&](const Tensor& table, const Tensor& held, const AppendCall& call) {
-          kKernel({k_pool, v_pool, table, held, &leaves}, tails, layout_of(pools, options), call);
-        });
+    const int64_t most = max_new.has_value() ? max_new->guard_int(__FILE__, __LINE__) : k.size(0);
+    // On the CPU a bound below the new tokens is refused, 0 as well.
+    if (k.size(0) > 0 && (most > 0 || k.is_cpu()) && lengths.numel() > 0) {
+      const Tensor table = block_table.contiguous(), held = lengths.contiguous();
+      kKernel({k_pool, v_pool, table, held, tokens}, layout_of(pools, options),
+              {tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(),
+               dense(new_lengths), std::min(most, k.size(0)), op});
+    }
   }
 }
 
@@ -102,9 +76,10 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
                     ": k_codes, k_scales, v_codes and v_scales must be given together, got ", given,
                     " of them");
   std::optional<PackedLeaves> leaves;
-  if (given == 4) leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales});
-  const PackedLeaves* const packed_leaves = leaves.has_value() ? &*leaves : nullptr;
-  const Pools pools = {k_pool, v_pool, block_table, lengths, packed_leaves};
+  const Tensor no_tail;
+  if (given == 4) leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales, no_tail, no_tail});
+  const PackedLeaves* const tokens = leaves.has_value() ? &*leaves : nullptr;
+  const Pools pools = {k_pool, v_pool, block_table, lengths, tokens};
   check_cache_options(kOp, options);
   if (index_pool.has_value()) check_index_options(kOp, options);
   check_pools(kOp, pools, pages);
@@ -121,14 +96,11 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
       kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table, index.has_value() ? &*index : nullptr},
       options, pages);
   if constexpr (kKernel != nullptr) {
-    const auto dense = [](const OptionalTensor& x) {
-      return x.has_value() ? OptionalTensor(x->contiguous()) : OptionalTensor();
-    };
     const Tensor table = block_table.contiguous();
     const Tensor held = lengths.contiguous();
     const Tensor chooser = index.has_value() ? tree_attention::unit_last(*index_query) : Tensor();
     const IndexInputs chosen_by = {chooser, index_pages};
-    kKernel({k_pool, v_pool, table, held, packed_leaves}, layout_of(pools, pages),
+    kKernel({k_pool, v_pool, table, held, tokens}, layout_of(pools, pages),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
              rope_table, index.has_value() ? &chosen_by : nullptr},
             tree_attention::resolve(options, q.size(2)), outputs);
@@ -147,10 +119,9 @@ void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) 
   }
 }
 
-template <Append* kAppend, AppendPacked* kAppendPacked, Attention* kAttention, Copy* kCopy>
+template <Append* kAppend, Attention* kAttention, Copy* kCopy>
 void register_device(torch::Library& library) {
   library.impl("_tree_cache_append_", TORCH_FN(kPacked<append<kAppend>>));
-  library.impl("_tree_cache_append_packed_", TORCH_FN(kPacked<append_packed<kAppendPacked>>));
   library.impl("_tree_cache_attention", TORCH_FN(kPacked<attention<kAttention>>));
   library.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
 }
@@ -158,26 +129,20 @@ void register_device(torch::Library& library) {
 // ---- Autograd and ADInplaceOrView of the ops that write
 
 constexpr char kAppendName[] = "htree::_tree_cache_append_";
-constexpr char kAppendPackedName[] = "htree::_tree_cache_append_packed_";
 constexpr char kCopyName[] = "htree::tree_cache_copy_";
 
-using MutatingAppend = Mutating<kAppendName, kPacked<append<nullptr>>, 2>;
-using MutatingAppendPacked = Mutating<kAppendPackedName, kPacked<append_packed<nullptr>>, 8>;
+using MutatingAppend = Mutating<kAppendName, kPacked<append<nullptr>>, 3>;
 using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string options = tree_attention::kPackedSchema;
-  const std::string rows =
-      "Tensor k, Tensor v, Tensor block_table, Tensor lengths, Tensor cu_new, Tensor? new_lengths, "
-      "SymInt? max_new, int page_size, " +
+  const std::string append =
+      "_tree_cache_append_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!)[] leaves, Tensor k, Tensor v, "
+      "Tensor block_table, Tensor lengths, Tensor cu_new, Tensor? new_lengths, SymInt? max_new, "
+      "int page_size, " +
       options + ") -> ()";
-  const std::string append = "_tree_cache_append_(Tensor(a!) k_pool, Tensor(b!) v_pool, " + rows;
-  const std::string append_packed =
-      "_tree_cache_append_packed_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor(c!) k_codes, "
-      "Tensor(d!) k_scales, Tensor(e!) v_codes, Tensor(f!) v_scales, Tensor(g!) k_tail, Tensor(h!) v_tail, " +
-      rows;
   const std::string attention =
       "_tree_cache_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor lengths, "
       "Tensor cu_q, Tensor? lists, Tensor? list_pos, Tensor? q_lengths, Tensor? rope_table, Tensor? k_codes, "
@@ -186,36 +151,33 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       options + ") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)";
   define_ops(library, {
                           append.c_str(),
-                          append_packed.c_str(),
                           attention.c_str(),
                           "tree_cache_copy_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
                       });
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<append_cpu, append_packed_cpu, attention_cpu, copy_cpu>(library);
+  register_device<append_cpu, attention_cpu, copy_cpu>(library);
 }
 
 #if defined(HTREE_WITH_CUDA)
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<append_cuda, append_packed_cuda, attention_cuda, copy_cuda>(library);
+  register_device<append_cuda, attention_cuda, copy_cuda>(library);
 }
 #endif
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_device<nullptr, nullptr, nullptr, nullptr>(library);
+  register_device<nullptr, nullptr, nullptr>(library);
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
   register_no_gradient(library, {"_tree_cache_attention"});
   library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
-  library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::autograd));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
   library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
-  library.impl("_tree_cache_append_packed_", TORCH_FN(MutatingAppendPacked::in_place));
   library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));
 }
 

@@ -31,13 +31,22 @@ inline PageOptions page_options(int64_t page_size, const TreeOptions& options) {
   return {page_size, options.compression_rate, options.max_top_nodes, options.selection_span};
 }
 
-// The tokens of all pages in 8 or 4 bits. docs/semantics/tree_cache.md §7.5
+// The tokens of all pages in 8 or 4 bits, and the last tokens of each sequence as they came, for nodes that are not
+// finished yet: token t is row t mod S. docs/semantics/tree_cache.md §7.5
 struct PackedLeaves {
   const Tensor& k_codes;   // uint8 [num_pages, H_kv, P, K or K/2] contiguous
   const Tensor& k_scales;  // fp16 [num_pages, H_kv, P] contiguous
   const Tensor& v_codes;   // uint8 [num_pages, H_kv, P, V or V/2] contiguous
   const Tensor& v_scales;  // fp16 [num_pages, H_kv, P] contiguous
+  const Tensor& k_tail;    // [B, H_kv, S, K] contiguous; undefined where nothing is appended
+  const Tensor& v_tail;    // [B, H_kv, S, V] contiguous
 };
+
+// Those of an op's `leaves`: none, or the tensors above in their order, behind which an op may have others.
+inline std::optional<PackedLeaves> packed_leaves(at::TensorList leaves) {
+  if (leaves.empty()) return std::nullopt;
+  return PackedLeaves{leaves[0], leaves[1], leaves[2], leaves[3], leaves[4], leaves[5]};
+}
 
 // The pools and the table of pages, as every op takes them.
 struct Pools {
@@ -58,7 +67,7 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
 // The layout of checked pools with real sizes.
 PageLayout layout_of(const Pools& pools, const PageOptions& options);
 
-// ---- tree_cache_append_
+// ---- tree_cache_append_ and tree_cache_append_packed_
 
 struct AppendCall {
   const Tensor& k;                           // [N_new, H_kv, K]
@@ -66,25 +75,13 @@ struct AppendCall {
   const Tensor& cu_new;                      // int32 [B + 1]
   const std::optional<Tensor>& new_lengths;  // int32 [B]
   int64_t max_new;                           // most new tokens of a sequence
-  const char* op = "tree_cache_append_";
+  const char* op;
 };
-void check_append(const char* op, const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
-                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new);
+void check_append(const char* op, const Pools& pools, const PageOptions& options, const Tensor& k,
+                  const Tensor& v, const Tensor& cu_new, const std::optional<Tensor>& new_lengths,
+                  const std::optional<SymInt>& max_new);
 using Append = void(const Pools& pools, const PageLayout& layout, const AppendCall& call);
 Append append_cpu, append_cuda;
-
-// ---- tree_cache_append_packed_
-
-// The last tokens of each sequence as they came, for nodes that are not finished yet: token t is row t mod S.
-struct Tails {
-  const Tensor& keys;    // [B, H_kv, S, K] contiguous
-  const Tensor& values;  // [B, H_kv, S, V] contiguous
-};
-void check_tails(const char* op, const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
-                 const PageOptions& options);
-using AppendPacked = void(const Pools& pools, const Tails& tails, const PageLayout& layout,
-                          const AppendCall& call);
-AppendPacked append_packed_cpu, append_packed_cuda;
 
 // ---- tree_cache_attention
 

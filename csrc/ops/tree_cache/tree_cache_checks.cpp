@@ -121,6 +121,28 @@ SymInt most_positions(const TreeOptions& options, const SymInt& capacity) {
   return capacity.min(top).max(listed);
 }
 
+void check_tails(const char* op, const Pools& pools, const PageOptions& options) {
+  const PackedLeaves& leaves = *pools.leaves;
+  const std::array<std::tuple<const char*, Tensor, const char*, Tensor>, 2> both = {
+      {{"k_tail", leaves.k_tail, "k_pool", pools.keys}, {"v_tail", leaves.v_tail, "v_pool", pools.values}}};
+  for (const auto& [name, tail, pool_name, pool] : both) {
+    check_rank(op, name, tail, 4, "[B, H_kv, tokens, channels]");
+    check_same_dtype(op, name, tail, pool_name, pool);
+    check_same_device(op, name, tail, pool_name, pool);
+    check_contiguous(op, name, tail);
+    check_size(op, name, tail, 0, pools.block_table.sym_size(0), "B of block_table");
+    check_size(op, name, tail, 1, pool.sym_size(1), "H_kv of the pools");
+    check_size(op, name, tail, 2, leaves.k_tail.sym_size(2), "tokens of k_tail");
+    check_size(op, name, tail, 3, pool.sym_size(3), "channels of the pool");
+  }
+  const SymInt tokens = leaves.k_tail.sym_size(2);
+  TORCH_CHECK_VALUE(
+      holds(tokens.sym_ge(options.compression_rate)) && same_size(tokens % options.compression_rate, 0) &&
+          holds(tokens.sym_lt(tree_attention::kIndexLimit)),
+      op, ": k_tail must have a positive multiple of compression_rate = ", options.compression_rate,
+      " tokens below 2^31, got ", leaves.k_tail.sym_sizes());
+}
+
 }  // namespace
 
 void check_cache_options(const char* op, const TreeOptions& options) {
@@ -190,8 +212,9 @@ PageLayout layout_of(const Pools& pools, const PageOptions& options) {
   return pools.leaves == nullptr ? layout : without_token_rows(layout);
 }
 
-void check_append(const char* op, const Pools& pools, const Tensor& k, const Tensor& v, const Tensor& cu_new,
-                  const std::optional<Tensor>& new_lengths, const std::optional<SymInt>& max_new) {
+void check_append(const char* op, const Pools& pools, const PageOptions& options, const Tensor& k,
+                  const Tensor& v, const Tensor& cu_new, const std::optional<Tensor>& new_lengths,
+                  const std::optional<SymInt>& max_new) {
   check_rows(op, "k", k, "[N_new, H_kv, K]", "[B, n, H_kv, K]", pools);
   check_rows(op, "v", v, "[N_new, H_kv, V]", "[B, n, H_kv, V]", pools);
   check_offsets(op, "cu_new", cu_new, "new_lengths", new_lengths, pools);
@@ -205,41 +228,16 @@ void check_append(const char* op, const Pools& pools, const Tensor& k, const Ten
   if (max_new.has_value()) {
     TORCH_CHECK_VALUE(holds(max_new->sym_ge(0)), op, ": max_new must be at least 0, got ", *max_new);
   }
-  check_disjoint(op, "k_pool", pools.keys, "v_pool", pools.values);
-  for (const auto& [name, pool] : {std::pair{"k_pool", pools.keys}, std::pair{"v_pool", pools.values}}) {
-    check_disjoint(op, name, pool, "k", k);
-    check_disjoint(op, name, pool, "v", v);
+  std::vector<std::pair<const char*, Tensor>> written = {{"k_pool", pools.keys}, {"v_pool", pools.values}};
+  if (const PackedLeaves* leaves = pools.leaves; leaves != nullptr) {
+    check_tails(op, pools, options);
+    written.insert(written.end(), {{"k_codes", leaves->k_codes},
+                                   {"k_scales", leaves->k_scales},
+                                   {"v_codes", leaves->v_codes},
+                                   {"v_scales", leaves->v_scales},
+                                   {"k_tail", leaves->k_tail},
+                                   {"v_tail", leaves->v_tail}});
   }
-}
-
-void check_tails(const char* op, const Pools& pools, const Tails& tails, const Tensor& k, const Tensor& v,
-                 const PageOptions& options) {
-  const std::array<std::tuple<const char*, Tensor, const char*, Tensor>, 2> both = {
-      {{"k_tail", tails.keys, "k_pool", pools.keys}, {"v_tail", tails.values, "v_pool", pools.values}}};
-  for (const auto& [name, tail, pool_name, pool] : both) {
-    check_rank(op, name, tail, 4, "[B, H_kv, tokens, channels]");
-    check_same_dtype(op, name, tail, pool_name, pool);
-    check_same_device(op, name, tail, pool_name, pool);
-    check_contiguous(op, name, tail);
-    check_size(op, name, tail, 0, pools.block_table.sym_size(0), "B of block_table");
-    check_size(op, name, tail, 1, pool.sym_size(1), "H_kv of the pools");
-    check_size(op, name, tail, 2, tails.keys.sym_size(2), "tokens of k_tail");
-    check_size(op, name, tail, 3, pool.sym_size(3), "channels of the pool");
-  }
-  const SymInt tokens = tails.keys.sym_size(2);
-  TORCH_CHECK_VALUE(
-      holds(tokens.sym_ge(options.compression_rate)) && same_size(tokens % options.compression_rate, 0) &&
-          holds(tokens.sym_lt(tree_attention::kIndexLimit)),
-      op, ": k_tail must have a positive multiple of compression_rate = ", options.compression_rate,
-      " tokens below 2^31, got ", tails.keys.sym_sizes());
-  const std::array<std::pair<const char*, Tensor>, 8> written = {{{"k_pool", pools.keys},
-                                                                  {"v_pool", pools.values},
-                                                                  {"k_codes", pools.leaves->k_codes},
-                                                                  {"k_scales", pools.leaves->k_scales},
-                                                                  {"v_codes", pools.leaves->v_codes},
-                                                                  {"v_scales", pools.leaves->v_scales},
-                                                                  {"k_tail", tails.keys},
-                                                                  {"v_tail", tails.values}}};
   for (size_t i = 0; i < written.size(); ++i) {
     const auto& [name, tensor] = written[i];
     for (size_t j = 0; j < i; ++j) {

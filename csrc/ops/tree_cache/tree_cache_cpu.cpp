@@ -163,7 +163,8 @@ struct AppendedRows {
   Storage<T>* pool;
   int64_t page_rows;
   int64_t width;
-  bool means;  // whether span means are kept
+  bool means;          // whether span means are kept
+  const Tensor* tail;  // of packed tokens, else null
 
   PoolRows<Storage<T>> of(const Pools& pools, const PageLayout& layout, const NewTokens& tokens) const {
     const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
@@ -174,22 +175,11 @@ struct AppendedRows {
 template <typename T>
 std::array<AppendedRows<T>, 2> appended_rows(const Pools& pools, const PageLayout& layout,
                                              const AppendCall& call) {
-  return {{{call.k, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3), layout.span > 0},
-           {call.v, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3), false}}};
-}
-
-// Layer by layer, all sequences in each: a node may have children in pages that another sequence of the call fills.
-// append_one(rows, tokens, layer) writes what one sequence adds to a layer of keys or values.
-template <typename T, typename AppendOne>
-void append_layers(const std::array<AppendedRows<T>, 2>& both, const PageLayout& layout,
-                   const std::vector<NewTokens>& all, AppendOne&& append_one) {
-  for (const AppendedRows<T>& rows : both) {
-    for (uint32_t layer = 1; layer < layout.num_layers + (rows.means ? 1 : 0); ++layer) {
-      for (const NewTokens& tokens : all) {
-        append_one(rows, tokens, layer);
-      }
-    }
-  }
+  const PackedLeaves* leaves = pools.leaves;
+  return {{{call.k, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3), layout.span > 0,
+            leaves == nullptr ? nullptr : &leaves->k_tail},
+           {call.v, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3), false,
+            leaves == nullptr ? nullptr : &leaves->v_tail}}};
 }
 
 // Writes the tokens of one sequence to one pool.
@@ -236,47 +226,36 @@ void append_packed_tokens(const NewTokens& tokens, const Tensor& rows, const Poo
 
 }  // namespace
 
+// Packed tokens go last: a node is finished by tokens of the call and by earlier ones, which are in the tail as they came,
+// until the call's last tokens replace them.
 void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
   const std::vector<NewTokens> all = new_tokens(pools, layout, call);
+  const PackedLeaves* leaves = pools.leaves;
   dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto both = appended_rows<T>(pools, layout, call);
     for (const AppendedRows<T>& rows : both) {
-      for (const NewTokens& tokens : all) {
-        append_tokens<T>(tokens, rows.given, rows.of(pools, layout, tokens));
+      for (size_t i = 0; leaves == nullptr && i < all.size(); ++i) {
+        append_tokens<T>(all[i], rows.given, rows.of(pools, layout, all[i]));
       }
-    }
-    append_layers<T>(
-        both, layout, all, [&](const AppendedRows<T>& rows, const NewTokens& tokens, uint32_t layer) {
+      // Layer by layer, all sequences in each: a node may have children in pages that another sequence of the call fills.
+      for (uint32_t layer = 1; layer < layout.num_layers + (rows.means ? 1 : 0); ++layer) {
+        for (const NewTokens& tokens : all) {
           const auto pool = rows.of(pools, layout, tokens);
-          append_layer<T>(tokens, pool, layer,
-                          [&](uint32_t token, int64_t head) { return pool.at(layout.node(0, token), head); });
-        });
-  });
-}
-
-// A node is finished by tokens of the call and by earlier ones, which are in the tail as they came; then the call's last
-// tokens replace these.
-void append_packed_cpu(const Pools& pools, const Tails& tails, const PageLayout& layout,
-                       const AppendCall& call) {
-  const std::vector<NewTokens> all = new_tokens(pools, layout, call);
-  const PackedLeaves& leaves = *pools.leaves;
-  dispatch_dtype(call.op, call.k.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto both = appended_rows<T>(pools, layout, call);
-    append_layers<T>(
-        both, layout, all, [&](const AppendedRows<T>& rows, const NewTokens& tokens, uint32_t layer) {
-          const Tensor& tail = &rows == &both[0] ? tails.keys : tails.values;
-          append_layer<T>(tokens, rows.of(pools, layout, tokens), layer, [&](uint32_t token, int64_t head) {
-            return token < tokens.before ? tail_row<T>(tokens, tail, token, head)
+          append_layer<T>(tokens, pool, layer, [&](uint32_t token, int64_t head) -> const Storage<T>* {
+            if (leaves == nullptr) return pool.at(layout.node(0, token), head);
+            return token < tokens.before ? tail_row<T>(tokens, *rows.tail, token, head)
                                          : given_row<T>(tokens, rows.given, token, head);
           });
-        });
-    const LeafRows<T> keys(leaves.k_codes, leaves.k_scales, pools.keys.size(3));
-    const LeafRows<T> values(leaves.v_codes, leaves.v_scales, pools.values.size(3));
+        }
+      }
+    }
+    if (leaves == nullptr) return;
+    const LeafRows<T> keys(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
+    const LeafRows<T> values(leaves->v_codes, leaves->v_scales, pools.values.size(3));
     for (const NewTokens& tokens : all) {
-      append_packed_tokens<T>(tokens, call.k, both[0].of(pools, layout, tokens), keys, tails.keys);
-      append_packed_tokens<T>(tokens, call.v, both[1].of(pools, layout, tokens), values, tails.values);
+      append_packed_tokens<T>(tokens, call.k, both[0].of(pools, layout, tokens), keys, leaves->k_tail);
+      append_packed_tokens<T>(tokens, call.v, both[1].of(pools, layout, tokens), values, leaves->v_tail);
     }
   });
 }

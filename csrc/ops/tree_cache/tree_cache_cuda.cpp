@@ -6,12 +6,11 @@
 
 #include <algorithm>
 
-#include "host/cuda/device_type.h"
 #include "host/cuda/hopper.h"
 #include "host/cuda/launch_scope.h"
-#include "host/dispatch.h"
 #include "host/env.h"
 #include "host/op_handle.h"
+#include "ops/tree/cuda/any/cuda_tensors.h"
 #include "ops/tree/cuda/cuda_tree.h"
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/index/index_lists_cuda.h"
@@ -24,25 +23,15 @@
 namespace htree::tree_cache {
 namespace {
 
+using tree_attention::dispatch_device_dtype;
+using tree_attention::input;
+using tree_attention::output;
+
 // The most scratch for one chunk of rows, unless the rows of a single stride need more.
 constexpr int64_t kScratchBytes = int64_t{256} << 20;
 
-template <typename T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.mutable_data_ptr());
-}
-template <typename T>
-const T* input(const Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
 const int32_t* optional_ints(const std::optional<Tensor>& tensor) {
   return tensor.has_value() && tensor->numel() > 0 ? input<int32_t>(*tensor) : nullptr;
-}
-
-template <typename F>
-void dispatch_device(const char* op, at::ScalarType dtype, F&& f) {
-  dispatch_dtype(op, dtype, FloatTypes{},
-                 [&](auto tag) { f(Type<DeviceType<typename decltype(tag)::type>>{}); });
 }
 
 CacheSequences sequences_of(const Pools& pools, const AttentionInputs& inputs,
@@ -54,8 +43,8 @@ CacheSequences sequences_of(const Pools& pools, const AttentionInputs& inputs,
   sequences.q_lengths = optional_ints(inputs.q_lengths);
   sequences.lists = optional_ints(inputs.lists);
   sequences.list_pos = optional_ints(inputs.list_pos);
-  sequences.new_lists = data<int32_t>(std::get<2>(outputs));
-  sequences.new_list_pos = data<int32_t>(std::get<3>(outputs));
+  sequences.new_lists = output<int32_t>(std::get<2>(outputs));
+  sequences.new_list_pos = output<int32_t>(std::get<3>(outputs));
   sequences.num_sequences = static_cast<int>(pools.lengths.numel());
   sequences.ring = static_cast<int>(std::get<3>(outputs).size(1));
   return sequences;
@@ -225,12 +214,12 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
   const Tensor ints = words(num * (scratch.keys + 2 * scratch.lists));
   RowChunk& chunk = params.chunk;
   chunk.rows = described ? reinterpret_cast<QueryRow*>(query_rows.mutable_data_ptr()) : nullptr;
-  chunk.scores = data<float>(floats);
+  chunk.scores = output<float>(floats);
   chunk.span_scores = chunk.scores + num * scratch.scores;
   chunk.part_max = chunk.span_scores + num * scratch.span_scores;
   chunk.part_sum = chunk.part_max + num * scratch.parts;
   chunk.part_out = chunk.part_sum + num * scratch.parts;
-  chunk.lists = scratch.lists == 0 ? nullptr : data<int32_t>(ints);
+  chunk.lists = scratch.lists == 0 ? nullptr : output<int32_t>(ints);
   chunk.previous_lists = chunk.lists + num * scratch.lists;
   chunk.keys =
       scratch.keys == 0 ? nullptr : reinterpret_cast<uint32_t*>(chunk.previous_lists + num * scratch.lists);
@@ -270,8 +259,8 @@ AppendParams<T> append_params(const Pools& pools, const PageLayout& layout, cons
   };
   AppendParams<T> params;
   params.layout = layout;
-  params.keys = data<T>(pools.keys);
-  params.values = data<T>(pools.values);
+  params.keys = output<T>(pools.keys);
+  params.values = output<T>(pools.values);
   params.k = rows(call.k);
   params.v = rows(call.v);
   params.block_table = input<int32_t>(pools.block_table);
@@ -288,23 +277,19 @@ AppendParams<T> append_params(const Pools& pools, const PageLayout& layout, cons
 
 void append_cuda(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
   const LaunchScope scope(call.k);
-  dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
+  dispatch_device_dtype(call.op, call.k.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    C10_CUDA_CHECK(launch_append(append_params<T>(pools, layout, call), scope.stream()));
-  });
-}
-
-void append_packed_cuda(const Pools& pools, const Tails& tails, const PageLayout& layout,
-                        const AppendCall& call) {
-  const LaunchScope scope(call.k);
-  dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
+    const AppendParams<T> append = append_params<T>(pools, layout, call);
+    if (pools.leaves == nullptr) {
+      C10_CUDA_CHECK(launch_append(append, scope.stream()));
+      return;
+    }
     AppendPackedParams<T> params;
-    params.append = append_params<T>(pools, layout, call);
+    params.append = append;
     params.leaves = leaf_pools(call.op, *pools.leaves, pools.keys.size(3), /*writes=*/true);
-    params.key_tail = data<T>(tails.keys);
-    params.value_tail = data<T>(tails.values);
-    params.tail_tokens = static_cast<uint32_t>(tails.keys.size(2));
+    params.key_tail = output<T>(pools.leaves->k_tail);
+    params.value_tail = output<T>(pools.leaves->v_tail);
+    params.tail_tokens = static_cast<uint32_t>(pools.leaves->k_tail.size(2));
     C10_CUDA_CHECK(launch_append_packed(params, scope.stream()));
   });
 }
@@ -317,11 +302,11 @@ void append_index_cuda(const Pools& pools, const IndexPool& index, const PageLay
   if (index.coded()) {
     const PageLayout of_codes = index_layout(layout, index_pool.size(1));
     C10_CUDA_CHECK(launch_append_codes(append_params<__nv_bfloat16>(of_index, of_codes, call),
-                                       data<IndexCode>(index_pool), data<uint8_t>(index.scales),
+                                       output<IndexCode>(index_pool), output<uint8_t>(index.scales),
                                        scope.stream()));
     return;
   }
-  dispatch_device(call.op, call.k.scalar_type(), [&](auto tag) {
+  dispatch_device_dtype(call.op, call.k.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     AppendParams<T> params = append_params<T>(of_index, index_layout(layout, index_pool.size(1)), call);
     params.v.width = 0;  // these pages have keys alone
@@ -340,7 +325,7 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
     return;
   }
   TORCH_CHECK_VALUE(total < kFromRing, kOp, ": q must have fewer than 2^30 rows on CUDA, got ", total);
-  dispatch_device(kOp, inputs.q.scalar_type(), [&](auto tag) {
+  dispatch_device_dtype(kOp, inputs.q.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t rate = args.compression_rate;
     const int64_t parents = most_parents(args.max_top_nodes, args.top_k, rate, layout.capacity());
@@ -371,8 +356,8 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
     params.value_dim = static_cast<int>(pools.values.size(3));
     params.keys = input<T>(pools.keys);
     params.values = input<T>(pools.values);
-    params.out = data<T>(std::get<0>(outputs));
-    params.lse = data<float>(std::get<1>(outputs));
+    params.out = output<T>(std::get<0>(outputs));
+    params.lse = output<float>(std::get<1>(outputs));
     std::optional<LeafPools> leaves;
     if (pools.leaves != nullptr) {
       leaves = leaf_pools(kOp, *pools.leaves, pools.keys.size(3), /*writes=*/false);

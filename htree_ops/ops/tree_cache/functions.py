@@ -124,7 +124,7 @@ def tree_cache_append_(
     """
     packed = cache_options("tree_cache_append_", options, keywords).packed()
     torch.ops.htree._tree_cache_append_(
-        k_pool, v_pool, k, v, block_table, lengths, cu_new, new_lengths, max_new, page_size, *packed
+        k_pool, v_pool, [], k, v, block_table, lengths, cu_new, new_lengths, max_new, page_size, *packed
     )
 
 
@@ -170,24 +170,9 @@ def tree_cache_append_packed_(
         As :func:`tree_cache_append_`.
     """
     packed = cache_options("tree_cache_append_packed_", options, keywords).packed()
-    torch.ops.htree._tree_cache_append_packed_(
-        k_pool,
-        v_pool,
-        k_codes,
-        k_scales,
-        v_codes,
-        v_scales,
-        k_tail,
-        v_tail,
-        k,
-        v,
-        block_table,
-        lengths,
-        cu_new,
-        new_lengths,
-        max_new,
-        page_size,
-        *packed,
+    leaves = [k_codes, k_scales, v_codes, v_scales, k_tail, v_tail]
+    torch.ops.htree._tree_cache_append_(
+        k_pool, v_pool, leaves, k, v, block_table, lengths, cu_new, new_lengths, max_new, page_size, *packed
     )
 
 
