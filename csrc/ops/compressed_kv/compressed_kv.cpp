@@ -26,7 +26,7 @@ RowFormat format_of(int64_t head_dim, int64_t keep, int64_t bits) {
 // keys = (x.abs().float() * weight.unsqueeze(2)).nan_to_num(nan=above inf)
 // kept = keys.argsort(-1, descending=True, stable=True)[..., :keep]      ties: the lower channel
 // mask = zeros.scatter(-1, kept, 1);  pruned = where(mask, x, 0);  bitmap = packed mask
-template <auto kPrune>
+template <Prune* kPrune>
 Outputs2 prune(const at::Tensor& x, int64_t keep, const OptionalTensor& weight) {
   const auto outputs = prepare_prune(x, keep, weight);
   if (x.numel() != 0) {
@@ -37,7 +37,7 @@ Outputs2 prune(const at::Tensor& x, int64_t keep, const OptionalTensor& weight) 
 }
 
 // scale = (kept.abs().amax(-1) / qmax).half();  codes = (kept / scale.float()).round().clamp(-qmax, qmax)
-template <auto kCompress>
+template <Compress* kCompress>
 Outputs3 compress(const at::Tensor& x, int64_t keep, int64_t bits, const OptionalTensor& weight) {
   const auto outputs = prepare_compress(x, keep, bits, weight);
   const auto& [bitmap, values, scales] = outputs;
@@ -49,7 +49,7 @@ Outputs3 compress(const at::Tensor& x, int64_t keep, int64_t bits, const Optiona
 }
 
 // out = zeros.masked_scatter(mask, codes * scale)
-template <auto kDecompress>
+template <Decompress* kDecompress>
 at::Tensor decompress(const at::Tensor& bitmap, const at::Tensor& values, const at::Tensor& scales,
                       c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype) {
   at::Tensor out = prepare_decompress(bitmap, values, scales, head_dim, keep, bits, dtype);
@@ -64,7 +64,7 @@ at::Tensor decompress(const at::Tensor& bitmap, const at::Tensor& values, const 
 // k, v = decompress(...)[..., :comp_len, :] ++ window[..., :win_len, :]
 // scores = (scale * q @ k.T).masked_fill(the tokens after that of the query, -inf)
 // out = softmax(scores) @ v;  lse = logsumexp(scores)
-template <auto kDecode>
+template <Decode* kDecode>
 Outputs2 decode(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tensor& k_values,
                 const at::Tensor& k_scales, const at::Tensor& v_bitmap, const at::Tensor& v_values,
                 const at::Tensor& v_scales, const at::Tensor& k_win, const at::Tensor& v_win,
@@ -84,46 +84,28 @@ Outputs2 decode(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tenso
                           split_size};
   const auto outputs = prepare_decode(a);
   const auto& [out, lse] = outputs;
-  if (lse.numel() == 0) {
+  if constexpr (kDecode == nullptr) {
+    return outputs;
+  } else {
+    if (lse.numel() == 0) return outputs;
+    const auto contiguous = [](const OptionalTensor& t) {
+      return t.has_value() ? OptionalTensor(t->contiguous()) : t;
+    };
+    const DecodeProblem problem = decode_problem_of(a);
+    kDecode(problem,
+            DecodeTensors{q.reshape({problem.batch, problem.num_heads, problem.key_dim}).contiguous(),
+                          {format_of(problem.key_dim, k_keep, k_bits), k_bitmap.contiguous(),
+                           k_values.contiguous(), k_scales.contiguous()},
+                          {format_of(problem.value_dim, v_keep, v_bits), v_bitmap.contiguous(),
+                           v_values.contiguous(), v_scales.contiguous()},
+                          k_win.contiguous(),
+                          v_win.contiguous(),
+                          contiguous(comp_len),
+                          contiguous(win_len),
+                          contiguous(block_table)},
+            out, lse);
     return outputs;
   }
-  const auto contiguous = [](const OptionalTensor& t) {
-    return t.has_value() ? OptionalTensor(t->contiguous()) : t;
-  };
-  const DecodeProblem problem = decode_problem_of(a);
-  kDecode(problem,
-          DecodeTensors{q.reshape({problem.batch, problem.num_heads, problem.key_dim}).contiguous(),
-                        {format_of(problem.key_dim, k_keep, k_bits), k_bitmap.contiguous(),
-                         k_values.contiguous(), k_scales.contiguous()},
-                        {format_of(problem.value_dim, v_keep, v_bits), v_bitmap.contiguous(),
-                         v_values.contiguous(), v_scales.contiguous()},
-                        k_win.contiguous(),
-                        v_win.contiguous(),
-                        contiguous(comp_len),
-                        contiguous(win_len),
-                        contiguous(block_table)},
-          out, lse);
-  return outputs;
-}
-
-Outputs2 decode_meta(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tensor& k_values,
-                     const at::Tensor& k_scales, const at::Tensor& v_bitmap, const at::Tensor& v_values,
-                     const at::Tensor& v_scales, const at::Tensor& k_win, const at::Tensor& v_win,
-                     const OptionalTensor& comp_len, const OptionalTensor& win_len,
-                     std::optional<double> scale, const OptionalTensor& block_table, int64_t k_keep,
-                     int64_t v_keep, int64_t k_bits, int64_t v_bits, int64_t hadamard_group,
-                     int64_t split_size) {
-  return prepare_decode({q,
-                         {k_bitmap, k_values, k_scales, k_keep, k_bits},
-                         {v_bitmap, v_values, v_scales, v_keep, v_bits},
-                         k_win,
-                         v_win,
-                         comp_len,
-                         win_len,
-                         scale,
-                         block_table,
-                         hadamard_group,
-                         split_size});
 }
 
 }  // namespace
@@ -166,7 +148,7 @@ TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
   library.impl("kv_prune", TORCH_FN(prepare_prune));
   library.impl("kv_compress", TORCH_FN(prepare_compress));
   library.impl("kv_decompress", TORCH_FN(prepare_decompress));
-  library.impl("kv_decode_attention", TORCH_FN(decode_meta));
+  library.impl("kv_decode_attention", TORCH_FN(decode<nullptr>));
 }
 
 TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {

@@ -94,18 +94,16 @@ DecodeProblem decode_problem_of(const DecodeArguments& a);
 
 // Entry points. x is [B, H_kv, S, D] with unit stride in D; `weight` is undefined or contiguous fp32 [B,
 // H_kv, D]. All outputs, and the compressed tensors of decompress, are contiguous and have at least one row.
-void prune_cpu(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
-               const at::Tensor& pruned, const at::Tensor& bitmap);
-void prune_cuda(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
-                const at::Tensor& pruned, const at::Tensor& bitmap);
-void compress_cpu(const at::Tensor& x, const at::Tensor& weight, const Compressed& to);
-void compress_cuda(const at::Tensor& x, const at::Tensor& weight, const Compressed& to);
-void decompress_cpu(const Compressed& from, const at::Tensor& out);
-void decompress_cuda(const Compressed& from, const at::Tensor& out);
-
+using Prune = void(const RowFormat& format, const at::Tensor& x, const at::Tensor& weight,
+                   const at::Tensor& pruned, const at::Tensor& bitmap);
+using Compress = void(const at::Tensor& x, const at::Tensor& weight, const Compressed& to);
+using Decompress = void(const Compressed& from, const at::Tensor& out);
 // Tensors are contiguous. out [B, num_heads, D of values] and lse [B, num_heads] have at least one element.
-void decode_cpu(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out, const at::Tensor& lse);
-void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
-                 const at::Tensor& lse);
+using Decode = void(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
+                    const at::Tensor& lse);
+Prune prune_cpu, prune_cuda;
+Compress compress_cpu, compress_cuda;
+Decompress decompress_cpu, decompress_cuda;
+Decode decode_cpu, decode_cuda;
 
 }  // namespace htree::compressed_kv
