@@ -55,6 +55,66 @@ def _place(end: int, span: int, page_size: int) -> tuple[int, int]:
     return page, end // span - 1 - page * page_size // span
 
 
+def _appended(
+    before: tuple[Tensor, ...],
+    new: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    lengths: Tensor,
+    cu_new: Tensor,
+    new_lengths: Tensor | None,
+    page_size: int,
+    compression_rate: int,
+    max_top_nodes: int,
+    selection_span: int | None,
+) -> tuple[Tensor, ...]:
+    """The two pools after an append of ``new`` keys and values, or the eight tensors where tokens are packed."""
+    written = tuple(x.clone() for x in before)
+    pools, leaves = written[:2], written[2:]
+    layers = cache_layers(block_table.shape[1] * page_size, compression_rate, max_top_nodes)
+    first_row = [0, 0 if leaves else page_size]  # of packed tokens a page has no rows
+    for layer in range(1, layers):
+        first_row.append(first_row[-1] + -(-page_size // compression_rate**layer))
+
+    def row_of(side: int, b: int, layer: int, end: int) -> Tensor:
+        """The row [H_kv, D] of a token as it came, or of a node, that ends before token ``end``."""
+        if leaves and layer == 0:
+            tail = leaves[4 + side]
+            return tail[b, :, (end - 1) % tail.shape[2]]
+        page, row = _place(end, compression_rate**layer, page_size)
+        return pools[side][block_table[b, page], :, first_row[layer] + row]
+
+    for b, table in enumerate(block_table.tolist()):
+        rows = int(cu_new[b + 1] - cu_new[b]) if new_lengths is None else int(new_lengths[b])
+        for i in range(rows):
+            end = int(lengths[b]) + i + 1  # tokens up to this one
+            for side, x in enumerate(new):
+                token = x[int(cu_new[b]) + i]
+                page, row = _place(end, 1, page_size)
+                if leaves:
+                    codes, scales, tail = leaves[2 * side], leaves[2 * side + 1], leaves[4 + side]
+                    bits = 8 * codes.shape[3] // x.shape[2]
+                    _, packed, scale = compressed_kv.kv_compress(token[None, :, None], x.shape[2], bits)
+                    codes[table[page], :, row], scales[table[page], :, row] = packed[0, :, 0], scale[0, :, 0]
+                    tail[b, :, (end - 1) % tail.shape[2]] = token
+                else:
+                    pools[side][table[page], :, row] = token
+                for layer in range(1, layers):
+                    span = compression_rate**layer
+                    if end % span:
+                        break
+                    child = span // compression_rate
+                    ends = range(end - span + child, end + 1, child)
+                    page, row = _place(end, span, page_size)
+                    pools[side][table[page], :, first_row[layer] + row] = _mean(
+                        torch.stack([row_of(side, b, layer - 1, last) for last in ends])
+                    )
+            if selection_span and end % selection_span == 0:
+                members = [row_of(0, b, 0, last) for last in range(end - selection_span + 1, end + 1)]
+                page, row = _place(end, selection_span, page_size)
+                pools[0][table[page], :, first_row[layers] + row] = _mean(torch.stack(members))
+    return written
+
+
 def tree_cache_append(
     k_pool: Tensor,
     v_pool: Tensor,
@@ -72,34 +132,9 @@ def tree_cache_append(
     selection_span: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pools after `tree_cache_append_`."""
-    k_pool, v_pool = k_pool.clone(), v_pool.clone()
-    layers = cache_layers(block_table.shape[1] * page_size, compression_rate, max_top_nodes)
-    first_row = [0]
-    for layer in range(layers):
-        first_row.append(first_row[-1] + -(-page_size // compression_rate**layer))
-    for b, table in enumerate(block_table.tolist()):
-        rows = int(cu_new[b + 1] - cu_new[b]) if new_lengths is None else int(new_lengths[b])
-        for i in range(rows):
-            end = int(lengths[b]) + i + 1  # tokens up to this one
-            for pool, x in ((k_pool, k), (v_pool, v)):
-                page, row = _place(end, 1, page_size)
-                pool[table[page], :, row] = x[int(cu_new[b]) + i]
-                for layer in range(1, layers):
-                    span = compression_rate**layer
-                    if end % span:
-                        break
-                    child = span // compression_rate
-                    children = []
-                    for c in range(compression_rate):
-                        page, row = _place(end - span + (c + 1) * child, child, page_size)
-                        children.append(pool[table[page], :, first_row[layer - 1] + row])
-                    page, row = _place(end, span, page_size)
-                    pool[table[page], :, first_row[layer] + row] = _mean(torch.stack(children))
-            if selection_span and end % selection_span == 0:
-                page, row = _place(end, 1, page_size)
-                members = k_pool[table[page], :, row + 1 - selection_span : row + 1]
-                page, row = _place(end, selection_span, page_size)
-                k_pool[table[page], :, first_row[layers] + row] = _mean(members.transpose(0, 1))
+    sequences = (block_table, lengths, cu_new, new_lengths)
+    tree = (page_size, compression_rate, max_top_nodes, selection_span)
+    k_pool, v_pool = _appended((k_pool, v_pool), (k, v), *sequences, *tree)
     return k_pool, v_pool
 
 
@@ -127,45 +162,9 @@ def tree_cache_append_packed(
 ) -> tuple[Tensor, ...]:
     """Return the eight tensors after `tree_cache_append_packed_`."""
     before = (k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail)
-    k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail = (x.clone() for x in before)
-    layers = cache_layers(block_table.shape[1] * page_size, compression_rate, max_top_nodes)
-    first_row = [0, 0]
-    for layer in range(1, layers):
-        first_row.append(first_row[-1] + -(-page_size // compression_rate**layer))
-    for b, table in enumerate(block_table.tolist()):
-        rows = int(cu_new[b + 1] - cu_new[b]) if new_lengths is None else int(new_lengths[b])
-        for i in range(rows):
-            end = int(lengths[b]) + i + 1  # tokens up to this one
-            of_keys = (k_pool, k_codes, k_scales, k_tail, k)
-            of_values = (v_pool, v_codes, v_scales, v_tail, v)
-            for pool, codes, scales, tail, x in (of_keys, of_values):
-                token = x[int(cu_new[b]) + i]
-                bits = 8 * codes.shape[3] // x.shape[2]
-                _, packed, scale = compressed_kv.kv_compress(token[None, :, None], x.shape[2], bits)
-                page, row = _place(end, 1, page_size)
-                codes[table[page], :, row], scales[table[page], :, row] = packed[0, :, 0], scale[0, :, 0]
-                tail[b, :, (end - 1) % tail.shape[2]] = token
-                for layer in range(1, layers):
-                    span = compression_rate**layer
-                    if end % span:
-                        break
-                    child = span // compression_rate
-                    children = []
-                    for c in range(compression_rate):
-                        last = end - span + (c + 1) * child
-                        page, row = _place(last, child, page_size)
-                        children.append(
-                            tail[b, :, (last - 1) % tail.shape[2]]
-                            if layer == 1
-                            else pool[table[page], :, first_row[layer - 1] + row]
-                        )
-                    page, row = _place(end, span, page_size)
-                    pool[table[page], :, first_row[layer] + row] = _mean(torch.stack(children))
-            if selection_span and end % selection_span == 0:
-                places = torch.arange(end - selection_span, end, device=k_tail.device) % k_tail.shape[2]
-                page, row = _place(end, selection_span, page_size)
-                k_pool[table[page], :, first_row[layers] + row] = _mean(k_tail[b, :, places].transpose(0, 1))
-    return k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail
+    sequences = (block_table, lengths, cu_new, new_lengths)
+    tree = (page_size, compression_rate, max_top_nodes, selection_span)
+    return _appended(before, (k, v), *sequences, *tree)
 
 
 def _expanded(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:
