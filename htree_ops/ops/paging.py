@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import OutOfPagesError
+from htree_ops.ops.arguments import check_int
 
-__all__ = ["Change", "Pages", "is_recorded", "on_device"]
+__all__ = ["Change", "PagedCache", "Pages", "is_recorded", "on_device"]
 
 #: A page that a change will take from the free ones.
 FRESH = -1
@@ -197,7 +198,7 @@ class Pages:
         return Change(rows)
 
     def cut(self, lengths: Sequence[int], kept: Sequence[int]) -> Change:
-        """Sequences of ``lengths[b]`` tokens become their first ``kept[b]``; pages that are open then are their own.
+        """PagedCache of ``lengths[b]`` tokens become their first ``kept[b]``; pages that are open then are their own.
 
         The last user of a page keeps it, so that no page is copied that this step makes free.
         """
@@ -260,7 +261,7 @@ class Pages:
         return length % self.page_size > 0
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:
-        """Sequences have these pages and, where there are pages for all, others behind them."""
+        """PagedCache have these pages and, where there are pages for all, others behind them."""
         self.rows = [list(row) for row in rows]
         counted = Counter(page for row in rows for page in row)
         self.users = [counted[page] for page in range(self.num_pages)]
@@ -292,3 +293,33 @@ class Pages:
         self.rows = [list(row) for row in other.rows]
         self.users, self.free = list(other.users), list(other.free)
         self.block_table.copy_(other.block_table)
+
+
+class PagedCache:
+    """What every cache does with its sequences once it can reorder them and cut them back.
+
+    Attributes:
+        OP: name for the messages. batch: B, sequences.
+    """
+
+    OP: str
+    batch: int
+
+    def reorder_(self, beams: Sequence[int]) -> None:
+        """Sequence b becomes what sequence ``beams[b]`` was."""
+        raise NotImplementedError
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1."""
+        raise NotImplementedError
+
+    def fork(self, source: int, target: int) -> None:
+        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed."""
+        for name, sequence in (("source", source), ("target", target)):
+            check_int(f"{self.OP}.fork", name, sequence, 0, self.batch - 1)
+        self.reorder_([source if b == target else b for b in range(self.batch)])
+
+    def free(self, sequence: int) -> None:
+        """Empties a sequence and gives back the pages that nobody else uses."""
+        check_int(f"{self.OP}.free", "sequence", sequence, 0, self.batch - 1)
+        self.truncate([0 if b == sequence else -1 for b in range(self.batch)])

@@ -1,11 +1,7 @@
-"""The K/V cache of one attention layer: compressed rows and a dense window of the latest tokens (§4.6).
-
-Longer than 700 lines because it is one class: what fills a cache, attends from it, cuts it back and saves it.
-"""
+"""The K/V cache of one attention layer: compressed rows and a dense window of the latest tokens (§4.6)."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,19 +17,17 @@ from htree_ops.ops.compressed_kv.checks import (
     check_policy,
     check_query,
     check_shape,
-    integers,
     pair,
     prompt_lengths,
 )
 from htree_ops.ops.compressed_kv.format import CompressedKV, check_hadamard_group, check_weight
-from htree_ops.ops.compressed_kv.state import check_state, options_as_tensor, with_tensors
-from htree_ops.ops.compressed_kv.storage import ContiguousRows, PagedRows, RowFormat
+from htree_ops.ops.compressed_kv.sequences import OP, CompressedSequences
+from htree_ops.ops.compressed_kv.state import check_state, state_of
+from htree_ops.ops.compressed_kv.storage import RowFormat, StoredRows
 from htree_ops.ops.compressed_kv.window import DenseWindow
 from htree_ops.ops.hadamard.transform import grouped_hadamard
 
 __all__ = ["CacheBytes", "CompressedKVCache"]
-
-OP = "CompressedKVCache"
 
 
 class CacheBytes(NamedTuple):
@@ -77,7 +71,7 @@ def hide_rows(out: Tensor, lse: Tensor, counts: Sequence[int]) -> tuple[Tensor, 
     return out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -math.inf)
 
 
-class CompressedKVCache:
+class CompressedKVCache(CompressedSequences):
     """Keys and values of one attention layer, the older ones pruned and quantised.
 
     The last tokens stay dense in a window. When it holds window + chunk tokens, its oldest ``chunk`` are compressed,
@@ -176,17 +170,14 @@ class CompressedKVCache:
         self.dtype = dtype
         self.device = option_device(OP, device)
         rows = self._compressed_tokens(capacity)
-        place = (self.formats, batch, num_kv_heads, rows, self.device)
-        self.storage: ContiguousRows | PagedRows
         if page_size is None:
             if num_pages is not None:
                 raise ValueError(f"{OP}: num_pages must be None where page_size is None, got {num_pages}")
-            self.storage = ContiguousRows(*place)
+            pages = 0
         else:
-            full = batch * rows // page_size
-            check_int(OP, "num_pages", full if num_pages is None else num_pages, 0)
-            pages = full if num_pages is None else num_pages
-            self.storage = PagedRows(OP, *place, page=page_size, num_pages=pages)
+            pages = batch * rows // page_size if num_pages is None else num_pages
+            check_int(OP, "num_pages", pages, 0)
+        self.storage = StoredRows(OP, self.formats, batch, num_kv_heads, rows, self.device, page_size, pages)
         self.window_size = min(window + chunk, capacity)
         self._dense_rows = DenseWindow(
             (batch, num_kv_heads, self.window_size),
@@ -204,20 +195,6 @@ class CompressedKVCache:
         self._compressed = [0] * batch
         self._dense = [0] * batch
 
-    def _compressed_tokens(self, length: int) -> int:
-        return self.chunk * max(0, (length - self.window) // self.chunk)
-
-    def _limit(self, sequence: int) -> int:
-        """How many dense tokens the window of a sequence may have: the last chunk ends at a multiple of C."""
-        return self.window + self.chunk - self._compressed[sequence] % self.chunk
-
-    def _compressed_after(self, sequence: int, length: int) -> int:
-        """How many tokens are compressed once ``length`` of them are appended, before the cache is settled."""
-        compressed = self._compressed[sequence]
-        if length <= compressed + self._limit(sequence):
-            return compressed
-        return self.chunk * (math.ceil((length - self.window) / self.chunk) - 1)
-
     @property
     def k_win(self) -> Tensor:
         """The window of keys [B, H_kv, slots, D], transformed where the cache transforms them."""
@@ -227,20 +204,6 @@ class CompressedKVCache:
     def v_win(self) -> Tensor:
         """The window of values [B, H_kv, slots, D]."""
         return self._dense_rows.parts[1]
-
-    @property
-    def lengths(self) -> Tensor:
-        """int32 [B] on the device: number of tokens of each sequence."""
-        return self.comp_len + self.win_len
-
-    def host_lengths(self) -> list[int]:
-        """The lengths as numbers, which the host knows at all times."""
-        return [c + d for c, d in zip(self._compressed, self._dense, strict=True)]
-
-    @property
-    def compressed_lengths(self) -> list[int]:
-        """How many of these are compressed."""
-        return list(self._compressed)
 
     @property
     def key_weight(self) -> Tensor | None:
@@ -255,18 +218,6 @@ class CompressedKVCache:
             check_shape(OP, "key_weight", weight, (*self.k_win.shape[:2], self.k_win.shape[3]))
             check_weight(OP, "key_weight", weight)
         self._key_weight = weight
-
-    def _refuse_graph(self, name: str) -> None:
-        """Refuses a step that counts tokens on the host in a graph, which would hold for the traced counts alone.
-
-        Raises:
-            NotImplementedError: the call is being compiled or exported.
-        """
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                f"{OP}.{name}: cannot be compiled or exported, because the cache counts its tokens on the host: "
-                "compile write_token and attend, and call advance after each run"
-            )
 
     def _check_new(self, op: str, k: Tensor, v: Tensor) -> None:
         widths = (self.formats[0].head_dim, self.formats[1].head_dim)
@@ -294,11 +245,6 @@ class CompressedKVCache:
             CompressedKV(*torch.ops.htree.kv_compress(x, f.keep, f.bits, w))
             for x, f, w in ((k, self.formats[0], weight), (v, self.formats[1], None))
         ]
-
-    def _count(self, compressed: list[int], dense: list[int]) -> None:
-        self._compressed, self._dense = compressed, dense
-        for target, values in ((self.comp_len, compressed), (self.win_len, dense)):
-            target.copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
 
     @torch.no_grad()
     def prefill(self, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> None:
@@ -328,12 +274,7 @@ class CompressedKVCache:
         most = max(compressed, default=0)
         if most:
             rows = self._compress(k[:, :, :most], v[:, :, :most], range(self.batch))
-            if compressed == [most] * self.batch:
-                self.storage.write(range(self.batch), [0] * self.batch, rows)
-            else:
-                for i, length in enumerate(compressed):
-                    part = [CompressedKV(*(x[i : i + 1, :, :length] for x in part)) for part in rows]
-                    self.storage.write([i], [0], part)
+            self.storage.fill(rows, compressed)
         for i, (start, stop) in enumerate(zip(compressed, totals, strict=True)):
             for target, x in ((self.k_win, k), (self.v_win, v)):
                 target[i, :, : stop - start] = x[i, :, start:stop]
@@ -591,21 +532,15 @@ class CompressedKVCache:
 
         In the dtype of the cache; keys are transformed back (one more rounding), and rows past a sequence are 0.
         """
-        longest = max(self.host_lengths(), default=0)
-        dense: list[Tensor] = []
-        for row_format, window in zip(self.formats, (self.k_win, self.v_win), strict=True):
-            shape = (self.batch, self.num_kv_heads, longest, row_format.head_dim)
-            dense.append(torch.zeros(shape, dtype=self.dtype, device=window.device))
-        for i, (compressed, length) in enumerate(zip(self._compressed, self.host_lengths(), strict=True)):
+        lengths, windows = self.host_lengths(), self._dense_rows.parts
+        keys, values = (x.new_zeros(*x.shape[:2], max(lengths, default=0), x.shape[3]) for x in windows)
+        for i, (compressed, length) in enumerate(zip(self._compressed, lengths, strict=True)):
             rows = self.storage.read(i, compressed)
-            for target, part, f, window in zip(
-                dense, rows, self.formats, (self.k_win, self.v_win), strict=True
-            ):
+            for target, part, f, window in zip((keys, values), rows, self.formats, windows, strict=True):
                 target[i, :, :compressed] = torch.ops.htree.kv_decompress(
                     *(x[None] for x in part), f.head_dim, f.keep, f.bits, self.dtype
                 )[0]
                 target[i, :, compressed:length] = window[i, :, : length - compressed]
-        keys, values = dense
         # the transform is its own inverse
         return self._stored(keys).transpose(1, 2), values.transpose(1, 2)
 
@@ -624,50 +559,7 @@ class CompressedKVCache:
             allocated=sum(x.numel() * x.element_size() for x in tensors),
         )
 
-    # ---- states, beam search and what is taken back
-
-    @torch.no_grad()
-    def truncate(self, lengths: int | Tensor | Sequence[int]) -> None:
-        """Takes tokens back: sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1.
-
-        Any length up to that of the sequence is possible. Up to ``rollback`` tokens behind the longest length that
-        a sequence had leave no trace: once settled, the cache holds the bytes that it would hold if they had never
-        come. Where more are taken back, the rows that are kept stay as they are, so tokens may be compressed that
-        would else still be dense: all of them, if the new length lies among the compressed tokens. New tokens then
-        go to the window as always, and compressed tokens end at a multiple of the chunk from the next chunk on.
-
-        Raises:
-            TypeError: lengths are not ints. DeviceError: they are on the device meta.
-            ValueError: another number of them, or one outside -1 ... the length.
-            OutOfPagesError: no page for the copy of a page that others have too. The cache is left as it was.
-        """
-        op = f"{OP}.truncate"
-        self._refuse_graph("truncate")
-        numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
-        wanted, held = integers(op, "lengths", numbers), self.host_lengths()
-        if len(wanted) != self.batch or not all(
-            -1 <= n <= most for n, most in zip(wanted, held, strict=True)
-        ):
-            raise ValueError(
-                f"{op}: lengths must be {self.batch} numbers between -1 and {held}, got {wanted}"
-            )
-        compressed, dense = list(self._compressed), list(self._dense)
-        restored: list[int] = []
-        for b, length in enumerate(wanted):
-            if length in (-1, held[b]):
-                continue
-            start = self._compressed[b]
-            if self._dense_rows.whole[b] and start - self.chunk < length < start + self.window:
-                restored.append(b)
-                start -= self.chunk
-            compressed[b], dense[b] = min(start, length), max(0, length - start)
-        self.storage.truncate(self._compressed, compressed)
-        for b, (old, new) in enumerate(zip(self._compressed, compressed, strict=True)):
-            if b in restored:
-                self._dense_rows.restore(b, max(0, wanted[b] - old))
-            elif new < old:
-                self._dense_rows.whole[b] = False
-        self._count(compressed, dense)
+    # ---- states and other caches
 
     def to(
         self,
@@ -696,11 +588,7 @@ class CompressedKVCache:
         if (place, dtype) == (self.device, self.dtype):
             return self
         other = self._like(self.batch, num_pages=self.num_pages, dtype=dtype, device=place)
-        source = copy.copy(self.storage)
-        source.parts = [
-            f.cast(part, self.dtype, dtype) for f, part in zip(self.formats, source.parts, strict=True)
-        ]
-        other.storage.copy_from(source)  # type: ignore[arg-type]
+        other.storage.copy_from(self.storage, self.dtype, dtype)
         other._dense_rows.copy_from(self._dense_rows, range(self.batch))
         weight = self.key_weight
         other._key_weight = None if weight is None else weight.to(place, copy=True)
@@ -734,16 +622,7 @@ class CompressedKVCache:
         }
 
     def __repr__(self) -> str:
-        names = (
-            "window",
-            "chunk",
-            "hadamard_group",
-            "capacity",
-            "page_size",
-            "num_pages",
-            "split_size",
-            "rollback",
-        )
+        names = ["capacity", "page_size", "num_pages", "split_size", "rollback"]
         sizes = {"batch": self.batch} | self.config() | {name: getattr(self, name) for name in names}
         listed = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not None)
         return f"{OP}({listed}, device='{self.device}', lengths={self.host_lengths()})"
@@ -757,38 +636,14 @@ class CompressedKVCache:
         k_win, v_win [B, H_kv, W, ...], zeros behind each sequence; key_weight, [0, H_kv, D] where there is none. The
         dense rows of the last chunk, with which :meth:`truncate` leaves no trace, are not in it.
         """
-        state: dict[str, Tensor] = {
-            "options": options_as_tensor(self.config()),
-            "compressed": torch.tensor(self._compressed, dtype=torch.int64, device="cpu"),
-            "dense": torch.tensor(self._dense, dtype=torch.int64, device="cpu"),
-        }
-        most = max(self._compressed, default=0)
-        for f, prefix in zip(self.formats, "kv", strict=True):
-            rows = f.allocate(self.batch, self.num_kv_heads, most, self.device)
-            state |= {f"{prefix}_{name}": x for name, x in rows._asdict().items()}
-        for name, window in (("k_win", self.k_win), ("v_win", self.v_win)):
-            shape = (*window.shape[:2], max(self._dense, default=0), window.shape[3])
-            state[name] = window.new_zeros(shape)
-            for i, length in enumerate(self._dense):
-                state[name][i, :, :length] = window[i, :, :length]
-        for i, length in enumerate(self._compressed):
-            for part, prefix in zip(self.storage.read(i, length), "kv", strict=True):
-                for name, x in part._asdict().items():
-                    state[f"{prefix}_{name}"][i, :, : x.shape[1]] = x
-        weight = self.key_weight
-        state["key_weight"] = (
-            self.k_win.new_empty(0, self.num_kv_heads, self.formats[0].head_dim)
-            if weight is None
-            else weight.clone(memory_format=torch.contiguous_format)
-        )
-        return state
+        lengths = (self._compressed, self._dense)
+        return state_of(self.config(), lengths, self.storage, self._dense_rows.parts, self.key_weight)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces what the cache holds by :meth:`state_dict` of a cache with the same :meth:`config` and batch.
 
-        Everything is copied. The bytes of the rows are taken as they are. States of earlier versions, whose config was
-        a dict, are read too.
+        Everything is copied. The bytes of the rows are taken as they are.
 
         Raises:
             TypeError: the state is not a dict, an entry is not dense, or key_weight is not a floating tensor.
@@ -799,64 +654,23 @@ class CompressedKVCache:
         """
         op = f"{OP}.load_state_dict"
         self._refuse_graph("load_state_dict")
-        state = with_tensors(op, state)
-        rows = self._compressed_tokens(self.capacity)
-        check_state(op, state, self.config(), self.formats, self.batch, (self.capacity, rows), self.dtype)
+        room = (self.capacity, self._compressed_tokens(self.capacity))
+        check_state(op, state, self.config(), self.formats, self.batch, room, self.dtype)
         compressed, dense = (state[name].tolist() for name in ("compressed", "dense"))
-        self.storage.check_pool("load_state_dict", compressed)
+        if self.storage.pages is not None:
+            self.storage.pages.check_pool("load_state_dict", compressed)
         weight = state["key_weight"]
         self.key_weight = weight.to(self.device, copy=True) if weight.shape[0] or not self.batch else None
         self.reset()
-        parts = [
+        rows = [
             CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
             for prefix in "kv"
         ]
-        for i, length in enumerate(compressed):
-            self.storage.write(
-                [i], [0], [CompressedKV(*(x[i : i + 1, :, :length] for x in part)) for part in parts]
-            )
+        self.storage.fill(rows, compressed)
         for target, name in ((self.k_win, "k_win"), (self.v_win, "v_win")):
             most = max(dense, default=0)
             target[:, :, :most] = state[name][:, :, :most].to(self.device)
         self._count(compressed, dense)
-
-    def _indices(self, name: str, argument: str, index: Tensor | Sequence[int]) -> list[int]:
-        numbers = integers(f"{OP}.{name}", argument, index)
-        if not all(0 <= i < self.batch for i in numbers):
-            raise IndexError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
-        return numbers
-
-    @torch.no_grad()
-    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
-        """Beam search: sequence i becomes what sequence beams[i] was. With pages, compressed tokens are shared.
-
-        The lengths are known on the host, so beams on a device are waited for.
-
-        Raises:
-            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
-                entries. IndexError: an entry outside [0, B). OutOfPagesError: no page for the copy of an open one.
-        """
-        self._refuse_graph("reorder_")
-        numbers = self._indices("reorder_", "beams", beams)
-        if len(numbers) != self.batch:
-            raise ValueError(f"{OP}.reorder_: beams must have {self.batch} entries, got {len(numbers)}")
-        self.storage.reorder(numbers, self._compressed)
-        places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self._dense_rows.reorder(numbers, places)
-        if self.key_weight is not None:
-            self.key_weight = self.key_weight.index_select(0, places)
-        self._count([self._compressed[i] for i in numbers], [self._dense[i] for i in numbers])
-
-    def fork(self, source: int, target: int) -> None:
-        """Sequence ``target`` becomes a copy of ``source``, whose pages it shares. The old ``target`` is freed."""
-        for name, sequence in (("source", source), ("target", target)):
-            check_int(f"{OP}.fork", name, sequence, 0, self.batch - 1)
-        self.reorder_([source if b == target else b for b in range(self.batch)])
-
-    def free(self, sequence: int) -> None:
-        """Empties a sequence and gives back the pages that nobody else uses."""
-        check_int(f"{OP}.free", "sequence", sequence, 0, self.batch - 1)
-        self.truncate([0 if b == sequence else -1 for b in range(self.batch)])
 
     @torch.no_grad()
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
@@ -872,9 +686,3 @@ class CompressedKVCache:
         chosen.load_state_dict(state)
         chosen._dense_rows.copy_from(self._dense_rows, numbers)
         return chosen
-
-    def reset(self) -> None:
-        """Forgets every token; the memory stays, and pages are free again."""
-        self.storage.clear()
-        self._dense_rows.clear()
-        self._count([0] * self.batch, [0] * self.batch)

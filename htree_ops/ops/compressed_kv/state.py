@@ -11,9 +11,9 @@ from torch import Tensor
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import check_data
 from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
-from htree_ops.ops.compressed_kv.storage import RowFormat
+from htree_ops.ops.compressed_kv.storage import RowFormat, StoredRows
 
-__all__ = ["check_state", "options_as_tensor", "with_tensors"]
+__all__ = ["check_state", "state_of"]
 
 _DTYPES = (torch.int64, torch.uint8, torch.float16)
 
@@ -29,6 +29,43 @@ def options_as_tensor(config: Mapping[str, Any]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
+def state_of(
+    config: Mapping[str, Any],
+    lengths: tuple[Sequence[int], Sequence[int]],
+    storage: StoredRows,
+    window: Sequence[Tensor],
+    key_weight: Tensor | None,
+) -> dict[str, Tensor]:
+    """What :meth:`htree_ops.CompressedKVCache.state_dict` gives.
+
+    Args:
+        lengths: compressed and dense tokens of each sequence. window: keys and values of the latter.
+    """
+    compressed, dense = lengths
+    state: dict[str, Tensor] = {
+        "options": options_as_tensor(config),
+        "compressed": torch.tensor(compressed, dtype=torch.int64, device="cpu"),
+        "dense": torch.tensor(dense, dtype=torch.int64, device="cpu"),
+    }
+    batch, heads, _, width = window[0].shape
+    for f, prefix in zip(storage.formats, "kv", strict=True):
+        rows = f.allocate(batch, heads, max(compressed, default=0), window[0].device)
+        state |= {f"{prefix}_{name}": x for name, x in rows._asdict().items()}
+    for name, x in zip(("k_win", "v_win"), window, strict=True):
+        state[name] = x.new_zeros(batch, heads, max(dense, default=0), x.shape[3])
+        for i, length in enumerate(dense):
+            state[name][i, :, :length] = x[i, :, :length]
+    for i, length in enumerate(compressed):
+        for part, prefix in zip(storage.read(i, length), "kv", strict=True):
+            for name, x in part._asdict().items():
+                state[f"{prefix}_{name}"][i, :, : x.shape[1]] = x
+    none = window[0].new_empty(0, heads, width)
+    state["key_weight"] = (
+        none if key_weight is None else key_weight.clone(memory_format=torch.contiguous_format)
+    )
+    return state
+
+
 def _options_of(op: str, options: Any) -> dict[str, Any]:
     """The reverse of :func:`options_as_tensor`."""
     count = len(_OPTIONS) + len(_PAIRS)
@@ -38,29 +75,6 @@ def _options_of(op: str, options: Any) -> dict[str, Any]:
         )
     numbers = iter(options.tolist())
     return {name: (next(numbers), next(numbers)) if name in _PAIRS else next(numbers) for name in _OPTIONS}
-
-
-def with_tensors(op: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of an earlier version, with a config, lists of lengths and a key_weight of None, as one of this version.
-
-    Raises:
-        TypeError: the state is not a dict. ValueError: config or lengths of such a state are no numbers.
-    """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{op}: state must be a dict, got {type(state).__name__}")
-    if "config" not in state:
-        return state
-    try:
-        config = {"value_dim": state["config"]["head_dim"]} | state["config"]
-        new = dict(state) | {"options": options_as_tensor(config)}
-        for name in ("compressed", "dense"):
-            new[name] = torch.tensor(state[name], dtype=torch.int64, device="cpu")
-        if state["key_weight"] is None:
-            window = state["k_win"]
-            new["key_weight"] = window.new_empty(0, window.shape[1], window.shape[3])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{op}: the state of an earlier version is damaged: {error!r}") from error
-    return new
 
 
 def _check_keys(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -138,7 +152,7 @@ def check_state(
     room: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    """Checks everything but the bytes of the rows and the key weight, and copies nothing.
+    """Checks everything but the bytes of the rows and the signs of the key weight, and copies nothing.
 
     Args:
         state: of :meth:`htree_ops.CompressedKVCache.state_dict`.
@@ -148,6 +162,8 @@ def check_state(
     Raises:
         ValueError: an entry is missing or does not fit; the message names it.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{op}: state must be a dict, got {type(state).__name__}")
     for name, entry in state.items():
         if isinstance(entry, Tensor):
             check_data(op, f"{name} of the state", entry)

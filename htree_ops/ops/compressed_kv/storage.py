@@ -1,8 +1,4 @@
-"""Where the compressed rows of a cache lie: one tensor per part, or pages of a pool under a block table.
-
-Both kinds keep keys and values side by side. How many tokens a sequence has, the cache knows
-(:mod:`htree_ops.ops.compressed_kv.cache`).
-"""
+"""Where the compressed rows of a cache lie. How many tokens a sequence has, the cache knows."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from torch import Tensor
 from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, check_format, row_bytes
 from htree_ops.ops.paging import Change, Pages
 
-__all__ = ["ContiguousRows", "PagedRows", "RowFormat"]
+__all__ = ["RowFormat", "StoredRows"]
 
 
 @dataclass(frozen=True)
@@ -49,76 +45,15 @@ class RowFormat:
         )
 
 
-def _copy_parts(to: Sequence[CompressedKV], source: Sequence[CompressedKV]) -> None:
-    for mine, theirs in zip(to, source, strict=True):
-        for target, x in zip(mine, theirs, strict=True):
-            target.copy_(x)
+class StoredRows:
+    """The compressed rows of all sequences: a place for each, [B, H_kv, capacity, ...], or pages of a pool.
 
-
-class ContiguousRows:
-    """Rows [B, H_kv, capacity, ...]: each sequence has a fixed place.
+    Pages are [num_pages, H_kv, page_size, ...], and sequences may share full ones after a reorder.
 
     Args:
-        formats: of keys and values.
-        batch, heads, capacity: B, H_kv and tokens per sequence.
-    """
-
-    block_table: Tensor | None = None
-
-    def __init__(
-        self, formats: Sequence[RowFormat], batch: int, heads: int, capacity: int, device: torch.device
-    ) -> None:
-        self.parts = [f.allocate(batch, heads, capacity, device) for f in formats]
-
-    def check_room(self, method: str, lengths: Sequence[int]) -> None:
-        """Raises OutOfPagesError where pages are lacking for sequences of these lengths: never, for all rows exist."""
-
-    def check_pool(self, method: str, lengths: Sequence[int]) -> None:
-        """The same for sequences of these lengths and nothing else."""
-
-    def write(self, sequences: Sequence[int], starts: Sequence[int], rows: Sequence[CompressedKV]) -> None:
-        """Stores rows [n, H_kv, S, ...] of keys and values as tokens start ... start + S - 1 of n sequences."""
-        for part, new in zip(self.parts, rows, strict=True):
-            for target, source in zip(part, new, strict=True):
-                size = source.shape[2]
-                if len(sequences) == target.shape[0] and len(set(starts)) == 1:
-                    target[:, :, starts[0] : starts[0] + size] = source
-                    continue
-                for row, sequence, start in zip(source, sequences, starts, strict=True):
-                    target[sequence, :, start : start + size] = row
-
-    def read(self, sequence: int, length: int) -> list[CompressedKV]:
-        """Rows [H_kv, length, ...] of the first ``length`` tokens, keys and values."""
-        return [CompressedKV(*(x[sequence, :, :length] for x in part)) for part in self.parts]
-
-    def reorder(self, index: Sequence[int], lengths: Sequence[int]) -> None:
-        """Sequence i becomes what sequence index[i] was, of ``lengths[index[i]]`` tokens."""
-        most = max(lengths, default=0)
-        for part in self.parts:
-            for x in part:
-                used = x[:, :, :most]
-                places = torch.tensor(index, dtype=torch.int64, device=x.device)
-                used.copy_(used.index_select(0, places))
-
-    def truncate(self, lengths: Sequence[int], kept: Sequence[int]) -> None:
-        """Forgets the rows of sequences of ``lengths[b]`` tokens behind their first ``kept[b]``."""
-
-    def copy_from(self, other: ContiguousRows) -> None:
-        """Takes the rows of other storage of the same sizes."""
-        _copy_parts(self.parts, other.parts)
-
-    def clear(self) -> None:
-        """Forgets every sequence."""
-
-
-class PagedRows:
-    """Rows in pages of a pool [num_pages, H_kv, page, ...]; sequences may share full pages after a reorder.
-
-    Args:
-        formats: of keys and values.
-        num_pages: of the pool; page: tokens of each. The op needs a page for the table to point to, so a
-            pool without pages holds one that is never given out.
-        batch, heads, capacity: B, H_kv and tokens per sequence, a multiple of page.
+        formats: of keys and values. batch, heads, capacity: B, H_kv and tokens per sequence, a multiple of page_size.
+        page_size: tokens of a page; None is a place for each sequence. num_pages: of the pool. The op needs a page for
+            the table to point to, so a pool without pages holds one that is never given out.
     """
 
     def __init__(
@@ -129,81 +64,115 @@ class PagedRows:
         heads: int,
         capacity: int,
         device: torch.device,
-        *,
-        page: int,
+        page_size: int | None,
         num_pages: int,
     ) -> None:
-        self.parts = [f.allocate(max(1, num_pages), heads, page, device) for f in formats]
-        self.pages = Pages(op, batch, capacity, page, num_pages, device)
+        self.formats = formats
+        self.pages = None if page_size is None else Pages(op, batch, capacity, page_size, num_pages, device)
+        lead, rows = (batch, capacity) if page_size is None else (max(1, num_pages), page_size)
+        self.parts = [f.allocate(lead, heads, rows, device) for f in formats]
 
     @property
-    def block_table(self) -> Tensor:
-        """int32 [B, max(1, capacity / page)] on the device; -1 where there is no page."""
-        return self.pages.block_table
+    def block_table(self) -> Tensor | None:
+        """int32 [B, max(1, capacity / page_size)] on the device, -1 where there is no page; None without pages."""
+        return None if self.pages is None else self.pages.block_table
 
     def check_room(self, method: str, lengths: Sequence[int]) -> None:
         """Raises OutOfPagesError where pages are lacking for sequences of these lengths."""
-        self.pages.check(method, self.pages.growth(lengths))
+        if self.pages is not None:
+            self.pages.check(method, self.pages.growth(lengths))
 
-    def check_pool(self, method: str, lengths: Sequence[int]) -> None:
-        """Raises OutOfPagesError where pages are lacking for sequences of these lengths and nothing else."""
-        self.pages.check_pool(method, lengths)
-
-    def _move(self, method: str, change: Change) -> None:
+    def _move(self, pages: Pages, method: str, change: Change) -> None:
         """Makes a change of pages, with its copies."""
-        copies = self.pages.make(method, change)
+        copies = pages.make(method, change)
         if copies:
-            old, new = torch.tensor(copies, device=self.block_table.device).T
+            old, new = torch.tensor(copies, device=pages.block_table.device).T
             for x in (x for part in self.parts for x in part):
                 x[new] = x[old]
 
     def write(self, sequences: Sequence[int], starts: Sequence[int], rows: Sequence[CompressedKV]) -> None:
         """Stores rows [n, H_kv, S, ...] of keys and values as tokens start ... start + S - 1 of n sequences."""
-        size, page = rows[0].bitmap.shape[2], self.pages.page_size
+        size = rows[0].bitmap.shape[2]
+        pairs = [
+            (target, x)
+            for both in zip(self.parts, rows, strict=True)
+            for target, x in zip(*both, strict=True)
+        ]
+        pairs = [(target, x) for target, x in pairs if x.shape[2]]  # no scales for 16 bits
+        if self.pages is None:
+            together = len(sequences) == len(self.parts[0].bitmap) and len(set(starts)) == 1
+            for target, x in pairs:
+                if together:
+                    target[:, :, starts[0] : starts[0] + size] = x
+                    continue
+                for row, sequence, start in zip(x, sequences, starts, strict=True):
+                    target[sequence, :, start : start + size] = row
+            return
         if not size:
             return
-        ends = [0] * len(self.pages.rows)
+        pages, page = self.pages, self.pages.page_size
+        ends = [0] * len(pages.rows)
         for i, start in zip(sequences, starts, strict=True):
             ends[i] = start + size
-        self._move("append", self.pages.growth(ends))
+        self._move(pages, "append", pages.growth(ends))
         whole = size % page == 0 and not any(start % page for start in starts)
         step = page if whole else 1
         at = [
             (i, start + t) for i, start in zip(sequences, starts, strict=True) for t in range(0, size, step)
         ]
         places, slots = torch.tensor(
-            [(self.pages.rows[i][t // page], t % page) for i, t in at], device=self.block_table.device
+            [(pages.rows[i][t // page], t % page) for i, t in at], device=pages.block_table.device
         ).T
-        for part, source in zip(self.parts, rows, strict=True):
-            for target, x in zip(part, source, strict=True):
-                if not x.shape[2]:  # no scales for 16 bits
-                    continue
-                if whole:
-                    pages = x.unflatten(2, (size // page, page)).transpose(1, 2).flatten(0, 1)
-                    target.index_copy_(0, places, pages)
-                else:
-                    target[places, :, slots] = x.transpose(1, 2).flatten(0, 1)
+        for target, x in pairs:
+            if whole:
+                target.index_copy_(
+                    0, places, x.unflatten(2, (size // page, page)).transpose(1, 2).flatten(0, 1)
+                )
+            else:
+                target[places, :, slots] = x.transpose(1, 2).flatten(0, 1)
+
+    def fill(self, rows: Sequence[CompressedKV], lengths: Sequence[int]) -> None:
+        """Stores the first ``lengths[b]`` of rows [B, H_kv, S, ...] of keys and values as the tokens of sequence b."""
+        most = rows[0].bitmap.shape[2]
+        if lengths and all(length == most for length in lengths):
+            self.write(range(len(lengths)), [0] * len(lengths), rows)
+            return
+        for i, length in enumerate(lengths):
+            self.write([i], [0], [CompressedKV(*(x[i : i + 1, :, :length] for x in part)) for part in rows])
 
     def read(self, sequence: int, length: int) -> list[CompressedKV]:
-        """Rows [H_kv, length, ...] of the first ``length`` tokens, keys and values; a copy."""
+        """Rows [H_kv, length, ...] of the first ``length`` tokens, keys and values."""
+        if self.pages is None:
+            return [CompressedKV(*(x[sequence, :, :length] for x in part)) for part in self.parts]
         row = self.pages.rows[sequence][: self.pages.pages_for(length)]
-        places = torch.tensor(row, dtype=torch.int64, device=self.block_table.device)
+        places = torch.tensor(row, dtype=torch.int64, device=self.pages.block_table.device)
         gathered = ([x[places].transpose(0, 1).flatten(1, 2) for x in part] for part in self.parts)
         return [CompressedKV(*(x[:, :length] for x in part)) for part in gathered]
 
     def reorder(self, index: Sequence[int], lengths: Sequence[int]) -> None:
-        """Sequence i becomes what sequence index[i] was: full pages are shared."""
-        self._move("reorder_", self.pages.reorder(index, lengths))
+        """Sequence i becomes what sequence index[i] was, of ``lengths[index[i]]`` tokens."""
+        if self.pages is not None:
+            self._move(self.pages, "reorder_", self.pages.reorder(index, lengths))
+            return
+        places = torch.tensor(index, dtype=torch.int64, device=self.parts[0].bitmap.device)
+        for x in (x for part in self.parts for x in part):
+            used = x[:, :, : max(lengths, default=0)]
+            used.copy_(used.index_select(0, places))
 
     def truncate(self, lengths: Sequence[int], kept: Sequence[int]) -> None:
         """Forgets the rows of sequences of ``lengths[b]`` tokens behind their first ``kept[b]``."""
-        self._move("truncate", self.pages.cut(lengths, kept))
+        if self.pages is not None:
+            self._move(self.pages, "truncate", self.pages.cut(lengths, kept))
 
-    def copy_from(self, other: PagedRows) -> None:
-        """Takes the rows and pages of other storage of the same sizes."""
-        _copy_parts(self.parts, other.parts)
-        self.pages.copy_from(other.pages)
+    def copy_from(self, other: StoredRows, old: torch.dtype, new: torch.dtype) -> None:
+        """Takes what other storage of the same sizes holds, its 16-bit values of dtype ``old`` in dtype ``new``."""
+        for f, part, theirs in zip(self.formats, self.parts, other.parts, strict=True):
+            for target, x in zip(part, f.cast(theirs, old, new), strict=True):
+                target.copy_(x)
+        if self.pages is not None and other.pages is not None:
+            self.pages.copy_from(other.pages)
 
     def clear(self) -> None:
         """Forgets every sequence."""
-        self.pages.clear()
+        if self.pages is not None:
+            self.pages.clear()

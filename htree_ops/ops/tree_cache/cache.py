@@ -1,7 +1,4 @@
-"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4).
-
-Longer than 700 lines because it is one class: what fills a cache, attends from it, cuts it back, saves and loads it.
-"""
+"""The K/V cache of one tree attention layer (docs/semantics/tree_cache.md §7.4)."""
 
 from __future__ import annotations
 
@@ -27,23 +24,22 @@ from htree_ops.ops.arguments import (
     check_tensors,
     option_device,
 )
-from htree_ops.ops.paging import Change, Pages, is_recorded, on_device
+from htree_ops.ops.paging import Pages, is_recorded, on_device
 from htree_ops.ops.tree_attention.attention import Index
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
-from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
 from htree_ops.ops.tree_cache.functions import cache_options, rope_positions
 from htree_ops.ops.tree_cache.index import IndexPages, index_sizes
 from htree_ops.ops.tree_cache.leaves import check_leaf_bits
-from htree_ops.ops.tree_cache.lengths import HostLengths, integers, read_counts
+from htree_ops.ops.tree_cache.lengths import HostLengths
 from htree_ops.ops.tree_cache.pools import Pools, Sizes
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, Prompts
 from htree_ops.ops.tree_cache.ring import Ring
+from htree_ops.ops.tree_cache.sequences import OP, CacheSequences
 from htree_ops.ops.tree_cache.state import OF_NO_CACHE, check_state, options_as_tensors
 
 __all__ = ["TreeCacheBytes", "TreeKVCache"]
 
-OP = "TreeKVCache"
 #: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
 
@@ -77,7 +73,7 @@ def _num_rows(name: str, argument: str, rows: Tensor) -> int:
     return rows.shape[1]
 
 
-class TreeKVCache:
+class TreeKVCache(CacheSequences):
     """Keys, values and finished tree nodes of one tree attention layer, in pages, for ``batch`` sequences.
 
     ``cache.append(k, v); out = cache.attend(q)`` gives the rows of :func:`htree_ops.tree_attention` over all tokens so
@@ -260,10 +256,6 @@ class TreeKVCache:
     def v_pool(self) -> Tensor:
         """Values in pages, [num_pages, H_kv, rows, V]."""
         return self.pools.values
-
-    def host_lengths(self) -> list[int]:
-        """The lengths as numbers. Waits for the device where only it knows them."""
-        return list(self.host.read())
 
     # ---- tokens
 
@@ -482,35 +474,6 @@ class TreeKVCache:
             check_tensor(name, argument, x)
         return in_words_of(name, given, error, {}) or error
 
-    def _take_pages(self, name: str, counts: list[int] | None, n: int) -> None:
-        """Takes the pages of an append as far as the host knows what they are; the device looks at its own lengths."""
-        pages, host = self.pages, self.host
-        if host.exact and host.most is not None and pages.is_whole and max(host.most) + n <= self.capacity:
-            return  # most calls
-        if not host.exact and (self.device.type == "cpu" or not pages.is_whole):
-            after = None if host.most is None else [m + n for m in host.most]
-            if (
-                self.device.type == "cpu"
-                or after is None
-                or any(x > pages.tokens(b) for b, x in enumerate(after))
-            ):
-                host.read()
-        if host.most is None:
-            return
-        new = [n] * self.batch if counts is None else counts
-        after = [m + x for m, x in zip(host.most, new, strict=True)]
-        if counts is not None and host.exact:
-            for b, x in enumerate(after):
-                if x > self.capacity:
-                    raise ValueError(
-                        f"{name}: sequence {b} holds {host.most[b]} tokens; {new[b]} more exceed the capacity of "
-                        f"{self.capacity}"
-                    )
-        if not pages.is_whole:
-            change = pages.growth([min(x, self.capacity) for x in after])
-            if change.rows:
-                pages.make(name.removeprefix(f"{OP}."), change)
-
     @torch.no_grad()
     def _rows_at(
         self,
@@ -553,239 +516,6 @@ class TreeKVCache:
         )
         self.ring.put(lists, list_pos)
         return out.unflatten(0, (self.batch, n)), lse.unflatten(0, (self.batch, n))
-
-    def advance(self, tokens: int | Sequence[int] | None = 1) -> None:
-        """Follows a replay of a graph, in which the device has counted tokens that the host has not.
-
-        Call it after every replay: what the host does with pages, lengths and prompts follows from its count.
-
-        Args:
-            tokens: what each sequence got and kept, or one number for all; None where only the device knows, so that
-                the host reads the lengths when it needs them.
-
-        Raises:
-            ValueError: more tokens than the capacity.
-        """
-        name = f"{OP}.advance"
-        self.prompts.drop(None)
-        if tokens is None:
-            self.host.lose()
-            return
-        counts = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
-        for count in counts:
-            check_int(name, "tokens", count, -self.capacity)
-        if len(counts) != self.batch:
-            raise ValueError(f"{name}: tokens must be {self.batch} integers, got {len(counts)}")
-        if self.host.exact and any(
-            n + x > self.capacity for n, x in zip(self.host.read(), counts, strict=True)
-        ):
-            raise ValueError(
-                f"{name}: the sequences hold {self.host.read()} tokens; {counts} more exceed the capacity of "
-                f"{self.capacity}"
-            )
-        self.host.grow(counts, self.capacity, exact=True)
-
-    # ---- sequences
-
-    @torch.no_grad()
-    def truncate(self, lengths: int | Tensor | Sequence[int]) -> None:
-        """Takes tokens back: sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1.
-
-        With selection_stride s > 1 the new length is a multiple of s, or the lists of the last token's leader are in
-        the ring of the last 4. With leaf_bits it is a multiple of compression_rate, or the tokens of the node that it
-        opens are still kept as they came: those of the last page_size tokens are (docs/semantics/tree_cache.md §7.5).
-        Lengths on a GPU are not read: there, and in a graph, a sequence can be cut back to the end of the pages that it
-        shares with others.
-
-        Raises:
-            ValueError: another length or more than the sequence holds, as far as the host knows. What only the device
-                sees leaves the sequence as it was, and :meth:`check` reports it.
-            OutOfPagesError: no page for the copy of an open one.
-        """
-        name = f"{OP}.truncate"
-        if isinstance(lengths, int):
-            lengths = [lengths] * self.batch
-        request = integers(name, "lengths", lengths, self.batch, self.device)
-        wanted = None if is_recorded(self.device) else read_counts(lengths)
-        left = wanted is None or self._is_left_to_the_device(wanted)
-        if wanted is not None and left:
-            # A cut into pages that others share takes new pages, which is the host's to do: after the device's part.
-            shared = self._cuts_shared_pages(wanted)
-            if any(shared):
-                self.truncate([-1 if cut else m for m, cut in zip(wanted, shared, strict=True)])
-                self.truncate([m if cut else -1 for m, cut in zip(wanted, shared, strict=True)])
-                return
-        self._end_prompts(None if wanted is None else [length + 1 for length in wanted])
-        change = None
-        if wanted is not None and not left:
-            held = self.host.read()
-            self._check_truncation(name, wanted, held)
-            change = self.pages.cut(held, [n if m < 0 else m for n, m in zip(held, wanted, strict=True)])
-            self.pages.check("truncate", change)
-        own_from = torch.zeros_like(self._own_from) if change is not None else self._own_from
-        torch.ops.htree._tree_cache_truncate_(
-            self.pools.written,
-            self._state,
-            self.pages.block_table,
-            request,
-            own_from,
-            self.page_size,
-            *self._packed_options,
-        )
-        if change is not None and wanted is not None:
-            self._move(change, "truncate")
-            self.host.set([n if m < 0 else m for n, m in zip(self.host.read(), wanted, strict=True)])
-        elif torch.compiler.is_compiling():
-            self.host.lose()
-        elif not is_recorded(self.device):
-            self.host.exact = False
-
-    def _cuts_shared_pages(self, wanted: list[int]) -> list[bool]:
-        """For each sequence whether a truncation keeps a part of the pages that it shares with others."""
-        return [0 <= m < self.pages.shared(b) * self.page_size for b, m in enumerate(wanted)]
-
-    def _is_left_to_the_device(self, wanted: list[int]) -> bool:
-        """Whether only the device knows if a truncation is possible: the host would have to wait for it."""
-        if self.device.type != "cuda":
-            return False
-        if not any(wanted):  # nothing is left of all sequences, whatever they hold
-            return False
-        own = [-1 if cut else m for m, cut in zip(wanted, self._cuts_shared_pages(wanted), strict=True)]
-        if not self.host.exact:
-            return own == wanted or any(m >= 0 for m in own)
-        unit = self.options.compression_rate if self.leaf_bits else self.options.selection_stride
-        return any(m > 0 and m != n and m % unit for m, n in zip(own, self.host.read(), strict=True))
-
-    def _check_truncation(self, name: str, wanted: list[int], held: list[int]) -> None:
-        """Raises ValueError for a truncation that the op would refuse; ring and tails are read on the CPU alone."""
-        options, on_cpu = self.options, self.device.type == "cpu" and type(self.lengths) is Tensor
-        leaders = self.ring.list_pos.tolist() if on_cpu else None
-        leaves = self.pools.leaves
-        begins = leaves.tail_begin.tolist() if leaves is not None and on_cpu else None
-        stride, rate = options.selection_stride, options.compression_rate
-        for b, (length, holds) in enumerate(zip(wanted, held, strict=True)):
-            if length > holds:
-                raise ValueError(
-                    f"{name}: a sequence can be truncated to at most what it holds, sequence {b} holds {holds} tokens, "
-                    f"got {length}"
-                )
-            if length in (-1, holds):
-                continue
-            leader = length - 1 - (length - 1) % stride
-            if leaders is not None and length % stride and leader not in leaders[b]:
-                raise ValueError(
-                    f"{name}: sequence {b} can be truncated to a multiple of selection_stride = {stride}, or where the "
-                    f"lists of the last token's leader are in the ring, got {length}"
-                )
-            if begins is not None and length % rate and length - length % rate < begins[b]:
-                raise ValueError(
-                    f"{name}: with leaf_bits sequence {b} can be truncated to a multiple of compression_rate = {rate}, "
-                    f"or to {begins[b]} and more within a node of which all tokens are still kept as they came, got "
-                    f"{length}"
-                )
-
-    def _move(self, change: Change, method: str) -> None:
-        """Makes a change of pages, with its copies."""
-        if not change.rows:
-            return
-        self.pools.copy_pages(self.pages.make(method, change))
-        self._mark_shared_pages()
-
-    def _mark_shared_pages(self) -> None:
-        """Tells the device where the pages of each sequence begin that are its own."""
-        own_from = [self.pages.shared(b) * self.page_size for b in range(self.batch)]
-        self._own_from.copy_(on_device(own_from, self.device))
-
-    @torch.no_grad()
-    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
-        """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied in one launch.
-
-        Whose the pages are, the host decides: beams on a device are waited for, and lengths that only it knows.
-
-        Raises:
-            ValueError: a beam that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
-            NotImplementedError: the call is being compiled or captured: reorder between two replays.
-        """
-        name = f"{OP}.reorder_"
-        if is_recorded(self.device):
-            raise NotImplementedError(
-                f"{name}: cannot be compiled or captured, because pages are moved by the host: call it between two "
-                "runs, which read the block table and the lengths where they are"
-            )
-        request = integers(name, "beams", beams, self.batch, self.device)
-        numbers = beams.tolist() if isinstance(beams, Tensor) else list(beams)
-        for beam in numbers:
-            if not 0 <= beam < self.batch:
-                raise ValueError(
-                    f"{name}: a beam must lie between 0 and B - 1 = {self.batch - 1}, got {beam}"
-                )
-        self._end_prompts([int(beam != b) for b, beam in enumerate(numbers)])
-        held = self.host.read()
-        self._move(self.pages.reorder(numbers, held), "reorder_")
-        self.lengths.copy_(self.lengths.index_select(0, request))
-        self.ring.reorder(request)
-        if self.pools.leaves is not None:
-            self.pools.leaves.reorder(request)
-        self.host.set([held[beam] for beam in numbers])
-
-    def fork(self, source: int, target: int) -> None:
-        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed."""
-        for name, sequence in (("source", source), ("target", target)):
-            check_int(f"{OP}.fork", name, sequence, 0, self.batch - 1)
-        beams = list(range(self.batch))
-        beams[target] = source
-        self.reorder_(beams)
-
-    def free(self, sequence: int) -> None:
-        """Empties a sequence and gives back the pages that nobody else uses."""
-        check_int(f"{OP}.free", "sequence", sequence, 0, self.batch - 1)
-        self.truncate([0 if b == sequence else -1 for b in range(self.batch)])
-
-    def reset(self) -> None:
-        """Empties every sequence; the memory stays."""
-        self.truncate(0)
-
-    def reserve(self, tokens: int) -> None:
-        """Takes the pages for the next ``tokens`` tokens of every sequence now, so that they cannot run out later.
-
-        A pool with pages for the capacity of all sequences has nothing to reserve. For another one, call it before a
-        graph is captured or replayed: what runs on the device alone takes no page.
-
-        Raises:
-            ValueError: the capacity does not suffice. OutOfPagesError: the pages do not suffice.
-        """
-        name = f"{OP}.reserve"
-        check_int(name, "tokens", tokens, 0)
-        if is_recorded(self.device):
-            if self.pages.is_whole:
-                return
-            raise NotImplementedError(
-                f"{name}: call it before what is compiled or captured: the host takes the pages"
-            )
-        if self.host.most is None or (not self.host.exact and not self.pages.is_whole):
-            self.host.read()
-        self._take_pages(name, [tokens] * self.batch, tokens)
-
-    def check(self) -> None:
-        """Raises the errors that the device has recorded since the last call, and clears them. Waits for the device.
-
-        Raises:
-            ValueError: an error was recorded; the message names the sequences. Or the host has counted other lengths,
-                because :meth:`advance` was not called after each replay of a graph; it takes those of the device.
-            DeviceError: the cache is on the device meta, which records none.
-        """
-        check_data(f"{OP}.check", "cache", self._errors)
-        found, lengths = self._errors.tolist(), self.lengths.tolist()
-        counted = self.host.read()
-        self.host.set(lengths)
-        if any(found):
-            self._errors.zero_()
-            raise ValueError(f"{OP}.check: {in_words(found)}")
-        if counted != lengths:
-            raise ValueError(
-                f"{OP}.check: the host has counted {counted} tokens where the device has {lengths}: call advance() "
-                "after every replay of a graph"
-            )
 
     # ---- what it holds
 
@@ -830,22 +560,8 @@ class TreeKVCache:
         place = option_device(f"{OP}.to", device)
         if place == self.device:
             return self
-        sizes = (
-            "batch",
-            "num_kv_heads",
-            "head_dim",
-            "capacity",
-            "value_dim",
-            "page_size",
-            "num_pages",
-            "leaf_bits",
-            "index_dim",
-        )
-        has_index = self.index_dim > 0
         other = TreeKVCache(
-            **{name: getattr(self, name) for name in sizes},
-            index_heads=self.index_heads if has_index else None,
-            index_dtype=self.index_dtype if has_index else None,
+            **self._sizes(),
             options=self.options,
             prompt_bytes=self.prompts.most_bytes,
             dtype=self.dtype,
@@ -908,20 +624,16 @@ class TreeKVCache:
             for b, length in enumerate(placed.lengths):
                 self.pools.build_layer(b, self.block_table[b], layer, length)
 
-    def __repr__(self) -> str:
-        options = {name: value for name, value in self.options.to_dict().items() if name not in OF_NO_CACHE}
+    def _sizes(self) -> dict[str, Any]:
+        """The arguments that this cache was made with, but options, prompt_bytes, dtype and device."""
         names = "batch num_kv_heads head_dim value_dim capacity page_size num_pages leaf_bits index_dim"
         names += " index_heads index_dtype" if self.index_dim else ""
-        sizes = {name: getattr(self, name) for name in names.split()}
-        listed = ", ".join(f"{name}={value!r}" for name, value in (sizes | options).items())
+        return {name: getattr(self, name) for name in names.split()}
+
+    def __repr__(self) -> str:
+        options = {name: value for name, value in self.options.to_dict().items() if name not in OF_NO_CACHE}
+        listed = ", ".join(f"{name}={value!r}" for name, value in (self._sizes() | options).items())
         return f"{OP}({listed}, dtype={self.dtype}, device='{self.device}')"
-
-    # ---- arguments
-
-    def _end_prompts(self, counts: list[int] | None) -> None:
-        """Frees what chunks of prompts left, of the sequences with ``counts[b]`` > 0; None is all of them."""
-        known = counts is not None and not is_recorded(self.device)
-        self.prompts.drop([b for b, count in enumerate(counts) if count > 0] if known and counts else None)
 
     def _constants(self, n: int, recorded: bool) -> tuple[Tensor, Tensor]:
         """n for every sequence [B], and where the rows of each begin in [B * n]: [B + 1]. They must not be written.
@@ -942,15 +654,3 @@ class TreeKVCache:
         if not recorded and type(every) is Tensor:  # not one of a tracer
             self._uniform = (n, stream), made
         return made
-
-    def _counts(self, name: str, lengths: Tensor | Sequence[int], n: int) -> tuple[Tensor, list[int] | None]:
-        """How many of the n rows of each sequence count, [B], and the same on the host if it knows."""
-        counts = integers(name, "lengths", lengths, self.batch, self.device)
-        given = read_counts(lengths)
-        if given is not None:
-            if any(not 0 <= count <= n for count in given):
-                raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {given}")
-            return counts, given
-        wrong = (counts < 0) | (counts > n)
-        self._errors.bitwise_or_(wrong.int() * WRONG_LENGTH)
-        return counts.masked_fill(wrong, 0), None

@@ -1,0 +1,156 @@
+"""The sequences of a compressed cache: what they hold, cut back and shared (docs/semantics/compressed_kv.md §4.6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from htree_ops.ops.compressed_kv.checks import integers
+from htree_ops.ops.compressed_kv.storage import StoredRows
+from htree_ops.ops.compressed_kv.window import DenseWindow
+from htree_ops.ops.paging import PagedCache
+
+__all__ = ["OP", "CompressedSequences"]
+
+OP = "CompressedKVCache"
+
+
+class CompressedSequences(PagedCache):
+    """The part of :class:`htree_ops.CompressedKVCache` that sees sequences, and no token's keys or values."""
+
+    OP = OP
+    capacity: int
+    window: int
+    chunk: int
+    device: torch.device
+    storage: StoredRows
+    comp_len: Tensor
+    win_len: Tensor
+    _dense_rows: DenseWindow
+    _key_weight: Tensor | None
+    _compressed: list[int]
+    _dense: list[int]
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 [B] on the device: number of tokens of each sequence."""
+        return self.comp_len + self.win_len
+
+    def host_lengths(self) -> list[int]:
+        """The lengths as numbers, which the host knows at all times."""
+        return [c + d for c, d in zip(self._compressed, self._dense, strict=True)]
+
+    @property
+    def compressed_lengths(self) -> list[int]:
+        """How many of these are compressed."""
+        return list(self._compressed)
+
+    def _compressed_tokens(self, length: int) -> int:
+        return self.chunk * max(0, (length - self.window) // self.chunk)
+
+    def _limit(self, sequence: int) -> int:
+        """How many dense tokens the window of a sequence may have: the last chunk ends at a multiple of C."""
+        return self.window + self.chunk - self._compressed[sequence] % self.chunk
+
+    def _compressed_after(self, sequence: int, length: int) -> int:
+        """How many tokens are compressed once ``length`` of them are appended, before the cache is settled."""
+        compressed = self._compressed[sequence]
+        if length <= compressed + self._limit(sequence):
+            return compressed
+        return self.chunk * (math.ceil((length - self.window) / self.chunk) - 1)
+
+    def _refuse_graph(self, name: str) -> None:
+        """Refuses a step that counts tokens on the host in a graph, which would hold for the traced counts alone.
+
+        Raises:
+            NotImplementedError: the call is being compiled or exported.
+        """
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{OP}.{name}: cannot be compiled or exported, because the cache counts its tokens on the host: "
+                "compile write_token and attend, and call advance after each run"
+            )
+
+    def _count(self, compressed: list[int], dense: list[int]) -> None:
+        self._compressed, self._dense = compressed, dense
+        for target, values in ((self.comp_len, compressed), (self.win_len, dense)):
+            target.copy_(torch.tensor(values, dtype=torch.int32, device="cpu"))
+
+    @torch.no_grad()
+    def truncate(self, lengths: int | Tensor | Sequence[int]) -> None:
+        """Takes tokens back: sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1.
+
+        Any length up to that of the sequence is possible. Up to ``rollback`` tokens behind the longest length that
+        a sequence had leave no trace: once settled, the cache holds the bytes that it would hold if they had never
+        come. Where more are taken back, the rows that are kept stay as they are, so tokens may be compressed that
+        would else still be dense: all of them, if the new length lies among the compressed tokens. New tokens then
+        go to the window as always, and compressed tokens end at a multiple of the chunk from the next chunk on.
+
+        Raises:
+            TypeError: lengths are not ints. DeviceError: they are on the device meta.
+            ValueError: another number of them, or one outside -1 ... the length.
+            OutOfPagesError: no page for the copy of a page that others have too. The cache is left as it was.
+        """
+        op = f"{OP}.truncate"
+        self._refuse_graph("truncate")
+        numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
+        wanted, held = integers(op, "lengths", numbers), self.host_lengths()
+        if len(wanted) != self.batch or not all(
+            -1 <= n <= most for n, most in zip(wanted, held, strict=True)
+        ):
+            raise ValueError(
+                f"{op}: lengths must be {self.batch} numbers between -1 and {held}, got {wanted}"
+            )
+        compressed, dense = list(self._compressed), list(self._dense)
+        restored: list[int] = []
+        for b, length in enumerate(wanted):
+            if length in (-1, held[b]):
+                continue
+            start = self._compressed[b]
+            if self._dense_rows.whole[b] and start - self.chunk < length < start + self.window:
+                restored.append(b)
+                start -= self.chunk
+            compressed[b], dense[b] = min(start, length), max(0, length - start)
+        self.storage.truncate(self._compressed, compressed)
+        for b, (old, new) in enumerate(zip(self._compressed, compressed, strict=True)):
+            if b in restored:
+                self._dense_rows.restore(b, max(0, wanted[b] - old))
+            elif new < old:
+                self._dense_rows.whole[b] = False
+        self._count(compressed, dense)
+
+    def _indices(self, name: str, argument: str, index: Tensor | Sequence[int]) -> list[int]:
+        numbers = integers(f"{OP}.{name}", argument, index)
+        if not all(0 <= i < self.batch for i in numbers):
+            raise IndexError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
+        return numbers
+
+    @torch.no_grad()
+    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
+        """Beam search: sequence i becomes what sequence beams[i] was. With pages, compressed tokens are shared.
+
+        The lengths are known on the host, so beams on a device are waited for.
+
+        Raises:
+            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
+                entries. IndexError: an entry outside [0, B). OutOfPagesError: no page for the copy of an open one.
+        """
+        self._refuse_graph("reorder_")
+        numbers = self._indices("reorder_", "beams", beams)
+        if len(numbers) != self.batch:
+            raise ValueError(f"{OP}.reorder_: beams must have {self.batch} entries, got {len(numbers)}")
+        self.storage.reorder(numbers, self._compressed)
+        places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self._dense_rows.reorder(numbers, places)
+        if self._key_weight is not None:
+            self._key_weight = self._key_weight.index_select(0, places)
+        self._count([self._compressed[i] for i in numbers], [self._dense[i] for i in numbers])
+
+    def reset(self) -> None:
+        """Forgets every token; the memory stays, and pages are free again."""
+        self.storage.clear()
+        self._dense_rows.clear()
+        self._count([0] * self.batch, [0] * self.batch)
