@@ -94,8 +94,7 @@ LengthStep length_step(const Tensor& counts, const Tensor& block_table, TensorLi
 
 // The index keys, and behind them the scales of E4M3 codes.
 IndexPool index_pages(TensorList index_pool) {
-  static const Tensor none;
-  return {index_pool[0], index_pool.size() == 2 ? index_pool[1] : none};
+  return {index_pool[0], index_pool.size() == 2 ? index_pool[1] : kNoTensor};
 }
 
 // What a call of a cache with an index has of it, and nothing of a call of another one.
@@ -149,7 +148,7 @@ void append_rows(const Pools& pools, TensorList index_pool, const SequenceState&
                  const PageLayout& layout, const Tensor& k, const Tensor& v, const OptionalTensor& index_key,
                  const Tensor& cu_rows) {
   const Tensor before = state.plan.select(0, 0);
-  const Pools held = {pools.keys, pools.values, pools.block_table, before, pools.leaves};
+  const Pools held = {pools.keys, pools.values, pools.block_table, before, pools.page_size, pools.leaves};
   const OptionalTensor counts = state.plan.select(0, 1);
   const AppendCall call = {joined(k), joined(v), cu_rows, counts, k.size(1), kStepOp};
   try {
@@ -177,19 +176,17 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
   constexpr const char* kOp = kStepOp;
   check_leaves(kOp, leaves);
   check_cache_options(kOp, options);
-  const PageOptions of_page = page_options(page_size, options);
   const std::optional<PackedLeaves> packed = packed_leaves(leaves);
-  const Tensor no_lengths;
   const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
-  check_pools(kOp, {k_pool, v_pool, block_table, no_lengths, tokens}, of_page);
+  check_pools(kOp, {k_pool, v_pool, block_table, kNoTensor, page_size, tokens}, options);
   const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
   TORCH_CHECK_VALUE(block_table.is_contiguous(), kOp, ": block_table must be contiguous, got strides ",
                     block_table.sym_strides());
   TORCH_CHECK_VALUE(k.has_value() == v.has_value(), kOp, ": k and v must be given together, got only one");
-  const Pools pools = {k_pool, v_pool, block_table, state.lengths, tokens};
+  const Pools pools = {k_pool, v_pool, block_table, state.lengths, page_size, tokens};
   const OptionalTensor row_counts = ragged ? OptionalTensor(counts) : OptionalTensor();
   if (k.has_value()) {
-    check_append(kOp, pools, of_page, *k, *v, cu_rows, row_counts, std::nullopt);
+    check_append(kOp, pools, options, *k, *v, cu_rows, row_counts, std::nullopt);
   }
   check_index(kOp, options, pools, index_pool, index_query, q, index_key, k, page_size);
   const bool strided = options.selection_stride > 1;
@@ -204,12 +201,11 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
     if (index_query.has_value()) index.emplace(IndexInputs{*index_query, index_pages(index_pool)});
     outputs = prepare_attention(
         kOp, pools,
-        {*q, cu_rows, ring, leaders, row_counts, rope_table, index.has_value() ? &*index : nullptr}, options,
-        of_page);
+        {*q, cu_rows, ring, leaders, row_counts, rope_table, index.has_value() ? &*index : nullptr}, options);
   }
   auto& [out, lse, new_lists, new_list_pos] = outputs;
   if constexpr (Kernel::kLengths != nullptr) {
-    const PageLayout layout = layout_of(pools, of_page);
+    const PageLayout layout = layout_of(pools, options);
     LengthStep lengths = length_step(counts, block_table, leaves, page_size, options);
     lengths.num_pages = k_pool.size(0);
     lengths.capacity = capacity;

@@ -28,18 +28,17 @@ OptionalTensor dense(const OptionalTensor& x) {
 // with leaves: k_codes[page, :, t % P], k_scales[page, :, t % P] = quantised k[cu_new[b] + i] in the place of the
 //   row of k_pool, and k_tail[b, :, t % S] = k[cu_new[b] + i], from which nodes are made; values likewise
 template <Append* kKernel>
-void append(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor& v_pool,
-            at::TensorList leaves, const Tensor& k, const Tensor& v, const Tensor& block_table,
-            const Tensor& lengths, const Tensor& cu_new, const OptionalTensor& new_lengths,
-            std::optional<SymInt> max_new, int64_t page_size) {
+void append(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_pool, at::TensorList leaves,
+            const Tensor& k, const Tensor& v, const Tensor& block_table, const Tensor& lengths,
+            const Tensor& cu_new, const OptionalTensor& new_lengths, std::optional<SymInt> max_new,
+            int64_t page_size) {
   const char* const op = leaves.empty() ? "tree_cache_append_" : "tree_cache_append_packed_";
   TORCH_CHECK_VALUE(leaves.empty() || leaves.size() == 6, op, ": leaves must have 0 or 6 tensors, got ",
                     leaves.size());
-  check_cache_options(op, tree_options);
-  const PageOptions options = page_options(page_size, tree_options);
+  check_cache_options(op, options);
   const std::optional<PackedLeaves> packed = packed_leaves(leaves);
   const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
-  const Pools pools = {k_pool, v_pool, block_table, lengths, tokens};
+  const Pools pools = {k_pool, v_pool, block_table, lengths, page_size, tokens};
   check_pools(op, pools, options);
   check_append(op, pools, options, k, v, cu_new, new_lengths, max_new);
   if constexpr (kKernel != nullptr) {
@@ -47,7 +46,7 @@ void append(const TreeOptions& tree_options, const Tensor& k_pool, const Tensor&
     // On the CPU a bound below the new tokens is refused, 0 as well.
     if (k.size(0) > 0 && (most > 0 || k.is_cpu()) && lengths.numel() > 0) {
       const Tensor table = block_table.contiguous(), held = lengths.contiguous();
-      kKernel({k_pool, v_pool, table, held, tokens}, layout_of(pools, options),
+      kKernel({k_pool, v_pool, table, held, page_size, tokens}, layout_of(pools, options),
               {tree_attention::unit_last(k), tree_attention::unit_last(v), cu_new.contiguous(),
                dense(new_lengths), std::min(most, k.size(0)), op});
     }
@@ -68,7 +67,6 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
                            const OptionalTensor& index_query, const OptionalTensor& index_pool,
                            const OptionalTensor& index_scales, int64_t page_size) {
   constexpr const char* kOp = "tree_cache_attention";
-  const PageOptions pages = page_options(page_size, options);
   const OptionalTensor* packed[] = {&k_codes, &k_scales, &v_codes, &v_scales};
   const auto given = std::count_if(std::begin(packed), std::end(packed),
                                    [](const OptionalTensor* x) { return x->has_value(); });
@@ -76,31 +74,30 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
                     ": k_codes, k_scales, v_codes and v_scales must be given together, got ", given,
                     " of them");
   std::optional<PackedLeaves> leaves;
-  const Tensor no_tail;
-  if (given == 4) leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales, no_tail, no_tail});
+  if (given == 4)
+    leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales, kNoTensor, kNoTensor});
   const PackedLeaves* const tokens = leaves.has_value() ? &*leaves : nullptr;
-  const Pools pools = {k_pool, v_pool, block_table, lengths, tokens};
+  const Pools pools = {k_pool, v_pool, block_table, lengths, page_size, tokens};
   check_cache_options(kOp, options);
   if (index_pool.has_value()) check_index_options(kOp, options);
-  check_pools(kOp, pools, pages);
+  check_pools(kOp, pools, options);
   TORCH_CHECK_VALUE(index_query.has_value() == index_pool.has_value(), kOp,
                     ": index_query and index_pool must be given together, got only one of them");
   TORCH_CHECK_VALUE(index_pool.has_value() || !index_scales.has_value(), kOp,
                     ": index_scales must be None where index_pool is, got a tensor");
-  const Tensor none;
-  const IndexPool index_pages = {index_pool.has_value() ? *index_pool : none,
-                                 index_scales.has_value() ? *index_scales : none};
+  const IndexPool index_pages = {index_pool.has_value() ? *index_pool : kNoTensor,
+                                 index_scales.has_value() ? *index_scales : kNoTensor};
   std::optional<IndexInputs> index;
   if (index_pool.has_value()) index.emplace(IndexInputs{*index_query, index_pages});
   AttentionOutputs outputs = prepare_attention(
       kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table, index.has_value() ? &*index : nullptr},
-      options, pages);
+      options);
   if constexpr (kKernel != nullptr) {
     const Tensor table = block_table.contiguous();
     const Tensor held = lengths.contiguous();
     const Tensor chooser = index.has_value() ? tree_attention::unit_last(*index_query) : Tensor();
     const IndexInputs chosen_by = {chooser, index_pages};
-    kKernel({k_pool, v_pool, table, held, tokens}, layout_of(pools, pages),
+    kKernel({k_pool, v_pool, table, held, page_size, tokens}, layout_of(pools, options),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
              rope_table, index.has_value() ? &chosen_by : nullptr},
             tree_attention::resolve(options, q.size(2)), outputs);

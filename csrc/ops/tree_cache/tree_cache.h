@@ -19,18 +19,6 @@ using c10::SymInt;
 using tree_attention::AttentionArgs;
 using tree_attention::TreeOptions;
 
-// The options that decide which rows a page holds.
-struct PageOptions {
-  int64_t page_size = 256;
-  int64_t compression_rate = 16;
-  int64_t max_top_nodes = 8192;
-  std::optional<int64_t> selection_span;
-};
-
-inline PageOptions page_options(int64_t page_size, const TreeOptions& options) {
-  return {page_size, options.compression_rate, options.max_top_nodes, options.selection_span};
-}
-
 // The tokens of all pages in 8 or 4 bits, and the last tokens of each sequence as they came, for nodes that are not
 // finished yet: token t is row t mod S. docs/semantics/tree_cache.md §7.5
 struct PackedLeaves {
@@ -53,19 +41,22 @@ struct Pools {
   const Tensor& keys;         // [num_pages, H_kv, key rows, K] contiguous
   const Tensor& values;       // [num_pages, H_kv, value rows, V] contiguous
   const Tensor& block_table;  // int32 [B, max_pages]
-  const Tensor& lengths;      // int32 [B]; undefined where an op takes the length otherwise
+  const Tensor& lengths;      // int32 [B]; kNoTensor where an op takes the length otherwise
+  int64_t page_size;
   // Where there are packed leaves, keys and values have no rows of tokens.
   const PackedLeaves* leaves = nullptr;
 };
 
+inline const Tensor kNoTensor;
+
 // Raises ValueError for options that a cache does not take, or that are out of their range.
 void check_cache_options(const char* op, const TreeOptions& options);
 // The number of layers that a sequence of max_pages * page_size tokens can need.
-int64_t cache_layers(const SymInt& max_pages, const PageOptions& options);
+int64_t cache_layers(const Pools& pools, const TreeOptions& options);
 // Checks the pools, packed leaves among them, against the options; the checks below take checked ones.
-void check_pools(const char* op, const Pools& pools, const PageOptions& options);
+void check_pools(const char* op, const Pools& pools, const TreeOptions& options);
 // The layout of checked pools with real sizes.
-PageLayout layout_of(const Pools& pools, const PageOptions& options);
+PageLayout layout_of(const Pools& pools, const TreeOptions& options);
 
 // ---- tree_cache_append_ and tree_cache_append_packed_
 
@@ -77,7 +68,7 @@ struct AppendCall {
   int64_t max_new;                           // most new tokens of a sequence
   const char* op;
 };
-void check_append(const char* op, const Pools& pools, const PageOptions& options, const Tensor& k,
+void check_append(const char* op, const Pools& pools, const TreeOptions& options, const Tensor& k,
                   const Tensor& v, const Tensor& cu_new, const std::optional<Tensor>& new_lengths,
                   const std::optional<SymInt>& max_new);
 using Append = void(const Pools& pools, const PageLayout& layout, const AppendCall& call);
@@ -111,7 +102,7 @@ struct AttentionInputs {
 // (out [N_q, H, V], lse [N_q, H], lists [B, ring, L, H_kv, k], list_pos [B, ring])
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 AttentionOutputs prepare_attention(const char* op, const Pools& pools, const AttentionInputs& inputs,
-                                   const TreeOptions& options, const PageOptions& page_options);
+                                   const TreeOptions& options);
 // `args` are the options as they were asked for: lists keep their width.
 using Attention = void(const Pools& pools, const PageLayout& layout, const AttentionInputs& inputs,
                        const AttentionArgs& args, const AttentionOutputs& outputs);

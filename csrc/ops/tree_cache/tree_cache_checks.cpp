@@ -19,13 +19,6 @@ namespace {
 
 constexpr const char* kCopyOp = "tree_cache_copy_";
 
-TreeOptions tree_options(const PageOptions& options) {
-  TreeOptions tree;
-  tree.compression_rate = options.compression_rate;
-  tree.max_top_nodes = options.max_top_nodes;
-  return tree;
-}
-
 void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
                     tensor.sym_strides());
@@ -37,18 +30,16 @@ void check_int32(const char* op, const char* name, const Tensor& tensor, c10::Sy
 }
 
 // The options themselves have been checked.
-void check_page_size(const char* op, const PageOptions& options) {
-  const int64_t rate = options.compression_rate;
-  TORCH_CHECK_VALUE(options.page_size >= rate && options.page_size < tree_attention::kIndexLimit &&
-                        options.page_size % rate == 0,
-                    op, ": page_size must be a multiple of compression_rate = ", rate, " below 2^31, got ",
-                    options.page_size);
+void check_page_size(const char* op, int64_t page_size, int64_t rate) {
+  TORCH_CHECK_VALUE(page_size >= rate && page_size < tree_attention::kIndexLimit && page_size % rate == 0, op,
+                    ": page_size must be a multiple of compression_rate = ", rate, " below 2^31, got ",
+                    page_size);
 }
 
-int64_t rows_of_page(const PageOptions& options, int64_t num_layers) {
+int64_t rows_of_page(int64_t page_size, int64_t rate, int64_t num_layers) {
   int64_t rows = 0;
   for (int64_t layer = 0; layer < num_layers; ++layer) {
-    rows += ceil_div(options.page_size, tree_attention::node_span(options.compression_rate, layer));
+    rows += ceil_div(page_size, tree_attention::node_span(rate, layer));
   }
   return rows;
 }
@@ -121,7 +112,7 @@ SymInt most_positions(const TreeOptions& options, const SymInt& capacity) {
   return capacity.min(top).max(listed);
 }
 
-void check_tails(const char* op, const Pools& pools, const PageOptions& options) {
+void check_tails(const char* op, const Pools& pools, const TreeOptions& options) {
   const PackedLeaves& leaves = *pools.leaves;
   const std::array<std::tuple<const char*, Tensor, const char*, Tensor>, 2> both = {
       {{"k_tail", leaves.k_tail, "k_pool", pools.keys}, {"v_tail", leaves.v_tail, "v_pool", pools.values}}};
@@ -153,12 +144,13 @@ void check_cache_options(const char* op, const TreeOptions& options) {
       "not finished, which a cache does not hold");
 }
 
-int64_t cache_layers(const SymInt& max_pages, const PageOptions& options) {
-  return tree_attention::depth_of(max_pages * options.page_size, tree_options(options));
+int64_t cache_layers(const Pools& pools, const TreeOptions& options) {
+  return tree_attention::depth_of(pools.block_table.sym_size(1) * pools.page_size, options);
 }
 
-void check_pools(const char* op, const Pools& pools, const PageOptions& options) {
-  check_page_size(op, options);
+void check_pools(const char* op, const Pools& pools, const TreeOptions& options) {
+  const int64_t page_size = pools.page_size;
+  check_page_size(op, page_size, options.compression_rate);
   check_rank(op, "k_pool", pools.keys, 4, "[num_pages, H_kv, key rows, K]");
   check_floating(op, "k_pool", pools.keys, /*double_on_cuda=*/false);
   check_rank(op, "v_pool", pools.values, 4, "[num_pages, H_kv, value rows, V]");
@@ -173,12 +165,12 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
   if (pools.lengths.defined()) {
     check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", "k_pool", pools.keys);
   }
-  TORCH_CHECK_VALUE(holds((max_pages * options.page_size).sym_lt(tree_attention::kIndexLimit)), op,
-                    ": max_pages * page_size must be below 2^31, got ", max_pages, " and ",
-                    options.page_size);
-  const int64_t tokens = pools.leaves == nullptr ? 0 : options.page_size;  // rows that are elsewhere
-  const int64_t rows = rows_of_page(options, cache_layers(max_pages, options)) - tokens;
-  const int64_t means = options.selection_span.has_value() ? options.page_size / *options.selection_span : 0;
+  TORCH_CHECK_VALUE(holds((max_pages * page_size).sym_lt(tree_attention::kIndexLimit)), op,
+                    ": max_pages * page_size must be below 2^31, got ", max_pages, " and ", page_size);
+  const int64_t tokens = pools.leaves == nullptr ? 0 : page_size;  // rows that are elsewhere
+  const int64_t rows =
+      rows_of_page(page_size, options.compression_rate, cache_layers(pools, options)) - tokens;
+  const int64_t means = options.selection_span.has_value() ? page_size / *options.selection_span : 0;
   check_size(op, "k_pool", pools.keys, 2, rows + means, "rows of a page: tokens, nodes and span means");
   check_size(op, "v_pool", pools.values, 0, pools.keys.sym_size(0), "num_pages of k_pool");
   check_size(op, "v_pool", pools.values, 1, pools.keys.sym_size(1), "H_kv of k_pool");
@@ -193,9 +185,9 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
                     ": k_pool must have fewer than 2^31 pages, got ", pools.keys.sym_sizes());
   if (pools.leaves != nullptr) {
     check_leaves(op, "k_pool", pools.keys, {"k_codes", pools.leaves->k_codes},
-                 {"k_scales", pools.leaves->k_scales}, options.page_size);
+                 {"k_scales", pools.leaves->k_scales}, page_size);
     check_leaves(op, "v_pool", pools.values, {"v_codes", pools.leaves->v_codes},
-                 {"v_scales", pools.leaves->v_scales}, options.page_size);
+                 {"v_scales", pools.leaves->v_scales}, page_size);
     const int64_t bits = leaf_bits(pools.keys, pools.leaves->k_codes);
     const SymInt value_dim = pools.values.sym_size(3);
     TORCH_CHECK_VALUE(leaf_bits(pools.values, pools.leaves->v_codes) == bits, op,
@@ -205,14 +197,14 @@ void check_pools(const char* op, const Pools& pools, const PageOptions& options)
   }
 }
 
-PageLayout layout_of(const Pools& pools, const PageOptions& options) {
-  const PageLayout layout = page_layout(
-      options.page_size, options.compression_rate, cache_layers(pools.block_table.sym_size(1), options),
-      options.selection_span.value_or(0), pools.keys.size(0), pools.block_table.size(1), pools.keys.size(1));
+PageLayout layout_of(const Pools& pools, const TreeOptions& options) {
+  const PageLayout layout = page_layout(pools.page_size, options.compression_rate,
+                                        cache_layers(pools, options), options.selection_span.value_or(0),
+                                        pools.keys.size(0), pools.block_table.size(1), pools.keys.size(1));
   return pools.leaves == nullptr ? layout : without_token_rows(layout);
 }
 
-void check_append(const char* op, const Pools& pools, const PageOptions& options, const Tensor& k,
+void check_append(const char* op, const Pools& pools, const TreeOptions& options, const Tensor& k,
                   const Tensor& v, const Tensor& cu_new, const std::optional<Tensor>& new_lengths,
                   const std::optional<SymInt>& max_new) {
   check_rows(op, "k", k, "[N_new, H_kv, K]", "[B, n, H_kv, K]", pools);
@@ -249,7 +241,7 @@ void check_append(const char* op, const Pools& pools, const PageOptions& options
 }
 
 AttentionOutputs prepare_attention(const char* op, const Pools& pools, const AttentionInputs& inputs,
-                                   const TreeOptions& options, const PageOptions& page_options) {
+                                   const TreeOptions& options) {
   const Tensor& q = inputs.q;
   check_rows(op, "q", q, "[N_q, H, K]", "[B, n, H, K]", pools);
   check_offsets(op, "cu_q", inputs.cu_q, "q_lengths", inputs.q_lengths, pools);
@@ -261,7 +253,7 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
   if (inputs.index != nullptr) {
     check_index_options(op, options);
-    check_index_pool(op, pools, inputs.index->pool, page_options.page_size);
+    check_index_pool(op, pools, inputs.index->pool, pools.page_size);
     check_index_rows(op, "index_query", inputs.index->query, "the rows of q", q, inputs.index->pool.keys);
   }
   const SymInt batch = pools.block_table.sym_size(0);
@@ -274,7 +266,7 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
     check_rank(op, "list_pos", *inputs.list_pos, 2, "[B, ring]");
     ring = inputs.list_pos->sym_size(1);
   }
-  const int64_t layers = cache_layers(pools.block_table.sym_size(1), page_options);
+  const int64_t layers = cache_layers(pools, options);
   const std::array<SymInt, 5> list_shape = {batch, ring, layers, kv_heads, options.top_k};
   if (inputs.lists.has_value()) {
     check_int32(op, "list_pos", *inputs.list_pos, {batch, ring}, "[B, ring]", "q", q);
@@ -288,7 +280,7 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
     check_contiguous(op, "rope_table", table);
     check_size(op, "rope_table", table, 0, 2, "cos and sin");
     check_size(op, "rope_table", table, 2, width / 2, "K/2");
-    const SymInt positions = most_positions(options, pools.block_table.sym_size(1) * page_options.page_size);
+    const SymInt positions = most_positions(options, pools.block_table.sym_size(1) * pools.page_size);
     TORCH_CHECK_VALUE(holds(table.sym_size(1).sym_ge(positions)), op, ": rope_table must have at least ",
                       positions, " positions, the most candidates of a row, got ", table.sym_sizes());
   }

@@ -298,7 +298,7 @@ void append_index_cuda(const Pools& pools, const IndexPool& index, const PageLay
                        const AppendCall& call) {
   const LaunchScope scope(call.k);
   const Tensor& index_pool = index.keys;
-  const Pools of_index = {index_pool, index_pool, pools.block_table, pools.lengths};
+  const Pools of_index = {index_pool, index_pool, pools.block_table, pools.lengths, pools.page_size};
   if (index.coded()) {
     const PageLayout of_codes = index_layout(layout, index_pool.size(1));
     C10_CUDA_CHECK(launch_append_codes(append_params<__nv_bfloat16>(of_index, of_codes, call),

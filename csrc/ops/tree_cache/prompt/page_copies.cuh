@@ -28,8 +28,8 @@ struct RowCopy {
   int row = 0;  // of the unit
 };
 
-// ---- layouts. rows_of() says how many rows a unit has, place() where row `row` of unit `unit` belongs, key_offset() and
-// value_offset() where 16 bytes of it stand, and flag() which byte says that it is not plain, if any does.
+// ---- layouts. rows_of() says how many rows a unit has, place() where row `row` of unit `unit` belongs, offset() where 16
+// bytes of it stand, and flag() which byte says that it is not plain, if any does.
 
 template <int kDim>
 struct ParentLayout {

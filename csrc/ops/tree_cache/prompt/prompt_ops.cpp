@@ -33,14 +33,12 @@ void check_capacity(const char* op, const char* name, int64_t capacity, int64_t 
                     " must be at least ", least, " and below 2^31, got ", capacity);
 }
 
-void check_sequences(const char* op, const PromptPages& pages, const TreeOptions& options, int64_t page_size,
-                     const char* name, int64_t tokens) {
+void check_sequences(const char* op, const Pools& pages, const TreeOptions& options, const char* name,
+                     int64_t tokens) {
   check_cache_options(op, options);
-  const Tensor no_lengths;
-  check_pools(op, {pages.keys, pages.values, pages.block_table, no_lengths},
-              page_options(page_size, options));
+  check_pools(op, pages, options);
   tree_attention::check_frequencies(op, options, pages.keys.sym_size(3));
-  const SymInt most = pages.block_table.sym_size(1) * page_size;
+  const SymInt most = pages.block_table.sym_size(1) * pages.page_size;
   TORCH_CHECK_VALUE(tokens >= 0 && holds(most.sym_ge(tokens)), op, ": ", name,
                     " must lie between 0 and max_pages * page_size = ", most, ", got ", tokens);
 }
@@ -109,8 +107,7 @@ template <PackPrompt* kKernel, PromptBytes* kBytes>
 void pack_prompt(const TreeOptions& options, const Tensor& copies, const Tensor& k_pool, const Tensor& v_pool,
                  const Tensor& block_table, int64_t num_heads, int64_t begin, int64_t end, int64_t capacity,
                  int64_t page_size) {
-  const PromptPages given = {k_pool, v_pool, block_table};
-  check_sequences(kPackOp, given, options, page_size, "end", end);
+  check_sequences(kPackOp, {k_pool, v_pool, block_table, kNoTensor, page_size}, options, "end", end);
   check_heads(kPackOp, "num_heads", num_heads, k_pool.sym_size(1));
   check_copies(kPackOp, copies, k_pool);
   TORCH_CHECK_VALUE(begin >= 0 && begin <= end, kPackOp, ": begin must lie between 0 and end = ", end,
@@ -125,10 +122,8 @@ void pack_prompt(const TreeOptions& options, const Tensor& copies, const Tensor&
     check_copy_bytes<kBytes>(kPackOp, copies, problem, k_pool, capacity);
     if (copies.numel() > 0 && end > 0) {
       const Tensor table = block_table.contiguous();
-      const Tensor no_lengths;
-      kKernel({k_pool, v_pool, table},
-              layout_of({k_pool, v_pool, table, no_lengths}, page_options(page_size, options)),
-              {copies, problem, begin, capacity});
+      const Pools pages = {k_pool, v_pool, table, kNoTensor, page_size};
+      kKernel(pages, layout_of(pages, options), {copies, problem, begin, capacity});
     }
   }
 }
@@ -140,8 +135,7 @@ AttentionRows prompt(const TreeOptions& options, const Tensor& q, const Tensor& 
                      const Tensor& block_table, int64_t length, const OptionalTensor& copies,
                      int64_t capacity, bool store_lists, int64_t page_size) {
   const int64_t selection_stride = options.selection_stride;
-  const PromptPages given = {k_pool, v_pool, block_table};
-  check_sequences(kPromptOp, given, options, page_size, "length", length);
+  check_sequences(kPromptOp, {k_pool, v_pool, block_table, kNoTensor, page_size}, options, "length", length);
   check_rank(kPromptOp, "q", q, 4, "[B, n, H, K]");
   check_same_dtype(kPromptOp, "q", q, "k_pool", k_pool);
   check_same_device(kPromptOp, "q", q, "k_pool", k_pool);
@@ -176,9 +170,8 @@ AttentionRows prompt(const TreeOptions& options, const Tensor& q, const Tensor& 
     }
     if (std::get<0>(outputs).numel() > 0) {
       const Tensor table = block_table.contiguous();
-      const Tensor no_lengths;
-      kKernel({k_pool, v_pool, table},
-              layout_of({k_pool, v_pool, table, no_lengths}, page_options(page_size, options)),
+      const Pools pages = {k_pool, v_pool, table, kNoTensor, page_size};
+      kKernel(pages, layout_of(pages, options),
               {tree_attention::unit_last(q), problem, copies, capacity, options, outputs});
     }
   }
@@ -197,12 +190,12 @@ Tensor tokens_of(const Tensor& pool, const Tensor& pages, int64_t page_size, int
 
 }  // namespace
 
-void prompt_from_tokens(const PromptPages& pages, int64_t page_size, const PromptCall& call,
+void prompt_from_tokens(const Pools& pages, const PromptCall& call,
                         tree_attention::AttentionForward* kernel) {
   const int64_t length = call.problem.num_keys;
-  const Tensor table = pages.block_table.narrow(1, 0, ceil_div(length, page_size));
-  const Tensor k = tokens_of(pages.keys, table, page_size, length);
-  const Tensor v = tokens_of(pages.values, table, page_size, length);
+  const Tensor table = pages.block_table.narrow(1, 0, ceil_div(length, pages.page_size));
+  const Tensor k = tokens_of(pages.keys, table, pages.page_size, length);
+  const Tensor v = tokens_of(pages.values, table, pages.page_size, length);
   const auto& [out, gmax, gsum, lists] = call.outputs;
   const SymInt start = call.problem.args.starts.front();
   const std::vector<Tensor> layers = lists.unbind(0);
@@ -217,9 +210,9 @@ int64_t prompt_bytes_cpu(const Tensor& /*keys*/, const AttentionProblem& /*probl
   return 0;
 }
 
-void pack_prompt_cpu(const PromptPages& /*pages*/, const PageLayout& /*layout*/, const PackCall& /*call*/) {}
+void pack_prompt_cpu(const Pools& /*pages*/, const PageLayout& /*layout*/, const PackCall& /*call*/) {}
 
-void prompt_cpu(const PromptPages& pages, const PageLayout& layout, const PromptCall& call) {
+void prompt_cpu(const Pools& pages, const PageLayout& layout, const PromptCall& call) {
   const int64_t used = ceil_div(call.problem.num_keys, layout.page_size);
   const auto table = pages.block_table.accessor<int32_t, 2>();
   for (int64_t b = 0; b < table.size(0); ++b) {
@@ -229,7 +222,7 @@ void prompt_cpu(const PromptPages& pages, const PageLayout& layout, const Prompt
                         table[b][i]);
     }
   }
-  prompt_from_tokens(pages, layout.page_size, call, tree_attention::attention_forward_cpu);
+  prompt_from_tokens(pages, call, tree_attention::attention_forward_cpu);
 }
 
 // ---- registration

@@ -14,13 +14,6 @@ namespace htree::tree_cache {
 using tree_attention::AttentionProblem;
 using tree_attention::AttentionRows;
 
-// The pages of a call: sequences of one length.
-struct PromptPages {
-  const Tensor& keys;         // [num_pages, H_kv, key rows, K] contiguous
-  const Tensor& values;       // [num_pages, H_kv, value rows, V] contiguous
-  const Tensor& block_table;  // int32 [B, max_pages] contiguous
-};
-
 // ---- tree_cache_prompt_bytes
 
 // The bytes of the copies that the kernels of attention read, of sequences of up to problem.num_keys tokens on the device
@@ -38,7 +31,8 @@ struct PackCall {
   int64_t begin;
   int64_t capacity;
 };
-using PackPrompt = void(const PromptPages& pages, const PageLayout& layout, const PackCall& call);
+// `pages` are those of sequences of one length; they have no lengths.
+using PackPrompt = void(const Pools& pages, const PageLayout& layout, const PackCall& call);
 PackPrompt pack_prompt_cpu, pack_prompt_cuda;
 
 // ---- tree_cache_prompt
@@ -52,12 +46,11 @@ struct PromptCall {
   const TreeOptions& options;
   const AttentionRows& outputs;
 };
-using Prompt = void(const PromptPages& pages, const PageLayout& layout, const PromptCall& call);
+using Prompt = void(const Pools& pages, const PageLayout& layout, const PromptCall& call);
 Prompt prompt_cpu, prompt_cuda;
 
 // The same without copies, by the kernel of attention on tokens that are gathered from the pages. Entries of the block
 // table that are no page of the pool must not occur.
-void prompt_from_tokens(const PromptPages& pages, int64_t page_size, const PromptCall& call,
-                        tree_attention::AttentionForward* kernel);
+void prompt_from_tokens(const Pools& pages, const PromptCall& call, tree_attention::AttentionForward* kernel);
 
 }  // namespace htree::tree_cache

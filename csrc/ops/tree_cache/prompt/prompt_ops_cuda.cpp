@@ -20,7 +20,7 @@ tree_attention::HalfType half_type(const Tensor& x) {
   return x.scalar_type() == at::kHalf ? tree_attention::HalfType::kHalf : tree_attention::HalfType::kBFloat16;
 }
 
-PagedSequences sequences_of(const PromptPages& pages, const PageLayout& layout, int64_t tokens) {
+PagedSequences sequences_of(const Pools& pages, const PageLayout& layout, int64_t tokens) {
   const auto aligned = [](const Tensor& x) {
     return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   };
@@ -61,7 +61,7 @@ int64_t prompt_bytes_cuda(const Tensor& keys, const AttentionProblem& problem) {
   return tree_attention::growing_tree_bytes(problem);
 }
 
-void pack_prompt_cuda(const PromptPages& pages, const PageLayout& layout, const PackCall& call) {
+void pack_prompt_cuda(const Pools& pages, const PageLayout& layout, const PackCall& call) {
   const LaunchScope scope(pages.keys);
   const cudaStream_t stream = scope.stream();
   const TreeCall tree =
@@ -83,11 +83,11 @@ void pack_prompt_cuda(const PromptPages& pages, const PageLayout& layout, const 
   copy_units(tree, sequences, top, TileSpanTarget{tree.top_spans}, tree.rope, change.top_spans, stream);
 }
 
-void prompt_cuda(const PromptPages& pages, const PageLayout& layout, const PromptCall& call) {
+void prompt_cuda(const Pools& pages, const PageLayout& layout, const PromptCall& call) {
   const LaunchScope scope(call.q);
   if (!call.copies.has_value() || call.copies->numel() == 0) {
     const Tensor table = pages.block_table.clamp(0, pages.keys.size(0) - 1);
-    prompt_from_tokens({pages.keys, pages.values, table}, layout.page_size, call,
+    prompt_from_tokens({pages.keys, pages.values, table, kNoTensor, pages.page_size}, call,
                        tree_attention::attention_forward_cuda);
     return;
   }
