@@ -18,11 +18,6 @@ at::Tensor weight_as_float(const OptionalTensor& weight) {
   return weight.has_value() ? weight->to(at::kFloat).contiguous() : at::Tensor();
 }
 
-RowFormat format_of(int64_t head_dim, int64_t keep, int64_t bits) {
-  return {
-      .head_dim = static_cast<int>(head_dim), .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
-}
-
 // keys = (x.abs().float() * weight.unsqueeze(2)).nan_to_num(nan=above inf)
 // kept = keys.argsort(-1, descending=True, stable=True)[..., :keep]      ties: the lower channel
 // mask = zeros.scatter(-1, kept, 1);  pruned = where(mask, x, 0);  bitmap = packed mask
@@ -30,8 +25,8 @@ template <Prune* kPrune>
 Outputs2 prune(const at::Tensor& x, int64_t keep, const OptionalTensor& weight) {
   const auto outputs = prepare_prune(x, keep, weight);
   if (x.numel() != 0) {
-    kPrune(format_of(x.size(3), keep, 16), with_unit_stride(x), weight_as_float(weight), std::get<0>(outputs),
-           std::get<1>(outputs));
+    kPrune(row_format(x.size(3), keep, 16), with_unit_stride(x), weight_as_float(weight),
+           std::get<0>(outputs), std::get<1>(outputs));
   }
   return outputs;
 }
@@ -43,7 +38,7 @@ Outputs3 compress(const at::Tensor& x, int64_t keep, int64_t bits, const Optiona
   const auto& [bitmap, values, scales] = outputs;
   if (x.numel() != 0) {
     kCompress(with_unit_stride(x), weight_as_float(weight),
-              Compressed{format_of(x.size(3), keep, bits), bitmap, values, scales});
+              Compressed{row_format(x.size(3), keep, bits), bitmap, values, scales});
   }
   return outputs;
 }
@@ -54,7 +49,7 @@ at::Tensor decompress(const at::Tensor& bitmap, const at::Tensor& values, const 
                       c10::SymInt head_dim, int64_t keep, int64_t bits, at::ScalarType dtype) {
   at::Tensor out = prepare_decompress(bitmap, values, scales, head_dim, keep, bits, dtype);
   if (out.numel() != 0) {
-    kDecompress(Compressed{format_of(out.size(3), keep, bits), bitmap.contiguous(), values.contiguous(),
+    kDecompress(Compressed{row_format(out.size(3), keep, bits), bitmap.contiguous(), values.contiguous(),
                            scales.contiguous()},
                 out);
   }
@@ -94,9 +89,9 @@ Outputs2 decode(const at::Tensor& q, const at::Tensor& k_bitmap, const at::Tenso
     const DecodeProblem problem = decode_problem_of(a);
     kDecode(problem,
             DecodeTensors{q.reshape({problem.batch, problem.num_heads, problem.key_dim}).contiguous(),
-                          {format_of(problem.key_dim, k_keep, k_bits), k_bitmap.contiguous(),
+                          {row_format(problem.key_dim, k_keep, k_bits), k_bitmap.contiguous(),
                            k_values.contiguous(), k_scales.contiguous()},
-                          {format_of(problem.value_dim, v_keep, v_bits), v_bitmap.contiguous(),
+                          {row_format(problem.value_dim, v_keep, v_bits), v_bitmap.contiguous(),
                            v_values.contiguous(), v_scales.contiguous()},
                           k_win.contiguous(),
                           v_win.contiguous(),

@@ -26,6 +26,11 @@ struct Compressed {
   at::Tensor scales;
 };
 
+// The format of checked numbers.
+constexpr RowFormat row_format(int64_t head_dim, int64_t keep, int64_t bits) {
+  return {static_cast<int>(head_dim), static_cast<int>(keep), static_cast<int>(bits)};
+}
+
 // The queries of a head lie side by side and count as heads of their own, which read the rows of the same kv
 // head. Of n queries, query i does not see the last n - 1 - i tokens of the window.
 struct DecodeProblem {

@@ -46,7 +46,7 @@ RowFormat check_rows(const char* op, const at::Tensor& x, int64_t keep, int64_t 
   const int head_dim = check_head_dim(op, "x", x);
   check_keep(op, "keep", keep, head_dim);
   check_weight(op, x, weight);
-  return {.head_dim = head_dim, .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
+  return row_format(head_dim, keep, bits);
 }
 
 at::Tensor empty_of(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
@@ -73,10 +73,6 @@ void check_compressed(const char* op, const char* const (&names)[3], const at::T
 }
 
 constexpr const char* kDecode = "kv_decode_attention";
-
-RowFormat format_of(const CompressedArguments& x, int head_dim) {
-  return {.head_dim = head_dim, .keep = static_cast<int>(x.keep), .bits = static_cast<int>(x.bits)};
-}
 
 void check_lengths(const char* name, const OptionalTensor& lengths, const at::Tensor& q) {
   if (lengths.has_value()) {
@@ -127,9 +123,8 @@ at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values
                     ", got ", channels);
   check_keep(kOp, "keep", keep, channels);
   check_bits(kOp, "bits", bits);
-  const RowFormat format{
-      .head_dim = static_cast<int>(channels), .keep = static_cast<int>(keep), .bits = static_cast<int>(bits)};
-  check_compressed(kOp, {"bitmap", "values", "scales"}, bitmap, values, scales, format);
+  check_compressed(kOp, {"bitmap", "values", "scales"}, bitmap, values, scales,
+                   row_format(channels, keep, bits));
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || (dtype == at::kFloat && bits != 16), kOp,
                    ": dtype must be ", dtype_names({at::kHalf, at::kBFloat16}),
                    bits == 16 ? " for 16 bits" : " or torch.float32", ", got ", dtype_name(dtype));
@@ -155,9 +150,9 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   check_same_device(kDecode, "k_bitmap", a.k.bitmap, "q", a.q);
   check_same_device(kDecode, "v_bitmap", a.v.bitmap, "q", a.q);
   check_compressed(kDecode, {"k_bitmap", "k_values", "k_scales"}, a.k.bitmap, a.k.values, a.k.scales,
-                   format_of(a.k, key_dim));
+                   row_format(key_dim, a.k.keep, a.k.bits));
   check_compressed(kDecode, {"v_bitmap", "v_values", "v_scales"}, a.v.bitmap, a.v.values, a.v.scales,
-                   format_of(a.v, value_dim));
+                   row_format(value_dim, a.v.keep, a.v.bits));
   const auto sizes = a.k.bitmap.sym_sizes();
   check_shape(kDecode, "v_bitmap", a.v.bitmap, {sizes[0], sizes[1], sizes[2], words},
               "the first dims of k_bitmap, then D/64 of the values");

@@ -12,30 +12,18 @@ namespace htree::compressed_kv {
 // Floats of a buffer for the unpacked codes of one row: reads of a whole vector may start at any code.
 constexpr int kUnpackedFloats = kMostHeadDim + 16;
 
-template <typename T>
-using PruneRow = void (*)(const T* x, const float* weight, const RowFormat& format, T* pruned,
-                          uint64_t* bitmap);
-// Writes `values` [row_bytes] and *scale of one row. x [D]; weight [D] or null.
-template <typename T>
-using CompressRow = void (*)(const T* x, const float* weight, const RowFormat& format, uint64_t* bitmap,
-                             uint8_t* values, uint16_t* scale);
-template <typename T>
-using DecompressRow = void (*)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale,
-                               const RowFormat& format, T* out);
-// From a row to D floats. With 16 bits the values are of type T.
-template <typename T>
-using ExpandRow = void (*)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale,
-                           const RowFormat& format, float* out);
-template <typename T>
-using WidenRow = void (*)(const T* x, int head_dim, float* out);
-
+// Of rows of D elements; weight [D] or null, bitmap [words], values [row_bytes].
 template <typename T>
 struct TypedKernels {
-  PruneRow<T> prune;
-  CompressRow<T> compress;
-  DecompressRow<T> decompress;
-  ExpandRow<T> expand;
-  WidenRow<T> widen;
+  void (*prune)(const T* x, const float* weight, const RowFormat& format, T* pruned, uint64_t* bitmap);
+  void (*compress)(const T* x, const float* weight, const RowFormat& format, uint64_t* bitmap,
+                   uint8_t* values, uint16_t* scale);
+  void (*decompress)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale, const RowFormat& format,
+                     T* out);
+  // The same in floats. With 16 bits the values are of type T.
+  void (*expand)(const uint64_t* bitmap, const uint8_t* values, uint16_t scale, const RowFormat& format,
+                 float* out);
+  void (*widen)(const T* x, int head_dim, float* out);
 };
 
 // Tokens that are attended to at a time: their expanded rows stay in the caches.
@@ -49,20 +37,14 @@ struct Tile {
   const int* num_seen;  // [queries], how many of the tokens each query sees; null where all of them
 };
 
-// scores[query * kTileTokens + token] += <q[query], k[token]> over rows of key_dim floats.
-using AddScores = void (*)(const Tile& tile, const float* q, const float* k, float* scores);
-
-// One step of the online softmax of §1.7. max and sum are [queries], acc is [queries, value_dim]; scores
-// become weights.
-using Accumulate = void (*)(const Tile& tile, const float* v, float* scores, float* max, float* sum,
-                            float* acc);
-
 struct RowKernels {
   TypedKernels<float> of_float;
   TypedKernels<Fp16> of_half;
   TypedKernels<Bf16> of_bfloat16;
-  AddScores add_scores;
-  Accumulate accumulate;
+  // scores[query * kTileTokens + token] += <q[query], k[token]> over rows of key_dim floats.
+  void (*add_scores)(const Tile& tile, const float* q, const float* k, float* scores);
+  // One step of the online softmax of §1.7. max and sum are [queries], acc is [queries, value_dim]; scores become weights.
+  void (*accumulate)(const Tile& tile, const float* v, float* scores, float* max, float* sum, float* acc);
 };
 
 extern const RowKernels kRowKernelsBaseline;
