@@ -59,7 +59,6 @@ class Ring:
     def keep(self, sequences: list[int], length: int, lists: Tensor) -> None:
         """Puts the last leaders of lists [layers, n, leaders, H_kv, k] in: all layers of n sequences of a length."""
         stride = self.options.selection_stride
-        rate = self.options.compression_rate
         batch, size, layers = self.lists.shape[:3]
         behind = -(-length // stride)  # leaders up to this one, of which leader i has entry i % size
         begin = behind % size  # the entry of the first of the last leaders
@@ -67,40 +66,19 @@ class Ring:
             parts = [(slice(None), slice(None))]
         else:
             parts = [(slice(b, b + 1), slice(i, i + 1)) for i, b in enumerate(sequences)]
-        # The layers of the sequence at once, and then those above its top one by one.
-        last = [(slice(0, len(lists)), lists[:, :, -size:].permute(1, 2, 0, 3, 4))]
-        for layer in range(len(lists), layers):
-            above = self._above(behind, rate ** (layer + 1))
-            last.append((slice(layer, layer + 1), above[:, :, None].expand(len(sequences), -1, -1, -1, -1)))
-        for of_layer, own in last:
-            for to, of in parts:
-                self.lists[to, begin:, of_layer] = own[of, : size - begin]
-                if begin:
-                    self.lists[to, :begin, of_layer] = own[of, size - begin :]
-        for to, _ in parts:
+        own, count = lists[:, :, -size:].permute(1, 2, 0, 3, 4), len(lists)
+        for to, of in parts:
+            self.lists[to, begin:, :count] = own[of, : size - begin]
+            if begin:
+                self.lists[to, :begin, :count] = own[of, size - begin :]
             kept = self.list_pos[to]
             torch.add(self._offsets[begin].expand(kept.shape), (behind - size) * stride, out=kept)
+            for layer in range(count, layers):
+                self.lists[to, :, layer] = self.opened(layer, to)
 
-    def _above(self, behind: int, tokens: int) -> Tensor:
-        """The lists [1, ring, H_kv, k] of the last leaders above the top of the sequence, where every node is opened.
-
-        Args:
-            tokens: those of a node of the layer above.
-        """
-        stride, (_, size, _, heads, _) = self.options.selection_stride, self.lists.shape
-        own = [leader * stride // tokens for leader in range(behind - size, behind)]  # their diagonal blocks
-        # Most often all leaders have one.
-        lists = {node: self._nodes.where(self._nodes <= node, -1) for node in dict.fromkeys(own)}
-        rows = (
-            next(iter(lists.values()))[None]
-            if len(lists) == 1
-            else torch.stack([lists[node] for node in own])
-        )
-        return rows[None, :, None].expand(-1, size, heads, -1)
-
-    def opened(self, layer: int) -> Tensor:
-        """The lists [B, ring, 1, k] of the ring's leaders in a layer where everything is opened (§7.3)."""
-        own = self.list_pos.long() // self.options.compression_rate ** (layer + 1)  # -1 stays
+    def opened(self, layer: int, sequences: slice = slice(None)) -> Tensor:
+        """The lists [n, ring, 1, k] of the leaders of ``sequences`` in a layer where everything is opened (§7.3)."""
+        own = self.list_pos[sequences].long() // self.options.compression_rate ** (layer + 1)  # -1 stays
         return self._nodes.where(self._nodes <= own[..., None, None], -1)
 
     def check_leaders(self, name: str, leaders: list[list[int]], lengths: list[int]) -> None:
