@@ -30,6 +30,7 @@ __all__ = [
     "check_kind",
     "check_number",
     "check_option_dtype",
+    "check_shape",
     "check_tensor",
     "check_tensors",
     "constant_in_traces",
@@ -309,6 +310,18 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
                     tensor_name=name,
                 )
     check_devices(op, {name: tensor for name, (tensor, _) in arguments.items()})
+
+
+def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: str = "") -> None:
+    """Raises ShapeMismatchError unless x has the shape ``wanted``, which ``words`` spells in the message."""
+    if x.shape != wanted:
+        refuse(
+            ShapeMismatchError,
+            f"{op}: {name} must be {words or list(wanted)}, got {tuple(x.shape)}",
+            expected=wanted,
+            actual=tuple(x.shape),
+            tensor_name=name,
+        )
 
 
 def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) -> None:

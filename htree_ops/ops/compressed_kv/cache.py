@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import FLOATING, check_int, check_tensors, option_device
+from htree_ops.ops.arguments import FLOATING, check_int, check_shape, check_tensors, option_device
 from htree_ops.ops.compressed_kv.checks import (
     check_new_tokens,
     check_place,
     check_policy,
     check_query,
-    check_shape,
     pair,
     prompt_lengths,
 )

@@ -15,6 +15,7 @@ from htree_ops.ops.arguments import (
     check_dtype,
     check_int,
     check_number,
+    check_shape,
     check_tensor,
     check_tensors,
 )
@@ -24,7 +25,6 @@ __all__ = [
     "check_place",
     "check_policy",
     "check_query",
-    "check_shape",
     "integers",
     "pair",
     "prompt_lengths",
@@ -44,18 +44,6 @@ def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
             f"{op}: {name} must be on the device of the cache ({device}), got {x.device}",
             expected_device=device,
             actual_device=x.device,
-            tensor_name=name,
-        )
-
-
-def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: str = "") -> None:
-    """Raises ShapeMismatchError unless x has the shape ``wanted``, which ``words`` spells in the message."""
-    if x.shape != wanted:
-        refuse(
-            ShapeMismatchError,
-            f"{op}: {name} must be {words or list(wanted)}, got {tuple(x.shape)}",
-            expected=wanted,
-            actual=tuple(x.shape),
             tensor_name=name,
         )
 

@@ -20,6 +20,7 @@ from htree_ops.ops.arguments import (
     check_int,
     check_kind,
     check_option_dtype,
+    check_shape,
     check_tensor,
     check_tensors,
     option_device,
@@ -387,27 +388,14 @@ class TreeKVCache(CacheSequences):
         """Checks the queries of a prompt, which no op sees before the tokens are appended."""
         check_tensors(name, cache=(self.lengths, "B"), q=(q, "B n H K"))
         check_dtype(name, (self.dtype,), q=q)
-        heads = self.num_kv_heads
-        if q.shape[3] != self.head_dim or q.shape[2] == 0 or q.shape[2] % heads:
-            refuse(
-                ShapeMismatchError,
-                f"{name}: q must be [{self.batch}, n, H, {self.head_dim}] with H a positive multiple of H_kv = "
-                f"{heads}, got {tuple(q.shape)}",
-                expected=(self.batch, "n", f"a multiple of {heads}", self.head_dim),
-                actual=tuple(q.shape),
-                tensor_name="q",
-            )
+        kv_heads, heads = self.num_kv_heads, q.shape[2]
+        heads = heads if heads and heads % kv_heads == 0 else kv_heads
+        words = f"[{self.batch}, n, H, {self.head_dim}] with H a positive multiple of H_kv = {kv_heads}"
+        check_shape(name, "q", q, (*q.shape[:2], heads, self.head_dim), words)
         if index_query is not None:
             check_devices(name, {"q": q, "index_query": index_query})
             wanted = (*q.shape[:2], self.index_heads, self.index_dim)
-            if index_query.shape != wanted:
-                refuse(
-                    ShapeMismatchError,
-                    f"{name}: index_query must be {wanted}, got {tuple(index_query.shape)}",
-                    expected=wanted,
-                    actual=tuple(index_query.shape),
-                    tensor_name="index_query",
-                )
+            check_shape(name, "index_query", index_query, wanted, str(wanted))
 
     def step_arguments(
         self, counts: Tensor | None, n: int, recorded: bool | None = None
