@@ -24,6 +24,7 @@ __all__ = [
     "draw_index_",
     "index_dim_of",
     "index_of",
+    "is_drawn",
     "know",
     "query_scale",
     "set_index_",
@@ -174,7 +175,7 @@ def choose_by_index(function: str, layer: nn.Module, q: Tensor, k: Tensor) -> tu
         return index
     layer._index_chose = True  # type: ignore[assignment]
     know(layer)
-    if _is_drawn(of_queries, of_keys):
+    if is_drawn(of_queries, of_keys):
         warnings.warn(
             f"{function}: this layer selects by an index that was never fitted: call htree_ops.fit_index, train it "
             "with htree_ops.index_losses, or load its weights. (Said once per layer.)",
@@ -185,7 +186,7 @@ def choose_by_index(function: str, layer: nn.Module, q: Tensor, k: Tensor) -> tu
 
 
 @torch.no_grad()
-def _is_drawn(query_weight: Tensor, key_weight: Tensor) -> bool:
+def is_drawn(query_weight: Tensor, key_weight: Tensor) -> bool:
     """Whether an index is as :func:`draw_index_` left it; waits for the device."""
     if (
         hasattr(key_weight, "device_mesh")

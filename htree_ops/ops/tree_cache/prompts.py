@@ -19,7 +19,7 @@ from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.ops.tree_cache.pools import Pools
 from htree_ops.ops.tree_cache.ring import RING, Ring
 
-__all__ = ["PROMPT_ROWS", "Prompts", "prompt_begin"]
+__all__ = ["PROMPT_ROWS", "Prompts", "indexed_rows", "prompt_begin"]
 
 #: From so many rows of a sequence in a call on, they are a prompt. It depends on nothing else, so that a row has the
 #: same bits beside other sequences and in other pages.
@@ -42,6 +42,35 @@ def prompt_begin(length: int, count: int, stride: int) -> int:
     first = -(-start // stride) * stride
     leaders = -(-(length - first) // stride)
     return first - start if leaders >= RING else count
+
+
+def indexed_rows(
+    q: Tensor, k: Tensor, v: Tensor, index_query: Tensor, index_keys: Tensor, options: TreeOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The last n rows of whole sequences by an index, whose lists are made for some rows at a time.
+
+    Args:
+        q: [B, n, H, K], from a leader on. k: [B, T, H_kv, K]. v: [B, T, H_kv, V].
+        index_query: [B, n, H_i, d]. index_keys: [B, T, H_i, d].
+
+    Returns:
+        out [B, n, H, V], lse [B, n, H], and the lists [B, layers, leaders, H_kv, k] of the last leaders.
+    """
+    n, length, stride, packed = q.shape[1], k.shape[1], options.selection_stride, options.packed()
+    layers = cache_layers(length, options.compression_rate, options.top_nodes)
+    step = max(LISTED_ROWS, RING * stride)
+    last = max(0, (n - step) // stride * stride)  # the ring needs the lists of these leaders together
+    begins = [*range(0, last, step), last]
+    found = []
+    for begin, end in zip(begins, [*begins[1:], n], strict=True):
+        rows, start = q[:, begin:end], [length - n + begin]
+        lists = torch.ops.htree._index_lists(rows, k, index_query[:, begin:end], index_keys, start, *packed)
+        out, gmax, gsum = torch.ops.htree._listed_attention_rows(rows, k, v, lists, start, *packed)
+        found.append((out, gmax + gsum.log()))
+    leaders = -(-(n - begins[-1]) // stride)
+    of_layers = lists[:, : layers * leaders].unflatten(1, (layers, leaders))
+    out, lse = found[0] if len(found) == 1 else (torch.cat(x, dim=1) for x in zip(*found, strict=True))
+    return out, lse, of_layers
 
 
 @dataclass
@@ -239,26 +268,13 @@ class Prompts:
         """:meth:`_group_rows` by an index: tokens are gathered from the pages, lists made for some rows at a time."""
         index = self.pools.index
         assert index is not None
-        n, stride, packed = q.shape[1], self.options.selection_stride, self.options.packed()
-        keys = index.tokens(table, length)
         k, v = (
             torch.stack(x) for x in zip(*(self.pools.layer(row, 0, length) for row in table), strict=True)
         )
-        layers = cache_layers(length, self.options.compression_rate, self.options.top_nodes)
-        step = max(LISTED_ROWS, RING * stride)
-        last = max(0, (n - step) // stride * stride)  # the ring needs the lists of these leaders together
-        begins = [*range(0, last, step), last]
-        found = []
-        for begin, end in zip(begins, [*begins[1:], n], strict=True):
-            rows, start = q[:, begin:end], [length - n + begin]
-            lists = torch.ops.htree._index_lists(rows, k, index_query[:, begin:end], keys, start, *packed)
-            out, gmax, gsum = torch.ops.htree._listed_attention_rows(rows, k, v, lists, start, *packed)
-            found.append((out, gmax + gsum.log()) if return_lse else (out,))
-        if stride > 1:
-            leaders = -(-(n - begins[-1]) // stride)
-            of_layers = lists[:, : layers * leaders].unflatten(1, (layers, leaders))
-            self.ring.keep(sequences, length, of_layers.transpose(0, 1))
-        return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
+        *found, lists = indexed_rows(q, k, v, index_query, index.tokens(table, length), self.options)
+        if self.options.selection_stride > 1:
+            self.ring.keep(sequences, length, lists.transpose(0, 1))
+        return tuple(found) if return_lse else (found[0],)
 
     def _take(self, sequences: list[int], heads: int, length: int, rows: int) -> tuple[SequenceCopies, bool]:
         """Copies with room for sequences of ``length`` tokens, whose last ``rows`` attend, and whether to keep them.
