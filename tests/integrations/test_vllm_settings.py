@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,23 @@ import pytest
 import torch
 
 from htree_ops import TreeOptions
+from htree_ops.integrations.vllm.index import (
+    add_weights,
+    check_weights,
+    heads_of_rank,
+    loads_indexes,
+    rows_of_index,
+)
 from htree_ops.integrations.vllm.pages import page_sizes, pools_of, table_width
-from htree_ops.integrations.vllm.settings import check_engine, check_layer, layer_reasons, options_of_engine
+from htree_ops.integrations.vllm.settings import (
+    Served,
+    check_engine,
+    check_layer,
+    layer_reasons,
+    options_of_engine,
+)
 from htree_ops.integrations.vllm.versions import check_version, is_supported
+from htree_ops.ops.index_loss.layers import draw_index
 from htree_ops.ops.tree_cache import cache_layers, page_rows
 
 
@@ -37,21 +52,39 @@ def config(htree: Any = None, **changes: Any) -> Any:
 
 def test_options_are_those_of_the_checkpoint() -> None:
     given = {"compression_rate": 4, "top_k": 8, "max_top_nodes": 32, "positions": "own"}
-    assert options_of_engine(config(given)) == TreeOptions(
-        compression_rate=4, top_k=8, max_top_nodes=32, rope_base=None
-    )
+    options = TreeOptions(compression_rate=4, top_k=8, max_top_nodes=32, rope_base=None)
+    assert options_of_engine(config(given), 64) == Served(options)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("recommended", Served(TreeOptions(top_k=128, max_top_nodes=8192), 32, says_a_width=True)),
+        ({"index_dim": 64}, Served(TreeOptions(max_top_nodes=8192), 64, says_a_width=True)),
+        ({"index_dim": 0}, Served(TreeOptions(), 0, says_a_width=True)),
+        (
+            {"index_dim": None, "selection_span": 2},
+            Served(TreeOptions(selection_span=2), 0, says_a_width=True),
+        ),
+    ],
+    ids=str,
+)
+def test_an_index_has_the_width_that_the_checkpoint_says(given: Any, expected: Served) -> None:
+    found = options_of_engine(config(given), 128)
+    assert found == expected._replace(options=replace(expected.options, rope_base=None))
+    assert found.options.top_nodes == expected.options.top_nodes
 
 
 @pytest.mark.parametrize("given", [None, {}])
 def test_options_are_the_recommended_ones_without(given: Any) -> None:
-    assert options_of_engine(config(given)) == TreeOptions(selection_span=2, rope_base=None)
+    assert options_of_engine(config(given), 64) == Served(TreeOptions(selection_span=2, rope_base=None))
 
 
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"index_dim": 64}, NotImplementedError, r"htree\['index_dim'\] asks for an index.*take it out"),
-        ("recommended", NotImplementedError, "'recommended' asks for an index, .*selection_span"),
+        ({"index_dim": 24}, ValueError, "index_dim must be .*, got 24"),
+        ({"index_dim": 32, "selection_span": 2}, ValueError, "index_dim must be 0 beside selection_span = 2"),
         ({"positions": "compact"}, NotImplementedError, "must be 'own', got 'compact'"),
         ({"selection_stride": 4}, NotImplementedError, r"selection_stride'\] must be 1, got 4"),
         ({"importance": "lse"}, NotImplementedError, "'lse_causal' or 'exp_joint', got 'lse'"),
@@ -64,7 +97,7 @@ def test_options_are_the_recommended_ones_without(given: Any) -> None:
 )
 def test_options_refuse(given: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        options_of_engine(config(given))
+        options_of_engine(config(given), 64)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +205,13 @@ def test_pools_are_views_of_whole_pages() -> None:
     options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, selection_span=2, rope_base=None)
     sizes = page_sizes(options, 8, 32)
     assert sizes.layers == cache_layers(256, 4, 16) == 3
+    assert (sizes.tokens, sizes.index_dim) == (8, 0)
     assert (sizes.key_rows, sizes.value_rows) == page_rows(8, 3, 4, 2) == (8 + 2 + 1 + 4, 8 + 2 + 1)
     stride = sizes.elements(2, 6, 6) + 10  # vLLM may give more
     memory = torch.arange(float(5 * stride))
     cache = memory.as_strided((5, 2, 8, 12), (stride, 96, 12, 1))
-    keys, values = pools_of(cache, sizes, 6, 6)
+    keys, values, index = pools_of(cache, sizes, 6, 6)
+    assert index is None
     assert (keys.shape, values.shape) == ((5, 2, 15, 6), (5, 2, 11, 6))
     assert keys.is_contiguous()
     assert values.is_contiguous()
@@ -185,3 +220,87 @@ def test_pools_are_views_of_whole_pages() -> None:
     for wrong in (cache[1:], memory[: 5 * 200].view(5, 200).as_strided((5, 2, 8, 12), (200, 96, 12, 1))):
         with pytest.raises(ValueError, match=r"must be \d pages of at least"):
             pools_of(wrong, sizes, 6, 6)
+
+
+def test_index_keys_stand_in_the_page() -> None:
+    """First, so that they begin where the memory does; they count in the page."""
+    options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, rope_base=None)
+    plain, sizes = (page_sizes(options, 8, 32, width) for width in (0, 16))
+    assert sizes.elements(2, 6, 6) - plain.elements(2, 6, 6) == 2 * 8 * 16
+    stride = sizes.elements(2, 6, 6)
+    memory = torch.arange(float(5 * stride))
+    pools = pools_of(memory.as_strided((5, 2, 8, 12), (stride, 96, 12, 1)), sizes, 6, 6)
+    assert pools.index_keys is not None
+    assert pools.index_keys.shape == (5, 2, 8, 16)
+    assert [int(pool[0, 0, 0, 0]) for pool in (pools.index_keys, pools.keys)] == [0, pools.index_keys.numel()]
+    assert int(pools.values[-1, -1, -1, -1]) == len(memory) - 1
+    assert all(pool.is_contiguous() for pool in pools if pool is not None)
+
+
+class Layer(torch.nn.Module):
+    """An attention layer of an engine."""
+
+    def __init__(self, index_dim: int | None, *, says_a_width: bool = True) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace()
+        if index_dim is not None:
+            self.impl = SimpleNamespace(index_dim=index_dim, says_a_width=says_a_width)
+
+
+def names_loaded(layer: Layer) -> list[str]:
+    """The names under which a loader gets what a checkpoint has."""
+    model = torch.nn.ModuleList([layer])
+    loader = SimpleNamespace(module=model)
+    load = loads_indexes(lambda self, weights: [name for name, _ in weights], Layer)
+    names = ["0.self_attn.q_proj.weight", "0.self_attn.index_key_weight", "0.self_attn.index_query_weight"]
+    first: list[str] = load(loader, ((name, torch.zeros(2, 64, 32)) for name in names))
+    again: list[str] = load(loader, ((name, torch.zeros(2, 64, 32)) for name in first))
+    assert again == first  # the loader of a model calls that of its parts
+    assert first[0] == names[0]
+    return first[1:]
+
+
+def test_weights_of_an_index_go_to_the_layers_that_choose_by_it() -> None:
+    found = ["0.self_attn.attn.index_key_weight", "0.self_attn.attn.index_query_weight"]
+    assert names_loaded(Layer(32)) == found
+    for layer in (Layer(None), Layer(0)):  # dense attention, and index_dim = 0
+        assert names_loaded(layer) == []
+    with pytest.raises(ValueError, match=r"must have 'index_dim', 32 to choose by .* or 0 to leave it out"):
+        names_loaded(Layer(0, says_a_width=False))
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "heads", "expected"),
+    [(8, 4, 2, [0, 2, 4, 6]), (4, 4, 1, [0, 1, 2, 3]), (2, 4, 1, [0, 0, 1, 1]), (1, 2, 1, [0, 0])],
+)
+def test_a_rank_has_its_own_heads_of_an_index(
+    total: int, ranks: int, heads: int, expected: list[int]
+) -> None:
+    weight = torch.arange(total)[:, None, None].expand(-1, 4, 2)
+    for rank, first in enumerate(expected):
+        own = heads_of_rank(weight, heads, rank, ranks)
+        assert own[:, 0, 0].tolist() == list(range(first, first + heads))
+
+
+def test_an_index_must_have_been_loaded() -> None:
+    layer = torch.nn.Module()
+    add_weights(layer, (4, 2), 64, 32)
+    query_weight, key_weight = layer.index_query_weight, layer.index_key_weight
+    assert (query_weight.shape, key_weight.shape) == ((4, 64, 32), (2, 64, 32))
+    with pytest.raises(
+        ValueError, match=r"index of config.htree\['index_dim'\] = 32, got none: htree_ops.fit_index"
+    ):
+        check_weights(layer)
+    drawn = draw_index(4, 2, 64, 32, None, torch.float32)
+    query_weight.copy_(drawn[0])
+    key_weight.copy_(drawn[1])
+    with pytest.warns(UserWarning, match="never fitted"):
+        check_weights(layer)
+    key_weight.mul_(1.5)
+    check_weights(layer)
+    query, key = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    index_query, index_key = rows_of_index(layer, query, key)
+    torch.testing.assert_close(index_key[3, 1], key[3, 1] @ key_weight[1])
+    torch.testing.assert_close(
+        index_query[3, 1], query[3, 2] @ query_weight[2] + query[3, 3] @ query_weight[3]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from htree_ops import TreeOptions
-from htree_ops.integrations.vllm.steps import Steps, attend_step
+from htree_ops.integrations.vllm.pages import page_sizes, pools_of
+from htree_ops.integrations.vllm.steps import Index, Steps, attend_step
 from tests.integrations.vllm_steps import RECORDS, Record, made_steps, rows_alone, step_tensors
 from tests.support.cases import normal
 
@@ -18,6 +20,8 @@ NAMES = sorted(path.stem for path in RECORDS.glob("*.json"))
 HEADS, KV_HEADS, DIM = 8, 2, 64
 #: Nodes of 16 and 256 tokens, which reach across pages.
 OPTIONS = TreeOptions(top_k=8, max_top_nodes=64, selection_span=2, rope_base=None)
+#: How nodes are chosen: options and the width of an index.
+CHOICES = {"span": (OPTIONS, 0), "index": (replace(OPTIONS, selection_span=None), 32)}
 
 
 def rows_of(n: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
@@ -25,6 +29,14 @@ def rows_of(n: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
     return list(
         normal((n, HEADS + 2 * KV_HEADS, DIM), dtype, device, seed).split((HEADS, KV_HEADS, KV_HEADS), 1)
     )
+
+
+def index_rows(n: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Index | None:
+    """Index queries and index keys of a step, as products over the heads give them."""
+    if width == 0:
+        return None
+    made = normal((2, KV_HEADS, n, width), dtype, device, seed).transpose(1, 2)
+    return made[0], made[1]
 
 
 def test_there_are_records() -> None:
@@ -43,48 +55,67 @@ def _shares(step: dict[str, Any], page_size: int) -> bool:
 
 
 @pytest.mark.parametrize("takes_prompts", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_have_the_bits_of_a_sequence_alone(device: str, name: str, takes_prompts: bool) -> None:
+def test_rows_have_the_bits_of_a_sequence_alone(
+    device: str, name: str, choice: str, takes_prompts: bool
+) -> None:
     """Whatever stands beside it, in whichever pages, behind a prefix of another request or after a preemption.
 
     With prompts by the kernels of tree_attention these are, on a GPU, the bits of the same rows in one call.
     """
     record = Record.load(name)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    cache = record.empty_cache(OPTIONS, KV_HEADS, DIM, dtype, device)
-    steps = Steps(16, record.page_size, 16, cache.device, takes_prompts=takes_prompts)
+    options, width = CHOICES[choice]
+    cache = record.empty_cache(options, KV_HEADS, DIM, dtype, device, width)
+    steps = Steps(16, 512, record.page_size, 16, cache.device, takes_prompts=takes_prompts)
     checked = 0
     for i, (numbers, step) in enumerate(made_steps(record, steps)):
         q, k, v = rows_of(step.num_rows, dtype, device, 3 * i)
         out = torch.full_like(q, torch.nan)
-        attend_step(OPTIONS, cache, q, k, v, step, out)
+        index = index_rows(step.num_rows, width, dtype, device, 3 * i + 1)
+        attend_step(options, cache, q, k, v, step, out, index)
         for b, (begin, end) in enumerate(pairwise(numbers["cu_rows"])):
             if (i + b) % 3 and len(numbers["lengths"]) < 2:
                 continue  # every third step of one sequence
             length = numbers["lengths"][b]
-            held = record.tokens(OPTIONS, cache, numbers["tables"][b], length)
-            assert torch.equal(held[0][length - (end - begin) :], k[begin:end])
+            held = record.tokens(options, cache, numbers["tables"][b], length, width)
+            new = slice(length - (end - begin), length)
+            assert torch.equal(held[0][new], k[begin:end])
+            assert index is None or torch.equal(held[2][new], index[1][begin:end])
             most = end - begin if takes_prompts else 128
-            assert torch.equal(rows_alone(OPTIONS, q[begin:end], *held, most), out[begin:end]), (i, b)
+            chooser = None if index is None else (index[0][begin:end], held[2])
+            alone = rows_alone(options, q[begin:end], *held[:2], most, chooser)
+            assert torch.equal(alone, out[begin:end]), (i, b)
             checked += 1
     assert checked > 20
 
 
-def test_a_trial_run_writes_nothing(device: str) -> None:
-    """vLLM runs steps without slots, whose tables may name pages in use."""
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_trial_run_writes_nothing(device: str, choice: str) -> None:
+    """vLLM runs steps without slots, whose tables may name pages in use. Page 0 is nobody's."""
     record = Record.load(NAMES[0])
-    cache = record.empty_cache(OPTIONS, KV_HEADS, DIM, torch.float32, device)
-    steps = Steps(16, record.page_size, 16, cache.device, takes_prompts=False)
+    options, width = CHOICES[choice]
+    cache = record.empty_cache(options, KV_HEADS, DIM, torch.float32, device, width)
+    steps = Steps(16, 512, record.page_size, 16, cache.device, takes_prompts=False)
     numbers = record.steps[0]
     *tensors, slots = step_tensors(numbers, record, device)
     step = steps.make(numbers["num_rows"], numbers["max_rows"], *tensors, torch.full_like(slots, -1))
     q, k, v = rows_of(step.num_rows, torch.float32, device, 0)
-    attend_step(OPTIONS, cache, q, k, v, step, torch.empty_like(q))
-    assert cache.isnan().all()
-    with pytest.raises(ValueError, match="at most max_num_seqs = 1 sequences, got 2"):
-        Steps(1, 16, 16, cache.device, takes_prompts=False).make(
-            2, 1, *(torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 2)), tensors[2], slots
-        )
+    index = index_rows(step.num_rows, width, torch.float32, device, 1)
+    attend_step(options, cache, q, k, v, step, torch.empty_like(q), index)
+    sizes = page_sizes(options, record.page_size, record.width, width)
+    for pool in pools_of(cache, sizes, DIM, DIM):
+        assert pool is None or pool[1:].isnan().all()
+
+
+def test_a_step_must_fit(device: str) -> None:
+    given = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 2)]
+    given += [torch.zeros(2, 8, dtype=torch.int32, device=device), torch.zeros(2, device=device).long()]
+    for sizes, words in (((1, 2), "max_num_seqs = 1 sequences, got 2"), ((2, 1), "tokens = 1 rows, got 2")):
+        steps = Steps(*sizes, 16, 16, given[0].device, takes_prompts=False)
+        with pytest.raises(ValueError, match=f"at most .*{words}"):
+            steps.make(2, 1, *given)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from htree_ops import TreeKVCache, TreeOptions
 from htree_ops.integrations.vllm.pages import page_sizes, pools_of, table_width
-from htree_ops.integrations.vllm.steps import Step, Steps
+from htree_ops.integrations.vllm.steps import Index, Step, Steps
 
 RECORDS = Path(__file__).parent / "vllm_records"
 
@@ -42,22 +42,31 @@ class Record:
         return table_width(self.max_tokens, self.page_size)
 
     def empty_cache(
-        self, options: TreeOptions, heads: int, dim: int, dtype: torch.dtype, device: str | torch.device
+        self,
+        options: TreeOptions,
+        heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        index_dim: int = 0,
     ) -> Tensor:
         """The memory of a layer as vLLM binds it, filled with NaN."""
         page = self.page_size
-        size = page_sizes(options, page, self.width).elements(heads, dim, dim)
+        size = page_sizes(options, page, self.width, index_dim).elements(heads, dim, dim)
         memory = torch.full((self.num_pages * size,), torch.nan, dtype=dtype, device=device)
         strides = (size, page * 2 * dim, 2 * dim, 1)
         return memory.as_strided((self.num_pages, heads, page, 2 * dim), strides)
 
-    def tokens(self, options: TreeOptions, cache: Tensor, pages: list[int], length: int) -> list[Tensor]:
-        """Keys and values [length, H_kv, .] of a sequence with these pages."""
+    def tokens(
+        self, options: TreeOptions, cache: Tensor, pages: list[int], length: int, index_dim: int = 0
+    ) -> list[Tensor]:
+        """Keys, values and index keys [length, H_kv, .] of a sequence with these pages."""
         dim = cache.shape[3] // 2
-        pools = pools_of(cache, page_sizes(options, self.page_size, self.width), dim, dim)
+        pools = pools_of(cache, page_sizes(options, self.page_size, self.width, index_dim), dim, dim)
         return [
             pool[pages, :, : self.page_size].transpose(1, 2).flatten(0, 1)[:length].contiguous()
             for pool in pools
+            if pool is not None
         ]
 
 
@@ -86,17 +95,38 @@ def made_steps(record: Record, steps: Steps) -> Iterator[tuple[dict[str, Any], S
         yield step, steps.make(step["num_rows"], step["max_rows"], *tensors, on_host=on_host)
 
 
-def rows_alone(options: TreeOptions, q: Tensor, k: Tensor, v: Tensor, most: int) -> Tensor:
-    """The last rows [n, H, V] of one sequence, from a cache of its own, ``most`` rows in a call."""
+def rows_alone(
+    options: TreeOptions, q: Tensor, k: Tensor, v: Tensor, most: int, index: Index | None = None
+) -> Tensor:
+    """The last rows [n, H, V] of one sequence, from a cache of its own, ``most`` rows in a call.
+
+    Args:
+        q: [n, H, K]. k, v: of all tokens. index: index queries of the rows, index keys of all tokens.
+    """
     n, length = len(q), len(k)
+    query, key = (None, None) if index is None else index
     cache = TreeKVCache(
-        1, k.shape[1], k.shape[2], length, options=options, dtype=k.dtype, device=k.device, prompt_bytes=0
+        1,
+        k.shape[1],
+        k.shape[2],
+        length,
+        options=options,
+        index_dim=0 if key is None else key.shape[2],
+        index_dtype=None if key is None else key.dtype,
+        dtype=k.dtype,
+        device=k.device,
+        prompt_bytes=0,
     )
+
+    def append(new: slice) -> None:
+        cache.append(k[None, new], v[None, new], index_key=None if key is None else key[None, new])
+
     done, found = length - n, []
     if done:
-        cache.append(k[None, :done], v[None, :done])
+        append(slice(done))
     for begin in range(0, n, most):
-        new = slice(done + begin, done + min(n, begin + most))
-        cache.append(k[None, new], v[None, new])
-        found.append(cache.attend(q[None, begin : begin + most])[0])
+        append(slice(done + begin, done + min(n, begin + most)))
+        rows = slice(begin, begin + most)
+        chooser = None if query is None else query[None, rows]
+        found.append(cache.attend(q[None, rows], index_query=chooser)[0])
     return torch.cat(found)

@@ -22,6 +22,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 from htree_ops.integrations.transformers import register
 from htree_ops.integrations.vllm import backend, steps
+from htree_ops.ops.index_loss.layers import WEIGHTS
 
 SIZES = {
     "vocab_size": 512,
@@ -51,18 +52,21 @@ COMMON: dict[str, Any] = {
 
 
 def save_model(folder: Path, kind: str, **config: Any) -> Path:
-    """A model with random weights, the same for the same kind and sizes."""
+    """A model with random weights, those of an index too, the same for the same kind and sizes."""
+    register()
     made = getattr(transformers, f"{kind}Config")(**(SIZES | config))
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(made).float().eval()
+    for name, weight in model.named_parameters():
+        if name.rpartition(".")[2] in WEIGHTS:
+            weight.data.normal_()
     path = folder / kind
     model.save_pretrained(path)
     return path
 
 
-def load_model(path: Path, attention: str) -> PreTrainedModel:
-    register()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention)
+def load_model(path: Path, attention: str, **config: Any) -> PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, **config)
     return model.float().eval()
 
 
@@ -123,6 +127,7 @@ class Call:
     key: Tensor
     value: Tensor
     out: Tensor
+    index: tuple[Tensor, ...]
 
 
 @contextlib.contextmanager
@@ -132,14 +137,21 @@ def recorded_calls() -> Iterator[list[Call]]:
     plain = backend.attend_step
 
     def record(
-        options: Any, cache: Tensor, query: Tensor, key: Tensor, value: Tensor, step: steps.Step, out: Tensor
+        options: Any,
+        cache: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        step: steps.Step,
+        out: Tensor,
+        index: steps.Index | None,
     ) -> None:
-        plain(options, cache, query, key, value, step, out)
+        plain(options, cache, query, key, value, step, out, index)
         n = step.num_rows
-        kept = {"cu_rows", "lengths", "block_table", "before", "counts"}
+        kept = {"cu_rows", "lengths", "block_table", "before", "counts", "places"}
         copy = steps.Step(**vars(step) | {name: getattr(step, name).clone() for name in kept})
         rows = [x[:n].clone() for x in (query, key, value, out)]
-        calls.append(Call(cache.data_ptr(), copy, *rows))
+        calls.append(Call(cache.data_ptr(), copy, *rows, tuple(x[:n].clone() for x in index or ())))
 
     backend.attend_step = record
     try:
@@ -190,12 +202,12 @@ def recorded_steps(name: str, max_tokens: int) -> Iterator[None]:
 
 
 def rows_by_request(calls: Sequence[Call]) -> dict[tuple[int, int], list[Tensor]]:
-    """Queries, keys, values and outputs of each layer and request, by its first block; in the order of its tokens."""
+    """Queries, keys, values, outputs and an index of each layer and request, by its first block, in order of tokens."""
     found: dict[tuple[int, int], list[list[Tensor]]] = {}
     for call in calls:
         bounds = call.step.cu_rows.tolist()
         for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
             key = call.layer, int(call.step.block_table[b, 0])
-            rows = [x[begin:end] for x in (call.query, call.key, call.value, call.out)]
+            rows = [x[begin:end] for x in (call.query, call.key, call.value, call.out, *call.index)]
             found.setdefault(key, []).append(rows)
     return {key: [torch.cat(x) for x in zip(*parts, strict=True)] for key, parts in found.items()}

@@ -8,7 +8,9 @@ from tests.vllm.engines import assert_generated, engine, generate, load_model, p
 
 
 def test_dense_attention_is_left_alone(models: Path) -> None:
-    path = save_model(models, "Llama", htree={"compression_rate": 4, "top_k": 8, "max_top_nodes": 32})
+    """Of a checkpoint with an index too, which dense attention leaves out."""
+    options = {"compression_rate": 4, "top_k": 8, "max_top_nodes": 32, "index_dim": 16}
+    path = save_model(models, "Llama", htree=options)
     asked = prompts(700, 33, 1300)
     with engine(path) as llm:
         found = [tokens_of(x) for x in generate(llm, asked)]

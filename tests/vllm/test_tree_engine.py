@@ -30,14 +30,42 @@ from tests.vllm.engines import (
 #: Nodes of 4, 16 and 64 tokens: those of the upper layers reach across pages of 32.
 OPTIONS = {"compression_rate": 4, "top_k": 8, "max_top_nodes": 32}
 PAGE = 32
+INDEX_DIM = 16
 
 
 @pytest.fixture(scope="module")
-def served(models: Path) -> Iterator[tuple[LLM, PreTrainedModel]]:
-    """An engine, and the model of transformers that says what is right."""
-    path = save_model(models, "Mistral", sliding_window=None, htree=OPTIONS)
+def started(models: Path) -> Iterator[tuple[LLM, Path]]:
+    """An engine of a model with an index."""
+    path = save_model(models, "Mistral", sliding_window=None, htree=OPTIONS | {"index_dim": INDEX_DIM})
     with engine(path, attention_backend="CUSTOM", block_size=PAGE) as llm:
-        yield llm, load_model(path, "htree")
+        yield llm, path
+
+
+@pytest.fixture(scope="module", params=["index", "scores"])
+def served(started: tuple[LLM, Path], request: pytest.FixtureRequest) -> tuple[LLM, PreTrainedModel]:
+    """The engine, and the model of transformers that says what is right.
+
+    Without the index the layers become what an engine with ``index_dim = 0`` makes of them, but for larger pages.
+    """
+    llm, path = started
+    width = INDEX_DIM if request.param == "index" else 0
+    llm.reset_prefix_cache()
+    for layer in _layers(llm):
+        assert layer.impl.index_dim in (width, INDEX_DIM)
+        layer.impl.index_dim = width
+    return llm, load_model(path, "htree", htree=OPTIONS | {"index_dim": width})
+
+
+def test_the_index_chooses(started: tuple[LLM, Path]) -> None:
+    """The tokens of the tests below tell a choice by the index from one by scores, and both from dense attention."""
+    _, path = started
+    ids = torch.tensor(prompts(1300))
+    of_index, of_scores, dense = (
+        load_model(path, kind, htree=OPTIONS | {"index_dim": width})(ids, use_cache=False).logits.argmax(-1)
+        for kind, width in (("htree", INDEX_DIM), ("htree", 0), ("sdpa", 0))
+    )
+    for other in (of_scores, dense):
+        assert (of_index != other)[0, 300:].float().mean() > 0.1
 
 
 def test_tokens_are_those_of_transformers(served: tuple[LLM, PreTrainedModel]) -> None:
@@ -86,12 +114,13 @@ def test_requests_at_once_are_those_alone(served: tuple[LLM, PreTrainedModel]) -
     assert together == alone
     assert max(len(call.step.lengths) for call in calls) == 8
     recorded = rows_by_request(calls)
+    assert {len(rows) for rows in recorded.values()} == {6 if _layers(llm)[0].impl.index_dim else 4}
     assert sorted(len(rows[0]) for rows in recorded.values()) == sorted(
         2 * [len(prompt) + 11 for prompt in asked]
     )
-    options = _options(llm)
-    for query, key, value, out in recorded.values():
-        assert torch.equal(_alone(options, query, key, value), out)
+    options = _layers(llm)[0].impl.options
+    for query, key, value, out, *index in recorded.values():
+        assert torch.equal(_alone(options, query, key, value, index), out)
 
 
 def test_an_abort_leaves_the_others_alone(served: tuple[LLM, PreTrainedModel]) -> None:
@@ -119,24 +148,25 @@ def test_an_abort_leaves_the_others_alone(served: tuple[LLM, PreTrainedModel]) -
     assert_generated(model, asked[1], tokens_of(request))
 
 
-def _options(llm: LLM) -> Any:
-    """Those of the layers of a running engine."""
+def _layers(llm: LLM) -> list[Any]:
+    """The attention layers of a running engine."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    layers = runner.vllm_config.compilation_config.static_forward_context
-    return next(iter(layers.values())).impl.options
+    return list(runner.vllm_config.compilation_config.static_forward_context.values())
 
 
-def _alone(options: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _alone(
+    options: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, index: list[torch.Tensor]
+) -> torch.Tensor:
     """The rows of one sequence that comes at once, in pages of its own."""
     (n, heads, dim), kv_heads = query.shape, key.shape[1]
     pages = -(-n // PAGE)
-    size = page_sizes(options, PAGE, pages).elements(kv_heads, dim, dim)
+    size = page_sizes(options, PAGE, pages, index[1].shape[2] if index else 0).elements(kv_heads, dim, dim)
     memory = torch.full((pages * size,), torch.nan)
     cache = memory.as_strided((pages, kv_heads, PAGE, 2 * dim), (size, PAGE * 2 * dim, 2 * dim, 1))
     bounds, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, n], [n]))
     table = torch.arange(pages, dtype=torch.int32)[None]
-    steps = Steps(1, PAGE, options.compression_rate, cache.device, takes_prompts=False)
+    steps = Steps(1, n, PAGE, options.compression_rate, cache.device, takes_prompts=False)
     step = steps.make(n, n, bounds, lengths, table, torch.arange(n))
     out = torch.full((n, heads, dim), torch.nan)
-    attend_step(options, cache, query, key, value, step, out)
+    attend_step(options, cache, query, key, value, step, out, (index[0], index[1]) if index else None)
     return out

@@ -31,6 +31,7 @@ from vllm.v1.attention.backend import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec  # noqa: E402
 
+from htree_ops.integrations.vllm.index import rows_of_index  # noqa: E402
 from htree_ops.integrations.vllm.pages import page_sizes, table_width  # noqa: E402
 from htree_ops.integrations.vllm.settings import (  # noqa: E402
     check_engine,
@@ -39,7 +40,7 @@ from htree_ops.integrations.vllm.settings import (  # noqa: E402
     options_of_engine,
     refuse,
 )
-from htree_ops.integrations.vllm.steps import Step, Steps, attend_step, prompt_bytes  # noqa: E402
+from htree_ops.integrations.vllm.steps import Step, Steps, attend_step, try_prompt  # noqa: E402
 
 __all__ = ["HTreeBackend", "HTreeImpl", "HTreeMetadataBuilder"]
 
@@ -112,8 +113,9 @@ class HTreeMetadataBuilder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.steps = Steps(
             vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.scheduler_config.max_num_batched_tokens,
             kv_cache_spec.block_size,
-            options_of_engine(vllm_config).compression_rate,
+            options_of_engine(vllm_config, kv_cache_spec.head_size).options.compression_rate,
             device,
             takes_prompts=device.type == "cuda" and not envs.VLLM_BATCH_INVARIANT,
         )
@@ -166,16 +168,17 @@ class HTreeImpl(AttentionImpl[Step]):
             head_size=head_size,
         )
         config = get_current_vllm_config()
-        options = options_of_engine(config)
-        check_engine(config, options)
-        self.options = replace(options, scale=float(scale))
+        served = options_of_engine(config, head_size)
+        check_engine(config, served.options)
+        self.options = replace(served.options, scale=float(scale))
+        self.index_dim, self.says_a_width = served.index_dim, served.says_a_width
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.max_tokens = config.model_config.max_model_len
 
     def page_bytes(self, spec: AttentionSpec, config: VllmConfig) -> int:
-        """Bytes of a page with its nodes and span means."""
+        """Bytes of a page with its nodes, span means and index keys."""
         if (
             type(spec) is not FullAttentionSpec
             or spec.sliding_window is not None
@@ -186,7 +189,7 @@ class HTreeImpl(AttentionImpl[Step]):
             refuse(f"values must have as many channels as keys, got {spec.head_size_v} and {spec.head_size}")
         check_engine(config, self.options)  # the block size may have been decided after the layers were made
         width = table_width(config.model_config.max_model_len, spec.block_size)
-        sizes = page_sizes(self.options, spec.block_size, width)
+        sizes = page_sizes(self.options, spec.block_size, width, self.index_dim)
         return sizes.elements(spec.num_kv_heads, spec.head_size, spec.head_size) * spec.dtype.itemsize
 
     def forward(
@@ -206,16 +209,11 @@ class HTreeImpl(AttentionImpl[Step]):
             refuse(
                 "an output in fewer bits is not supported: leave the fusion of attention and quantisation out"
             )
-        if attn_metadata is None:
-            return self._try(query, output)
+        index = rows_of_index(layer, query, key) if self.index_dim else None
+        if attn_metadata is None:  # a run without a cache, in which vLLM measures what a step takes
+            if query.is_cuda and not envs.VLLM_BATCH_INVARIANT:
+                try_prompt(self.options, query, key, value, self.max_tokens, index)
+            return output.zero_()
         rows = output.view(-1, self.num_heads, self.head_size)
-        attend_step(self.options, kv_cache, query, key, value, attn_metadata, rows)
+        attend_step(self.options, kv_cache, query, key, value, attn_metadata, rows, index)
         return output
-
-    def _try(self, query: Tensor, output: Tensor) -> Tensor:
-        """A run without a cache, in which vLLM measures what a step takes: here the copies of the longest prompt."""
-        if query.is_cuda and not envs.VLLM_BATCH_INVARIANT:
-            pools = [query.new_empty(1, self.num_kv_heads, 1, self.head_size) for _ in range(2)]
-            size = prompt_bytes(self.options, pools, self.num_heads, self.max_tokens)
-            torch.empty(size, dtype=torch.uint8, device=query.device)
-        return output.zero_()

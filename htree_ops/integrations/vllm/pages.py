@@ -1,8 +1,9 @@
-"""Where keys, values, nodes and span means lie in the memory that vLLM allocates for the cache of a layer.
+"""Where keys, values, nodes, span means and index keys lie in the memory that vLLM allocates for the cache of a layer.
 
-vLLM's block is our page: its block table is the table of pages. A page gets larger by its nodes and span means, which
-vLLM counts as padding, so its budget of memory and its number of blocks are right. A layer's memory is one buffer of
-num_pages pages; keys of all pages come first, values behind them, which is how the ops want their pools.
+vLLM's block is our page: its block table is the table of pages. A page gets larger by what stands beside keys and
+values, which vLLM counts as padding, so its budget of memory and its number of blocks are right. A layer's memory is
+one buffer of num_pages pages: index keys of all pages come first, then keys, then values, which is how the ops want
+their pools.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.pools import Sizes
 
-__all__ = ["PageSizes", "page_sizes", "pools_of", "table_width"]
+__all__ = ["LayerPools", "PageSizes", "page_sizes", "pools_of", "table_width"]
 
 #: vLLM rounds the width of its block tables up to so many tokens.
 TABLE_TOKENS = 128
@@ -24,22 +25,38 @@ class PageSizes(NamedTuple):
     """The page of a layer.
 
     Attributes:
-        layers: of the tree. key_rows, value_rows: rows of a page and head.
+        layers: of the tree. tokens, key_rows, value_rows: rows of a page and head. index_dim: of index keys; 0 is none.
     """
 
     layers: int
+    tokens: int
     key_rows: int
     value_rows: int
+    index_dim: int
 
     def elements(self, heads: int, key_dim: int, value_dim: int) -> int:
         """Numbers in a page."""
-        return heads * (self.key_rows * key_dim + self.value_rows * value_dim)
+        rows = self.key_rows * key_dim + self.value_rows * value_dim + self.tokens * self.index_dim
+        return heads * rows
 
 
-def page_sizes(options: TreeOptions, page_size: int, max_pages: int) -> PageSizes:
+class LayerPools(NamedTuple):
+    """Views of a layer's memory.
+
+    Attributes:
+        keys: [num_pages, H_kv, key rows, K]. values: [num_pages, H_kv, value rows, V].
+        index_keys: [num_pages, H_kv, page_size, d], or None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    index_keys: Tensor | None
+
+
+def page_sizes(options: TreeOptions, page_size: int, max_pages: int, index_dim: int = 0) -> PageSizes:
     """The page of sequences that have up to ``max_pages`` of them."""
-    layers, (key_rows, value_rows) = Sizes(options, page_size, packed=False).of(max_pages)
-    return PageSizes(layers, key_rows, value_rows)
+    layers, rows = Sizes(options, page_size, packed=False).of(max_pages)
+    return PageSizes(layers, page_size, *rows, index_dim)
 
 
 def table_width(max_tokens: int, page_size: int) -> int:
@@ -49,8 +66,8 @@ def table_width(max_tokens: int, page_size: int) -> int:
     return -(-pages // step) * step
 
 
-def pools_of(cache: Tensor, sizes: PageSizes, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """(keys [num_pages, H_kv, key rows, K], values [num_pages, H_kv, value rows, V]): views of a layer's memory.
+def pools_of(cache: Tensor, sizes: PageSizes, key_dim: int, value_dim: int) -> LayerPools:
+    """The pools in a layer's memory.
 
     Args:
         cache: as vLLM binds it, [num_pages, H_kv, page_size, K + V] with the stride of whole pages.
@@ -66,11 +83,14 @@ def pools_of(cache: Tensor, sizes: PageSizes, key_dim: int, value_dim: int) -> t
             f"htree: the cache of a layer must be {num_pages} pages of at least {wanted} numbers in memory of its own, "
             f"got pages of {stride} from number {cache.storage_offset()} on, in memory of {room} numbers"
         )
-    of_keys = num_pages * heads * sizes.key_rows * key_dim
-    of_values = num_pages * heads * sizes.value_rows * value_dim
-    memory = cache.as_strided((of_keys + of_values,), (1,))
-    keys, values = memory.split((of_keys, of_values))
-    return (
-        keys.view(num_pages, heads, sizes.key_rows, key_dim),
-        values.view(num_pages, heads, sizes.value_rows, value_dim),
+    forms = (
+        (sizes.tokens, sizes.index_dim),  # first, because it must begin at a multiple of 16 bytes
+        (sizes.key_rows, key_dim),
+        (sizes.value_rows, value_dim),
     )
+    counts = [num_pages * heads * rows * width for rows, width in forms]
+    parts = cache.as_strided((sum(counts),), (1,)).split(counts)
+    index, keys, values = (
+        part.view(num_pages, heads, *form) for part, form in zip(parts, forms, strict=True)
+    )
+    return LayerPools(keys, values, index if sizes.index_dim else None)

@@ -1,8 +1,9 @@
-"""What the plug-in changes in vLLM: a backend named CUSTOM, on the CPU too, and the size of its pages.
+"""What the plug-in changes in vLLM: a backend named CUSTOM, on the CPU too, the size of its pages, and an index.
 
 vLLM of the versions in :mod:`htree_ops.integrations.vllm.versions` lets a plug-in name a class for ``CUSTOM``, but its
-CPU platform takes its own backend whatever is asked for, and a backend cannot say how large its pages are. These two
-methods are wrapped; both do what they did for every other backend.
+CPU platform takes its own backend whatever is asked for, and a backend can neither say how large its pages are nor have
+weights. The methods that do are wrapped; they do what they did for every other backend, but that its loader leaves the
+weights of an index out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from htree_ops.integrations.vllm.index import add_weights, check_weights, loads_indexes
 from htree_ops.integrations.vllm.versions import is_supported
 
 __all__ = ["register"]
@@ -27,6 +29,7 @@ def register() -> None:
     if not is_supported(vllm.__version__):
         return  # who asks for CUSTOM gets the reason from the backend's module
     from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm.platforms.cpu import CpuPlatform
 
     chosen = CpuPlatform.get_attn_backend_cls.__func__
@@ -37,6 +40,9 @@ def register() -> None:
     spec = Attention.get_kv_cache_spec
     if not hasattr(spec, "plain"):
         Attention.get_kv_cache_spec = _with_room_for_nodes(spec)
+        Attention.__init__ = _with_an_index(Attention.__init__)
+        Attention.process_weights_after_loading = _with_a_look_at_it(Attention.process_weights_after_loading)
+        AutoWeightsLoader.load_weights = loads_indexes(AutoWeightsLoader.load_weights, Attention)
 
 
 def _custom_on_the_cpu(chosen: Any, custom: Any) -> Any:
@@ -70,3 +76,27 @@ def _with_room_for_nodes(spec_of: Any) -> Any:
 
     get_kv_cache_spec.plain = spec_of  # type: ignore[attr-defined]
     return get_kv_cache_spec
+
+
+def _with_an_index(init: Any) -> Any:
+    """``__init__`` of a layer, which has the weights of an index where the backend chooses by it."""
+
+    @functools.wraps(init)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if index_dim := getattr(self.impl, "index_dim", 0):
+            add_weights(self, (self.num_heads, self.num_kv_heads), self.head_size, index_dim)
+
+    return make
+
+
+def _with_a_look_at_it(process: Any) -> Any:
+    """``process_weights_after_loading`` of a layer, which checks that its index was loaded."""
+
+    @functools.wraps(process)
+    def process_weights_after_loading(self: Any, *args: Any, **kwargs: Any) -> None:
+        process(self, *args, **kwargs)
+        if getattr(self.impl, "index_dim", 0):
+            check_weights(self)
+
+    return process_weights_after_loading

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.options import TreeOptions, recommended_options
 
-__all__ = ["check_engine", "check_layer", "layer_reasons", "options_of_engine", "refuse"]
+__all__ = ["Served", "check_engine", "check_layer", "layer_reasons", "options_of_engine", "refuse"]
 
 DENSE = "leave --attention-backend out for dense attention"
 #: Speculative decoding without a draft model: nothing but drafts of tokens comes into the engine.
@@ -21,40 +21,41 @@ def refuse(reason: str) -> NoReturn:
     raise NotImplementedError(f"htree: {reason}")
 
 
-def options_of_engine(config: Any) -> TreeOptions:
-    """The options of all layers: ``config.htree`` of the checkpoint, else the recommended ones for quality.
+class Served(NamedTuple):
+    """What all layers of an engine compute.
+
+    Attributes:
+        options: of tree attention. index_dim: of the index by which they choose, 0 for none.
+        says_a_width: whether ``config.htree`` says so; where it does not, a checkpoint must have no index.
+    """
+
+    options: TreeOptions
+    index_dim: int = 0
+    says_a_width: bool = False
+
+
+def options_of_engine(config: Any, head_dim: int) -> Served:
+    """``config.htree`` of the checkpoint, else the recommended options for quality without an index.
 
     Args:
-        config: a VllmConfig.
+        config: a VllmConfig. head_dim: of keys.
 
     Raises:
         NotImplementedError: an option that the backend does not serve.
         TypeError, ValueError: as ``htree_ops.integrations.transformers.options_of_config``.
     """
-    from htree_ops.integrations.transformers import options_of_config  # takes seconds
+    from htree_ops.integrations.index import ABSENT  # takes seconds
+    from htree_ops.integrations.transformers import options_of_config
 
     model = config.model_config.hf_text_config
-    given = getattr(model, "htree", None)
-    if given == "recommended":
-        refuse(
-            "config.htree = 'recommended' asks for an index, which the backend does not serve: give --hf-overrides "
-            '\'{"htree": {"selection_span": 2}}\', so that nodes are chosen by their keys'
-        )
-    if isinstance(given, Mapping):
-        for name in given:
-            if str(name).startswith("index"):
-                refuse(
-                    f"config.htree[{name!r}] asks for an index, which the backend does not serve: take it out, so that "
-                    "nodes are chosen by their keys (selection_span=2 finds single tokens)"
-                )
     chosen = options_of_config(model)
     if chosen.compact:
         refuse(
             "config.htree['positions'] must be 'own', got 'compact': vLLM rotates queries and keys before attention "
             "sees them"
         )
-    if not given:
-        return recommended_options("htree", "quality", {"rope_base": None})
+    if not getattr(model, "htree", None):
+        return Served(recommended_options("htree", "quality", {"rope_base": None}))
     options = TreeOptions(**chosen.options, rope_base=None)
     if options.selection_stride != 1:
         refuse(
@@ -70,7 +71,10 @@ def options_of_engine(config: Any) -> TreeOptions:
         refuse(
             f"config.htree['scope'] must be 'kv_head', got {options.scope!r}: pages hold keys and values once"
         )
-    return options
+    if chosen.index_dim == ABSENT:
+        return Served(options)
+    index_dim = resolve_index_dim("config.htree", chosen.index_dim, head_dim, options)
+    return Served(options.beside_index() if index_dim else options, index_dim, says_a_width=True)
 
 
 def layer_reasons(
