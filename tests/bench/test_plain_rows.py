@@ -27,7 +27,7 @@ def test_a_gpu_is_needed(name, no_gpu, capsys):
     assert capsys.readouterr().err.endswith("error: torch sees no GPU\n")
 
 
-@pytest.mark.parametrize("name", ["host_cost", "models", "selection_span", "varlen_batches"])
+@pytest.mark.parametrize("name", ["host_cost", "models", "selection_span", "varlen_batches", "vllm_steps"])
 def test_the_cpu_is_the_other_choice(name, no_gpu, capsys):
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main([])
