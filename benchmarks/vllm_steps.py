@@ -123,7 +123,7 @@ class Pages:
         held = -(-setting.T // page)
         num_pages = 1 + setting.B * held
         sizes = page_sizes(self.options, page, self.columns, self.width)
-        stride = sizes.elements(setting.H_kv, setting.D, setting.D)
+        stride = sizes.elements(setting.H_kv, setting.D, setting.D, dtype_on(device))
         memory = torch.empty(num_pages * stride, dtype=dtype_on(device), device=place)
         form = (num_pages, setting.H_kv, page, 2 * setting.D)
         self.memory = memory.as_strided(form, (stride, page * 2 * setting.D, 2 * setting.D, 1))
@@ -132,8 +132,8 @@ class Pages:
         self.table = torch.zeros(setting.B, self.columns, dtype=torch.int32)
         self.table[:, :held] = order.view(setting.B, held)
         self.table = self.table.to(place)
-        rate, rows = self.options.compression_rate, setting.B * max(setting.rows, setting.chunk)
-        self.steps = Steps(setting.B, rows, page, rate, place, takes_prompts=takes_prompts)
+        rows = setting.B * max(setting.rows, setting.chunk)
+        self.steps = Steps(setting.B, rows, page, self.options, place, takes_prompts=takes_prompts)
 
     def step(self, length: int, rows: int) -> Step:
         """The last ``rows`` of sequences of ``length`` tokens."""

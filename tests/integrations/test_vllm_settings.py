@@ -42,11 +42,14 @@ def config(htree: Any = None, **changes: Any) -> Any:
     }
     sizes.update(changes)
     method = sizes["speculative"]
+    drafts = changes.get("drafts", 4)
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_text_config=text, is_hybrid=sizes["is_hybrid"]),
         cache_config=SimpleNamespace(block_size=sizes["block_size"]),
         parallel_config=SimpleNamespace(decode_context_parallel_size=sizes["decode_context_parallel_size"]),
-        speculative_config=None if method is None else SimpleNamespace(method=method),
+        speculative_config=None
+        if method is None
+        else SimpleNamespace(method=method, num_speculative_tokens=drafts),
     )
 
 
@@ -86,7 +89,6 @@ def test_options_are_the_recommended_ones_without(given: Any) -> None:
         ({"index_dim": 24}, ValueError, "index_dim must be .*, got 24"),
         ({"index_dim": 32, "selection_span": 2}, ValueError, "index_dim must be 0 beside selection_span = 2"),
         ({"positions": "compact"}, NotImplementedError, "must be 'own', got 'compact'"),
-        ({"selection_stride": 4}, NotImplementedError, r"selection_stride'\] must be 1, got 4"),
         ({"importance": "lse"}, NotImplementedError, "'lse_causal' or 'exp_joint', got 'lse'"),
         ({"scope": "q_head"}, NotImplementedError, "scope'.* must be 'kv_head', got 'q_head'"),
         ({"topk": 4}, ValueError, "must have keys among .*, got 'topk'"),
@@ -125,9 +127,18 @@ def test_engines_are_refused(changes: dict[str, Any], error: type[Exception], wo
         check_engine(config(**changes), TreeOptions())
 
 
+def test_pages_keep_the_lists_that_drafts_need() -> None:
+    engine = config(speculative="ngram", drafts=7)
+    with pytest.raises(ValueError, match="at most 3 times selection_stride = 2, got 7"):
+        check_engine(engine, TreeOptions(selection_stride=2))
+    for stride in (1, 4):
+        check_engine(engine, TreeOptions(selection_stride=stride))
+
+
+@pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("changes", [{}, {"speculative": "ngram"}, {"block_size": 16}], ids=str)
-def test_engines_are_served(changes: dict[str, Any]) -> None:
-    check_engine(config(**changes), TreeOptions())
+def test_engines_are_served(changes: dict[str, Any], stride: int) -> None:
+    check_engine(config(**changes), TreeOptions(selection_stride=stride))
 
 
 LAYERS = [
@@ -207,11 +218,11 @@ def test_pools_are_views_of_whole_pages() -> None:
     assert sizes.layers == cache_layers(256, 4, 16) == 3
     assert (sizes.tokens, sizes.index_dim) == (8, 0)
     assert (sizes.key_rows, sizes.value_rows) == page_rows(8, 3, 4, 2) == (8 + 2 + 1 + 4, 8 + 2 + 1)
-    stride = sizes.elements(2, 6, 6) + 10  # vLLM may give more
+    stride = sizes.elements(2, 6, 6, torch.float32) + 10  # vLLM may give more
     memory = torch.arange(float(5 * stride))
     cache = memory.as_strided((5, 2, 8, 12), (stride, 96, 12, 1))
-    keys, values, index = pools_of(cache, sizes, 6, 6)
-    assert index is None
+    keys, values, *others = pools_of(cache, sizes, 6, 6)
+    assert others == [None, None, None]
     assert (keys.shape, values.shape) == ((5, 2, 15, 6), (5, 2, 11, 6))
     assert keys.is_contiguous()
     assert values.is_contiguous()
@@ -226,8 +237,8 @@ def test_index_keys_stand_in_the_page() -> None:
     """First, so that they begin where the memory does; they count in the page."""
     options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, rope_base=None)
     plain, sizes = (page_sizes(options, 8, 32, width) for width in (0, 16))
-    assert sizes.elements(2, 6, 6) - plain.elements(2, 6, 6) == 2 * 8 * 16
-    stride = sizes.elements(2, 6, 6)
+    assert sizes.elements(2, 6, 6, torch.float32) - plain.elements(2, 6, 6, torch.float32) == 2 * 8 * 16
+    stride = sizes.elements(2, 6, 6, torch.float32)
     memory = torch.arange(float(5 * stride))
     pools = pools_of(memory.as_strided((5, 2, 8, 12), (stride, 96, 12, 1)), sizes, 6, 6)
     assert pools.index_keys is not None
@@ -235,6 +246,26 @@ def test_index_keys_stand_in_the_page() -> None:
     assert [int(pool[0, 0, 0, 0]) for pool in (pools.index_keys, pools.keys)] == [0, pools.index_keys.numel()]
     assert int(pools.values[-1, -1, -1, -1]) == len(memory) - 1
     assert all(pool.is_contiguous() for pool in pools if pool is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lists_of_leaders_stand_in_the_page(dtype: torch.dtype) -> None:
+    options = TreeOptions(compression_rate=4, top_k=3, max_top_nodes=16, selection_stride=2, rope_base=None)
+    plain, sizes = page_sizes(replace(options, selection_stride=1), 8, 32, 16), page_sizes(options, 8, 32, 16)
+    wanted = 4 * (1 + 3 * 2 * 3) * 4  # bytes of 4 leaders: their tokens, and lists of 3 layers and 2 heads
+    stride = sizes.elements(2, 6, 6, dtype)
+    assert stride - plain.elements(2, 6, 6, dtype) == wanted // dtype.itemsize
+    memory = torch.zeros(5 * stride, dtype=dtype)
+    pools = pools_of(memory.as_strided((5, 2, 8, 12), (stride, 96, 12, 1)), sizes, 6, 6)
+    assert pools.leaders is not None
+    assert pools.lists is not None
+    assert pools.index_keys is not None
+    assert (pools.leaders.shape, pools.lists.shape) == ((5, 4), (5, 4, 3, 2, 3))
+    begins = [pools.leaders, pools.lists, pools.index_keys, pools.keys, pools.values]
+    ends = [x.data_ptr() + x.nbytes for x in begins]
+    assert [x.data_ptr() for x in begins] == [memory.data_ptr(), *ends[:-1]]
+    assert ends[-1] == memory.data_ptr() + memory.nbytes
+    assert pools.index_keys.data_ptr() % 16 == memory.data_ptr() % 16
 
 
 class Layer(torch.nn.Module):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from htree_ops import TreeOptions
+from htree_ops.integrations.vllm import steps as steps_of_vllm
 from htree_ops.integrations.vllm.pages import page_sizes, pools_of
-from htree_ops.integrations.vllm.steps import Index, Steps, attend_step
+from htree_ops.integrations.vllm.steps import Index, Steps, attend_step, try_prompt
+from htree_ops.ops.tree_cache.prompts import indexed_rows
 from tests.integrations.vllm_steps import RECORDS, Record, made_steps, rows_alone, step_tensors
 from tests.support.cases import normal
 
@@ -21,7 +23,12 @@ HEADS, KV_HEADS, DIM = 8, 2, 64
 #: Nodes of 16 and 256 tokens, which reach across pages.
 OPTIONS = TreeOptions(top_k=8, max_top_nodes=64, selection_span=2, rope_base=None)
 #: How nodes are chosen: options and the width of an index.
-CHOICES = {"span": (OPTIONS, 0), "index": (replace(OPTIONS, selection_span=None), 32)}
+CHOICES = {
+    "span": (OPTIONS, 0),
+    "index": (replace(OPTIONS, selection_span=None), 32),
+    "span, stride": (replace(OPTIONS, selection_stride=4), 0),
+    "index, stride": (replace(OPTIONS, selection_span=None, selection_stride=2), 32),
+}
 
 
 def rows_of(n: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
@@ -55,9 +62,9 @@ def _shares(step: dict[str, Any], page_size: int) -> bool:
 
 
 def pages_in_use(record: Record, options: TreeOptions, cache: Tensor, width: int) -> list[Tensor]:
-    """The pools of a layer without page 0, in which nobody's tokens are."""
+    """The bytes of a layer's pools without page 0, in which nobody's tokens are."""
     pools = pools_of(cache, page_sizes(options, record.page_size, record.width, width), DIM, DIM)
-    return [pool[1:] for pool in pools if pool is not None]
+    return [pool[1:].view(torch.uint8) for pool in pools if pool is not None]
 
 
 @pytest.mark.parametrize("takes_prompts", [False, True])
@@ -74,24 +81,35 @@ def test_rows_have_the_bits_of_a_sequence_alone(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     options, width = CHOICES[choice]
     cache = record.empty_cache(options, KV_HEADS, DIM, dtype, device, width)
-    steps = Steps(16, 512, record.page_size, 16, cache.device, takes_prompts=takes_prompts)
+    steps = Steps(16, 512, record.page_size, options, cache.device, takes_prompts=takes_prompts)
+    held_rows = (record.num_pages, record.page_size)
+    queries = torch.empty(*held_rows, HEADS, DIM, dtype=dtype, device=device)
+    index_queries = torch.empty(*held_rows, KV_HEADS, width, dtype=dtype, device=device)
     checked = 0
     for i, (numbers, step) in enumerate(made_steps(record, steps)):
         q, k, v = rows_of(step.num_rows, dtype, device, 3 * i)
         out = torch.full_like(q, torch.nan)
         index = index_rows(step.num_rows, width, dtype, device, 3 * i + 1)
         attend_step(options, cache, q, k, v, step, out, index)
+        page, row = step.places
+        queries[page, row] = q
+        if index is not None:
+            index_queries[page, row] = index[0]
         for b, (begin, end) in enumerate(pairwise(numbers["cu_rows"])):
             if (i + b) % 3 and len(numbers["lengths"]) < 2:
                 continue  # every third step of one sequence
             length = numbers["lengths"][b]
-            held = record.tokens(options, cache, numbers["tables"][b], length, width)
+            pages = numbers["tables"][b]
+            held = record.tokens(options, cache, pages, length, width)
             new = slice(length - (end - begin), length)
             assert torch.equal(held[0][new], k[begin:end])
             assert index is None or torch.equal(held[2][new], index[1][begin:end])
             most = end - begin if takes_prompts else 128
-            chooser = None if index is None else (index[0][begin:end], held[2])
-            alone = rows_alone(options, q[begin:end], *held[:2], most, chooser)
+            asked, choosers = (
+                x[pages].flatten(0, 1)[:length] if x.numel() else None for x in (queries, index_queries)
+            )
+            chooser = None if choosers is None else (choosers, held[2])
+            alone = rows_alone(options, asked, *held[:2], end - begin, most, chooser)
             assert torch.equal(alone, out[begin:end]), (i, b)
             checked += 1
     assert checked > 20
@@ -103,21 +121,40 @@ def test_a_trial_run_writes_nothing(device: str, choice: str) -> None:
     record = Record.load(NAMES[0])
     options, width = CHOICES[choice]
     cache = record.empty_cache(options, KV_HEADS, DIM, torch.float32, device, width)
-    steps = Steps(16, 512, record.page_size, 16, cache.device, takes_prompts=False)
+    steps = Steps(16, 512, record.page_size, options, cache.device, takes_prompts=False)
     numbers = record.steps[0]
     *tensors, slots = step_tensors(numbers, record, device)
     step = steps.make(numbers["num_rows"], numbers["max_rows"], *tensors, torch.full_like(slots, -1))
     q, k, v = rows_of(step.num_rows, torch.float32, device, 0)
     index = index_rows(step.num_rows, width, torch.float32, device, 1)
+    before = [pool.clone() for pool in pages_in_use(record, options, cache, width)]
     attend_step(options, cache, q, k, v, step, torch.empty_like(q), index)
-    assert all(pool.isnan().all() for pool in pages_in_use(record, options, cache, width))
+    for pool, held in zip(pages_in_use(record, options, cache, width), before, strict=True):
+        assert torch.equal(pool, held)
+
+
+@pytest.mark.parametrize(("rows", "length", "taken"), [(512, 701, 511), (512, 300, 300), (200, 701, 0)])
+def test_a_prompt_is_tried(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, taken: int) -> None:
+    """The rows of the longest prompt's last chunk, from a leader on, over all of its tokens."""
+    options, width = CHOICES["index, stride"]
+    seen = []
+
+    def record(q: Tensor, *others: Any) -> Any:
+        seen.append((q.shape[1], others[0].shape[1]))
+        return indexed_rows(q, *others)
+
+    monkeypatch.setattr(steps_of_vllm, "indexed_rows", record)
+    index = index_rows(rows, width, torch.float32, "cpu", 1)
+    try_prompt(options, *rows_of(rows, torch.float32, "cpu", 0), length, index)
+    assert seen == ([(taken, length)] if taken else [])
+    try_prompt(OPTIONS, *rows_of(rows, torch.float32, "cpu", 0), length)
 
 
 def test_a_step_must_fit(device: str) -> None:
     given = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 2)]
     given += [torch.zeros(2, 8, dtype=torch.int32, device=device), torch.zeros(2, device=device).long()]
     for sizes, words in (((1, 2), "max_num_seqs = 1 sequences, got 2"), ((2, 1), "tokens = 1 rows, got 2")):
-        steps = Steps(*sizes, 16, 16, given[0].device, takes_prompts=False)
+        steps = Steps(*sizes, 16, OPTIONS, given[0].device, takes_prompts=False)
         with pytest.raises(ValueError, match=f"at most .*{words}"):
             steps.make(2, 1, *given)
 
@@ -133,7 +170,7 @@ def test_a_graph_serves_batches_of_one_shape(choice: str, rows: int) -> None:
     cache, eager = (
         record.empty_cache(options, KV_HEADS, DIM, torch.bfloat16, "cuda", width) for _ in range(2)
     )
-    steps, beside = (Steps(batch, 2400, page, 16, cache.device, takes_prompts=False) for _ in range(2))
+    steps, beside = (Steps(batch, 2400, page, options, cache.device, takes_prompts=False) for _ in range(2))
     n = batch * rows
     fixed = [torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)]
     fixed += [torch.zeros(batch, record.width, dtype=torch.int32), torch.full((n,), -1)]
@@ -150,7 +187,8 @@ def test_a_graph_serves_batches_of_one_shape(choice: str, rows: int) -> None:
     with torch.cuda.graph(graph):
         attend_step(options, cache, *static, step, out, static_index)
     graph.replay()
-    assert all(pool.isnan().all() for pool in pages_in_use(record, options, cache, width))
+    for own, other in zip(*(pages_in_use(record, options, x, width) for x in (cache, eager)), strict=True):
+        assert torch.equal(own, other), "nothing was to be written"
 
     order = (
         torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).add(1).view(batch, pages)
@@ -185,4 +223,4 @@ def test_a_graph_serves_batches_of_one_shape(choice: str, rows: int) -> None:
         graph.replay()
         assert torch.equal(out[: len(q)], expected), i
     for own, other in zip(*(pages_in_use(record, options, x, width) for x in (cache, eager)), strict=True):
-        assert torch.equal(own.nan_to_num(), other.nan_to_num())
+        assert torch.equal(own, other)

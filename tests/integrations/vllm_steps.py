@@ -52,7 +52,7 @@ class Record:
     ) -> Tensor:
         """The memory of a layer as vLLM binds it, filled with NaN."""
         page = self.page_size
-        size = page_sizes(options, page, self.width, index_dim).elements(heads, dim, dim)
+        size = page_sizes(options, page, self.width, index_dim).elements(heads, dim, dim, dtype)
         memory = torch.full((self.num_pages * size,), torch.nan, dtype=dtype, device=device)
         strides = (size, page * 2 * dim, 2 * dim, 1)
         return memory.as_strided((self.num_pages, heads, page, 2 * dim), strides)
@@ -65,7 +65,7 @@ class Record:
         pools = pools_of(cache, page_sizes(options, self.page_size, self.width, index_dim), dim, dim)
         return [
             pool[pages, :, : self.page_size].transpose(1, 2).flatten(0, 1)[:length].contiguous()
-            for pool in pools
+            for pool in pools[:3]
             if pool is not None
         ]
 
@@ -96,14 +96,20 @@ def made_steps(record: Record, steps: Steps) -> Iterator[tuple[dict[str, Any], S
 
 
 def rows_alone(
-    options: TreeOptions, q: Tensor, k: Tensor, v: Tensor, most: int, index: Index | None = None
+    options: TreeOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: int,
+    most: int,
+    index: Index | None = None,
 ) -> Tensor:
-    """The last rows [n, H, V] of one sequence, from a cache of its own, ``most`` rows in a call.
+    """The last ``rows`` of one sequence, [rows, H, V], from a cache of its own, ``most`` of them in a call.
 
     Args:
-        q: [n, H, K]. k, v: of all tokens. index: index queries of the rows, index keys of all tokens.
+        q, k, v, index: of all tokens; queries are read from the leader of the first row on.
     """
-    n, length = len(q), len(k)
+    length = len(k)
     query, key = (None, None) if index is None else index
     cache = TreeKVCache(
         1,
@@ -121,12 +127,13 @@ def rows_alone(
     def append(new: slice) -> None:
         cache.append(k[None, new], v[None, new], index_key=None if key is None else key[None, new])
 
-    done, found = length - n, []
-    if done:
-        append(slice(done))
-    for begin in range(0, n, most):
-        append(slice(done + begin, done + min(n, begin + most)))
-        rows = slice(begin, begin + most)
-        chooser = None if query is None else query[None, rows]
-        found.append(cache.attend(q[None, rows], index_query=chooser)[0])
-    return torch.cat(found)
+    first = length - rows
+    leader = first - first % options.selection_stride
+    found = []
+    for begin, end in pairwise(sorted({0, leader, first, *range(first, length, most), length})):
+        new = slice(begin, end)
+        append(new)
+        if begin >= leader:
+            chooser = None if query is None else query[None, new]
+            found.append(cache.attend(q[None, new], index_query=chooser)[0])
+    return torch.cat(found)[-rows:]

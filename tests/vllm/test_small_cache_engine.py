@@ -1,4 +1,4 @@
-"""An engine whose cache is too small for its requests, which verifies drafts and selects by span means."""
+"""An engine whose cache is too small for its requests, which verifies drafts and selects by span means in strides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from tests.vllm.engines import (
 )
 
 #: Nodes of 16 and 256 tokens in pages of 16: a node of layer 2 reaches across 16 pages.
-OPTIONS = {"compression_rate": 16, "top_k": 8, "max_top_nodes": 64, "selection_span": 2}
+OPTIONS = {
+    "compression_rate": 16,
+    "top_k": 8,
+    "max_top_nodes": 64,
+    "selection_span": 2,
+    "selection_stride": 4,
+}
 
 
 def test_preemption_and_drafts(models: Path) -> None:

@@ -160,12 +160,13 @@ def _alone(
     """The rows of one sequence that comes at once, in pages of its own."""
     (n, heads, dim), kv_heads = query.shape, key.shape[1]
     pages = -(-n // PAGE)
-    size = page_sizes(options, PAGE, pages, index[1].shape[2] if index else 0).elements(kv_heads, dim, dim)
+    sizes = page_sizes(options, PAGE, pages, index[1].shape[2] if index else 0)
+    size = sizes.elements(kv_heads, dim, dim, query.dtype)
     memory = torch.full((pages * size,), torch.nan)
     cache = memory.as_strided((pages, kv_heads, PAGE, 2 * dim), (size, PAGE * 2 * dim, 2 * dim, 1))
     bounds, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, n], [n]))
     table = torch.arange(pages, dtype=torch.int32)[None]
-    steps = Steps(1, n, PAGE, options.compression_rate, cache.device, takes_prompts=False)
+    steps = Steps(1, n, PAGE, options, cache.device, takes_prompts=False)
     step = steps.make(n, n, bounds, lengths, table, torch.arange(n))
     out = torch.full((n, heads, dim), torch.nan)
     attend_step(options, cache, query, key, value, step, out, (index[0], index[1]) if index else None)

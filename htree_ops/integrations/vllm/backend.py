@@ -115,7 +115,7 @@ class HTreeMetadataBuilder(AttentionMetadataBuilder[Step]):
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.scheduler_config.max_num_batched_tokens,
             kv_cache_spec.block_size,
-            options_of_engine(vllm_config, kv_cache_spec.head_size).options.compression_rate,
+            options_of_engine(vllm_config, kv_cache_spec.head_size).options,
             device,
             takes_prompts=device.type == "cuda" and not envs.VLLM_BATCH_INVARIANT,
         )
@@ -178,7 +178,7 @@ class HTreeImpl(AttentionImpl[Step]):
         self.max_tokens = config.model_config.max_model_len
 
     def page_bytes(self, spec: AttentionSpec, config: VllmConfig) -> int:
-        """Bytes of a page with its nodes, span means and index keys."""
+        """Bytes of a page with its nodes and what chooses them."""
         if (
             type(spec) is not FullAttentionSpec
             or spec.sliding_window is not None
@@ -190,7 +190,8 @@ class HTreeImpl(AttentionImpl[Step]):
         check_engine(config, self.options)  # the block size may have been decided after the layers were made
         width = table_width(config.model_config.max_model_len, spec.block_size)
         sizes = page_sizes(self.options, spec.block_size, width, self.index_dim)
-        return sizes.elements(spec.num_kv_heads, spec.head_size, spec.head_size) * spec.dtype.itemsize
+        count = sizes.elements(spec.num_kv_heads, spec.head_size, spec.head_size, spec.dtype)
+        return count * spec.dtype.itemsize
 
     def forward(
         self,

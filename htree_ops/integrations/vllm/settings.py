@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.options import TreeOptions, recommended_options
+from htree_ops.ops.tree_cache.ring import RING
 
 __all__ = ["Served", "check_engine", "check_layer", "layer_reasons", "options_of_engine", "refuse"]
 
@@ -57,11 +58,6 @@ def options_of_engine(config: Any, head_dim: int) -> Served:
     if not getattr(model, "htree", None):
         return Served(recommended_options("htree", "quality", {"rope_base": None}))
     options = TreeOptions(**chosen.options, rope_base=None)
-    if options.selection_stride != 1:
-        refuse(
-            f"config.htree['selection_stride'] must be 1, got {options.selection_stride}: the lists of leaders belong "
-            "to requests, and vLLM's pages hold nothing of a request alone"
-        )
     if options.importance == "lse":
         refuse(
             "config.htree['importance'] must be 'lse_causal' or 'exp_joint', got 'lse': it weighs nodes that are not "
@@ -170,6 +166,7 @@ def check_engine(config: Any, options: TreeOptions) -> None:
             f"htree: --block-size must be a multiple of compression_rate = {rate}, got {block}: give --block-size "
             f"{nearest}, or 256 for the least room of nodes"
         )
+    stride = options.selection_stride
     parallel, speculative = config.parallel_config, config.speculative_config
     if parallel.decode_context_parallel_size > 1:
         refuse(
@@ -180,6 +177,11 @@ def check_engine(config: Any, options: TreeOptions) -> None:
         refuse(
             f"speculative decoding with a draft model is not supported, got method {speculative.method!r}: use one of "
             f"{', '.join(WITHOUT_DRAFT_MODEL)}"
+        )
+    if stride > 1 and speculative is not None and speculative.num_speculative_tokens > (RING - 1) * stride:
+        raise ValueError(
+            f"htree: num_speculative_tokens must be at most {RING - 1} times selection_stride = {stride}, got "
+            f"{speculative.num_speculative_tokens}: pages keep the lists of {RING} leaders"
         )
     model = config.model_config
     if getattr(model, "is_hybrid", False):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from htree_ops.integrations.vllm.pages import LayerPools, page_sizes, pools_of
 from htree_ops.ops.paging import on_device
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import tree_cache_append_, tree_cache_attention
-from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, indexed_rows
+from htree_ops.ops.tree_cache.prompts import LISTED_ROWS, PROMPT_ROWS, indexed_rows, prompt_begin
+from htree_ops.ops.tree_cache.ring import RING, Ring
 
 __all__ = ["Index", "Prompt", "Step", "Steps", "attend_step", "try_prompt"]
 
@@ -28,7 +30,7 @@ class Prompt(NamedTuple):
     """The rows of a sequence that the kernels of ``tree_attention`` compute, on a GPU.
 
     Attributes:
-        sequence: of the step. begin, end: its rows. length: tokens that it has with them.
+        sequence: of the step. begin, end: these rows, from a leader on. length: tokens that it has with them.
     """
 
     sequence: int
@@ -48,7 +50,10 @@ class Step:
         max_new: an upper bound of counts.
         places: int64 [2, N], page and row of each new token. Those of tokens that are not stored are in page 0, which
             vLLM gives to nobody.
-        prompts: sequences that another kernel computes. other_counts: int32 [B], rows of the others; None is all.
+        prompts: rows that other kernels compute. others: whether there are rows beside them. other_counts,
+            other_lengths: int32 [B], of what is left of each sequence before them; None is all.
+        first: int64 [B], the page of the leader of a sequence's first row. last: int64 [B, RING], those of its last
+            leaders, leader t in entry t / selection_stride mod RING; page 0 for one that the step does not compute.
     """
 
     num_rows: int
@@ -60,14 +65,18 @@ class Step:
     max_new: int
     places: Tensor
     prompts: tuple[Prompt, ...] = ()
+    others: bool = True
     other_counts: Tensor | None = None
+    other_lengths: Tensor | None = None
+    first: Tensor | None = None
+    last: Tensor | None = None
 
 
 class Steps:
     """Makes steps. What a captured graph reads of them has addresses that do not change.
 
     Args:
-        max_sequences, max_rows: most of a step. rate: compression_rate.
+        max_sequences, max_rows: most of a step. options: of the layers.
         takes_prompts: whether kernels of ``tree_attention`` compute sequences with many rows. Then which kernel
             computes a row depends on how the scheduler cuts a prompt; on a CPU the bits are the same.
     """
@@ -77,15 +86,19 @@ class Steps:
         max_sequences: int,
         max_rows: int,
         page_size: int,
-        rate: int,
+        options: TreeOptions,
         device: torch.device,
         *,
         takes_prompts: bool,
     ) -> None:
-        self.page_size, self.rate, self.device = page_size, rate, device
+        self.page_size, self.device = page_size, device
+        self.rate, self.stride = options.compression_rate, options.selection_stride
         self.takes_prompts = takes_prompts
         self._kept = torch.zeros(2, max_sequences, dtype=torch.int32, device=device)
         self._places = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self._first = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._last = torch.zeros(max_sequences, RING, dtype=torch.int64, device=device)
+        self._entries = torch.arange(RING, device=device)
 
     def make(
         self,
@@ -127,13 +140,42 @@ class Steps:
         torch.div(slots[:num_rows], self.page_size, rounding_mode="floor", out=places[0]).clamp_(min=0)
         torch.remainder(slots[:num_rows], self.page_size, out=places[1])
         step = Step(num_rows, cu_rows, lengths, block_table, before, counts, self._most(max_rows), places)
+        if self.stride > 1:
+            step.first, step.last = self._first[:batch], self._last[:batch]
+            self._find_leaders(step)
         if self.takes_prompts and max_rows >= PROMPT_ROWS and on_host is not None:
-            step.prompts = _prompts(*on_host)
-            left = [end - begin for begin, end in zip(on_host[0], on_host[0][1:], strict=False)]
-            for prompt in step.prompts:
-                left[prompt.sequence] = 0
-            step.other_counts = on_device(left, self.device)
+            self._take_prompts(step, *on_host)
         return step
+
+    def _find_leaders(self, step: Step) -> None:
+        """Fills ``step.first`` and ``step.last``."""
+        assert step.first is not None
+        assert step.last is not None
+        stride, before = self.stride, step.before[:, None].long()
+        behind = before + step.counts[:, None]
+        leader = before - before % stride
+        end = (behind - 1) // stride  # of the last leader
+        last = (end - (end - self._entries) % RING) * stride
+        pages = self._pages_of(torch.cat((leader, last), 1), step.block_table)
+        step.first.copy_(pages[:, 0])
+        torch.mul(pages[:, 1:], (last >= before) & (last < behind), out=step.last)
+
+    def _pages_of(self, tokens: Tensor, block_table: Tensor) -> Tensor:
+        """int64 [B, n]: the pages of tokens [B, n]; of a token that has none any page."""
+        column = (tokens // self.page_size).clamp(0, block_table.shape[1] - 1)
+        return block_table.gather(1, column).long().clamp(min=0)
+
+    def _take_prompts(self, step: Step, bounds: Sequence[int], lengths: Sequence[int]) -> None:
+        """Finds the prompts of a step. Which rows these are depends on the sequence's own rows alone."""
+        left = [end - begin for begin, end in pairwise(bounds)]
+        before = list(lengths)
+        for b, (length, count) in enumerate(zip(lengths, tuple(left), strict=True)):
+            first = prompt_begin(length, count, self.stride)
+            if first < count:
+                step.prompts += (Prompt(b, bounds[b] + first, bounds[b + 1], length),)
+                left[b], before[b] = first, length - count + first
+        step.others = any(left)
+        step.other_counts, step.other_lengths = on_device(left, self.device), on_device(before, self.device)
 
     def _most(self, max_rows: int) -> int:
         """An upper bound of a sequence's new tokens.
@@ -143,16 +185,6 @@ class Steps:
         layer.
         """
         return max_rows if max_rows < self.rate else max(max_rows, self.page_size + 1)
-
-
-def _prompts(bounds: Sequence[int], lengths: Sequence[int]) -> tuple[Prompt, ...]:
-    """Sequences with PROMPT_ROWS rows or more, a number that depends on nothing else."""
-    found = []
-    for b, length in enumerate(lengths):
-        begin, end = bounds[b], bounds[b + 1]
-        if PROMPT_ROWS <= end - begin <= length:
-            found.append(Prompt(b, begin, end, length))
-    return tuple(found)
 
 
 def attend_step(
@@ -194,14 +226,15 @@ def attend_step(
     )
     if index_key is not None and pools.index_keys is not None:
         pools.index_keys[step.places[0], :, step.places[1]] = index_key[:n]
-    if len(step.prompts) < len(step.lengths):
-        others, *_ = tree_cache_attention(
+    if step.others:
+        others, _, lists, leaders = tree_cache_attention(
             query[:n],
             pools.keys,
             pools.values,
             step.block_table,
-            step.lengths,
+            step.lengths if step.other_lengths is None else step.other_lengths,
             step.cu_rows,
+            *_lists_of(pools, step.first),
             q_lengths=step.other_counts,
             page_size=page_size,
             index_query=None if index_query is None else index_query[:n],
@@ -209,14 +242,36 @@ def attend_step(
             options=options,
         )
         out[:n].copy_(others)
+        _keep_lists(pools, step.last, lists, leaders)
     for prompt in step.prompts:
         table = step.block_table[prompt.sequence : prompt.sequence + 1]
         rows, chooser = (
             None if x is None else x[None, prompt.begin : prompt.end] for x in (query, index_query)
         )
         assert rows is not None
-        found = _prompt_rows(options, pools, rows, chooser, table, prompt.length, page_size)
+        found, made = _prompt_rows(options, pools, rows, chooser, table, prompt.length, page_size)
         out[prompt.begin : prompt.end] = found
+        if step.last is not None:
+            ring = Ring(1, sizes.layers, key.shape[1], options, query.device)
+            ring.keep([0], prompt.length, made)
+            own = step.last[prompt.sequence : prompt.sequence + 1]
+            _keep_lists(pools, own, ring.lists, ring.list_pos)
+
+
+def _lists_of(pools: LayerPools, first: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """lists [B, RING, layers, H_kv, k] and list_pos [B, RING] of the leaders in pages [B]; None without strides."""
+    if first is None or pools.lists is None or pools.leaders is None:
+        return None, None
+    return pools.lists[first], pools.leaders[first]
+
+
+def _keep_lists(pools: LayerPools, last: Tensor | None, lists: Tensor, leaders: Tensor) -> None:
+    """Writes what :func:`_lists_of` reads in later steps, each entry to its page."""
+    if last is None or pools.lists is None or pools.leaders is None:
+        return
+    entries = torch.arange(RING, device=last.device)
+    pools.lists[last, entries] = lists
+    pools.leaders[last, entries] = leaders
 
 
 def try_prompt(
@@ -231,7 +286,11 @@ def try_prompt(
         pools = [x.new_empty(1, x.shape[1], 1, x.shape[2]) for x in (key, value)]
         query.new_empty(_prompt_bytes(options, pools, query.shape[1], length), dtype=torch.uint8)
         return
-    rows, chooser = (x[None, -length:] for x in (query, index[0]))
+    count = min(len(query), length)
+    first = prompt_begin(length, count, options.selection_stride)
+    if first == count:
+        return
+    rows, chooser = (x[None, first:count] for x in (query, index[0]))
     keys, values, index_keys = (x.new_zeros(1, length, *x.shape[1:]) for x in (key, value, index[1]))
     indexed_rows(rows, keys, values, chooser, index_keys, options)
 
@@ -250,25 +309,40 @@ def _prompt_rows(
     table: Tensor,
     length: int,
     page_size: int,
-) -> Tensor:
-    """Rows [n, H, V] of the last tokens of one sequence, by the kernels of ``tree_attention``."""
-    rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows [n, H, V] of the last tokens of one sequence, from a leader on, by the kernels of ``tree_attention``.
+
+    Also the lists [layers, 1, leaders, H_kv, k] of the last leaders, for a stride above 1.
+    """
     if index_query is not None and pools.index_keys is not None:
         count = -(-length // page_size)
         keys, values, index_keys = (
             pool[table[0, :count].long(), :, :page_size].transpose(1, 2).flatten(0, 1)[None, :length]
             for pool in (pools.keys, pools.values, pools.index_keys)
         )
-        rows = indexed_rows(query, keys, values, index_query, index_keys, options)[0][0]
-        return rows
-    packed, heads, both = options.packed(), query.shape[2], pools[:2]
+        out, _, lists = indexed_rows(query, keys, values, index_query, index_keys, options)
+        return out[0], lists.transpose(0, 1)
+    packed, both = options.packed(), (pools.keys, pools.values)
+    n, heads, stride = *query.shape[1:3], options.selection_stride
     copies = query.new_empty(_prompt_bytes(options, both, heads, length), dtype=torch.uint8)
-    if copies.numel():
-        torch.ops.htree._tree_cache_pack_prompt_(
-            copies, *both, table, heads, 0, length, length, page_size, *packed
+    copied = 0
+
+    def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, ...]:
+        nonlocal copied
+        held = length - n + end
+        if copies.numel():
+            torch.ops.htree._tree_cache_pack_prompt_(
+                copies, *both, table, heads, copied, held, length, page_size, *packed
+            )
+            copied = held
+        found: tuple[Tensor, ...] = torch.ops.htree._tree_cache_prompt(
+            query[:, begin:end], *both, table, held, copies, length, store_lists, page_size, *packed
         )
-    found = torch.ops.htree._tree_cache_prompt(
-        query, *both, table, length, copies, length, False, page_size, *packed
-    )
-    rows = found[0][0]
-    return rows
+        return found
+
+    # Lists are kept of the last rows alone, from a leader on.
+    plain = max(0, (n - max(LISTED_ROWS, RING * stride)) // stride * stride) if stride > 1 else 0
+    parts = [rows(0, plain, store_lists=False)] if plain else []
+    parts.append(rows(plain, n, store_lists=stride > 1))
+    out = parts[0][0][0] if len(parts) == 1 else torch.cat([part[0][0] for part in parts])
+    return out, parts[-1][3]
