@@ -113,7 +113,7 @@ def dtype_on(device: str) -> torch.dtype:
 
 
 class Pages:
-    """A layer's memory as vLLM binds it, with pages in a random order, and the steps of an engine."""
+    """A layer's memory as vLLM binds it, with pages in a random order."""
 
     def __init__(self, setting: Setting, device: str, *, takes_prompts: bool) -> None:
         self.setting = setting
@@ -132,8 +132,7 @@ class Pages:
         self.table = torch.zeros(setting.B, self.columns, dtype=torch.int32)
         self.table[:, :held] = order.view(setting.B, held)
         self.table = self.table.to(place)
-        rows = setting.B * max(setting.rows, setting.chunk)
-        self.steps = Steps(setting.B, rows, page, self.options, place, takes_prompts=takes_prompts)
+        self.takes_prompts = takes_prompts
 
     def step(self, length: int, rows: int) -> Step:
         """The last ``rows`` of sequences of ``length`` tokens."""
@@ -143,8 +142,9 @@ class Pages:
         token = torch.arange(length - rows, length, device=place)
         slots = (self.table[:, token // page].long() * page + token % page).flatten()
         on_host = (cu_rows.tolist(), lengths.tolist())
+        steps = Steps(batch, batch * rows, page, self.options, place, takes_prompts=self.takes_prompts)
         given = (cu_rows.to(place), lengths.to(place), self.table, slots)
-        return self.steps.make(batch * rows, rows, *given, on_host)
+        return steps.make(batch * rows, rows, *given, on_host)
 
     def fill(self, rows: Rows) -> None:
         """Appends the first tokens of every sequence."""
@@ -253,9 +253,11 @@ def prompts_of(setting: Setting, device: str, prompt_bytes: int | None) -> tuple
         for end in range(setting.chunk, setting.T + 1, setting.chunk):
             yield end, rows.of(slice(end - setting.chunk, end))
 
+    steps = [pages.step(end, setting.chunk) for end, _ in chunks()]  # an engine makes one for all layers
+
     def by_pages() -> None:
-        for end, new in chunks():
-            pages.attend(pages.step(end, setting.chunk), out, *new)
+        for step, (_, new) in zip(steps, chunks(), strict=True):
+            pages.attend(step, out, *new)
 
     def by_cache() -> None:
         cache.reset()
