@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import cache_layers
@@ -69,6 +70,8 @@ def indexed_rows(
         found.append((out, gmax + gsum.log()))
     leaders = -(-(n - begins[-1]) // stride)
     of_layers = lists[:, : layers * leaders].unflatten(1, (layers, leaders))
+    if stride > 1 and (more := options.top_k - lists.shape[3]) > 0:  # the ring has room for all children
+        of_layers = F.pad(of_layers, (0, more), value=-1)
     out, lse = found[0] if len(found) == 1 else (torch.cat(x, dim=1) for x in zip(*found, strict=True))
     return out, lse, of_layers
 
