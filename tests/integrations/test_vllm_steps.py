@@ -110,9 +110,35 @@ def test_rows_have_the_bits_of_a_sequence_alone(
             )
             chooser = None if choosers is None else (choosers, held[2])
             alone = rows_alone(options, asked, *held[:2], end - begin, most, chooser)
-            assert torch.equal(alone, out[begin:end]), (i, b)
+            # On a GPU a leader that was a prompt's has chosen by scores that are rounded otherwise.
+            first = begin
+            if takes_prompts and device != "cpu":
+                first = min(end, begin - new.start % -options.selection_stride)
+            assert out[begin:first].isfinite().all()
+            assert torch.equal(alone[first - begin :], out[first:end]), (i, b)
             checked += 1
     assert checked > 20
+
+
+def test_lists_of_a_prompt_are_kept_whatever_their_width(device: str) -> None:
+    """A prompt's kernels make lists no wider than the sequence needs; the next row is inside a stride."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    options = replace(CHOICES["index, stride"][0], top_k=1100)
+    record = Record(16, 400, 26, [])
+    cache = record.empty_cache(options, KV_HEADS, DIM, dtype, device, 32)
+    steps = Steps(1, 301, 16, options, cache.device, takes_prompts=True)
+    all_rows, parts = [], []
+    for length, n in ((301, 301), (302, 1)):
+        numbers = {"num_rows": n, "max_rows": n, "cu_rows": [0, n], "lengths": [length]}
+        numbers["tables"] = [list(range(1, 2 + (length - 1) // 16))]
+        step = steps.make(n, n, *step_tensors(numbers, record, device), ([0, n], [length]))
+        q, k, v = rows_of(n, dtype, device, length)
+        index = index_rows(n, 32, dtype, device, length + 1)
+        parts.append(torch.empty_like(q))
+        attend_step(options, cache, q, k, v, step, parts[-1], index)
+        all_rows.append((q, k, v, *(index or ())))
+    q, k, v, query, key = (torch.cat(x) for x in zip(*all_rows, strict=True))
+    assert torch.equal(rows_alone(options, q, k, v, 1, 1, (query, key)), parts[-1])
 
 
 @pytest.mark.parametrize("choice", CHOICES)
