@@ -9,22 +9,19 @@ takes of the chunks and of the call, and how long the host takes to launch them.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.calls import peak_of
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache, tree_attention
-from htree_ops.info import source_commit
 from tests.support.cases import normal
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
@@ -40,12 +37,9 @@ WHOLE: list[Setting] = [*QUICK, (1_048_576, 16_384, 16, None, 2)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptRow:
+class PromptRow(Measured):
     """One sequence; ``multiple`` is the time of its chunks by that of one call."""
 
-    gpu: str
-    torch: str
-    commit: str
     T: int
     chunk: int
     selection_stride: int
@@ -99,11 +93,8 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
     cached, single, peak = [], [], 0
     for turn in range(rounds + 1):
         cache.truncate(0)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        took = milliseconds(chunks)
-        peak = max(peak, torch.cuda.max_memory_allocated() - before)
+        took, held = peak_of(functools.partial(milliseconds, chunks))
+        peak = max(peak, held)
         if turn:
             cached.append(took)
         took = milliseconds(whole)
@@ -111,9 +102,7 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
             single.append(took)
     cache.check()
     return PromptRow(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        commit=source_commit(),
+        **where(),
         T=length,
         chunk=chunk,
         selection_stride=stride,
@@ -161,9 +150,7 @@ def profile(length: int, chunk: int, stride: int, span: int | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="a prompt in chunks beside one call")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="128k tokens alone")
+    parser = make_parser("a prompt in chunks beside one call", quick="128k tokens alone")
     parser.add_argument("--profile", action="store_true", help="what each kernel takes instead of the table")
     arguments = parse_for_gpu(parser, argv)
     settings = QUICK if arguments.quick else WHOLE
@@ -171,9 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for setting in settings:
             print(profile(*setting[:4]), flush=True)
         return 0
-    rows = (measure(*setting) for setting in progress(settings, lambda s: f"T={s[0]} stride {s[2]}"))
-    print_rows(rows, arguments.csv)
-    return 0
+    return measure_each(settings, lambda x: f"T={x[0]} stride {x[2]}", lambda x: [measure(*x)], arguments.csv)
 
 
 if __name__ == "__main__":

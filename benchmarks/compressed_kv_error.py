@@ -8,17 +8,14 @@ data.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.plain_rows import make_parser, measure_each
 from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
@@ -94,20 +91,17 @@ def measure(setting: Setting, keys: str, tokens: int, device: str) -> ErrorRow:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(
-        description="errors of compressed decode attention against the dense cache"
-    )
+    parser = make_parser("errors of compressed decode attention against the dense cache")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     problems = [(setting, keys) for keys in ("normal", "outliers") for setting in SETTINGS]
-    rows = (
-        measure(setting, keys, arguments.tokens, arguments.device)
-        for setting, keys in progress(problems, lambda problem: f"{problem[1]} keys")
+    return measure_each(
+        problems,
+        lambda x: f"{x[1]} keys",
+        lambda x: [measure(*x, arguments.tokens, arguments.device)],
+        arguments.csv,
     )
-    print_rows(rows, arguments.csv)
-    return 0
 
 
 if __name__ == "__main__":

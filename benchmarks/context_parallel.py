@@ -8,14 +8,12 @@ where a length misses its efficiency under every balance.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +21,12 @@ import torch.distributed as dist
 from lm.parallel import leave
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import print_rows
+from benchmarks.harness.calls import peak_of
+from benchmarks.harness.plain_rows import Measured, make_parser, print_rows, where
 from htree_ops import tree_attention
 from htree_ops.distributed import shard_sequence, tree_attention_cp
 from htree_ops.distributed.collectives import added, all_gather, cut, exchange, group_of, join, waited
 from htree_ops.distributed.context_parallel import choose_steps
-from htree_ops.info import source_commit
 from htree_ops.ops.tree_attention.attention import BALANCES
 
 #: Tokens, what is measured, and the efficiency that two H200s should reach at selection_stride 16.
@@ -40,11 +38,9 @@ PROBLEMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Measured):
     """One problem: ``efficiency`` is one_ms / (ranks * many_ms); bytes are the most that were allocated on rank 0."""
 
-    device: str
-    commit: str
     ranks: int
     T: int
     selection_stride: int
@@ -105,11 +101,7 @@ class Bench:
         if self.device.type != "cuda":
             return 0
         self.wait()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return peak_of(call)[1]
 
     def inputs(self, tokens: int) -> list[Tensor]:
         """q, k, v and an upstream gradient, the same on every rank."""
@@ -157,11 +149,9 @@ def measure(bench: Bench, tokens: int, what: str) -> list[Row]:
     times = bench.times(calls)
     num_bytes = (whole[1].numel() + whole[2].numel()) * whole[1].element_size()
     steps = bench.steps or choose_steps(bench.kv_heads, num_bytes, size)
-    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
     return [
         Row(
-            device=name,
-            commit=source_commit(),
+            **where(bench.device.type),
             ranks=size,
             T=tokens,
             selection_stride=bench.options["selection_stride"],
@@ -196,16 +186,13 @@ def bars_met(rows: Sequence[Row], bars: dict[int, float]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table on rank 0 and writes it where ``--csv`` says. Status 1: a bar was missed, with ``--bars``."""
-    parser = argparse.ArgumentParser(description="tree attention on several GPUs against one")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
+    parser = make_parser("tree attention on several GPUs against one", rounds=5, cpu=True)
     parser.add_argument("--stride", type=int, default=16, help="selection_stride (default 16)")
     parser.add_argument("--steps", type=int, help="gather_steps (default: chosen by the length)")
     parser.add_argument("--tokens", type=int, help="this length alone, forward and backward")
     parser.add_argument(
         "--bars", action="store_true", help="print what two H200s should reach; status 1 if missed"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

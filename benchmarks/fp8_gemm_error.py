@@ -8,21 +8,18 @@ are reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.plain_rows import make_parser, measure_each, parse_for_gpu
 from htree_ops.tuning.clock import clock_for
 
 FP8 = torch.float8_e4m3fn
@@ -137,9 +134,8 @@ def time_methods(size: int) -> dict[str, tuple[float, float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="errors and times of FP8 products by how they are summed")
+    parser = make_parser("errors and times of FP8 products by how they are summed")
     parser.add_argument("--size", type=int, default=4096, help="m, n and k of the products that are timed")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parse_for_gpu(parser, argv)
     times = time_methods(arguments.size)
     problems = [
@@ -148,12 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for k in (32, 128, 1024, 4096, 16384)
         for method in METHODS
     ]
-    rows = (
-        measure(kind, k, method, times if k == arguments.size and kind == "normal" else {})
-        for kind, k, method in progress(problems, lambda problem: f"{problem[2]}, k = {problem[1]}")
+    return measure_each(
+        problems,
+        lambda x: f"{x[2]}, k = {x[1]}",
+        lambda x: [measure(*x, times if x[:2] == ("normal", arguments.size) else {})],
+        arguments.csv,
     )
-    print_rows(rows, arguments.csv)
-    return 0
 
 
 if __name__ == "__main__":

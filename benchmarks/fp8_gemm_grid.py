@@ -7,22 +7,19 @@ are timed by graph replays of a few milliseconds. Figures are reported, never as
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.plain_rows import Measured, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
-from htree_ops.info import Environment, collect_environment
-from htree_ops.tuning.clock import clock_for, copy_bandwidth
+from htree_ops.tuning.clock import clock_for
 from tests.support.fp8_gemm_cases import FP8GemmCase
 
 #: (n, k) of the weights and the rows that meet them: projections of models with 2048 to 8192 channels, and long sums.
@@ -53,12 +50,9 @@ SHAPES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridRow:
+class GridRow(Measured):
     """A product [m, k] by [k, n]; medians in microseconds, ``speedup`` is cuBLASLt's time over ours."""
 
-    gpu: str
-    torch: str
-    commit: str
     m: int
     n: int
     k: int
@@ -67,7 +61,7 @@ class GridRow:
     speedup: float
 
 
-def measure(environment: Environment, m: int, n: int, k: int, milliseconds: float) -> GridRow:
+def measure(m: int, n: int, k: int, milliseconds: float) -> GridRow:
     """Times one size by alternating graph replays of about ``milliseconds`` each."""
     case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
     inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
@@ -87,9 +81,7 @@ def measure(environment: Environment, m: int, n: int, k: int, milliseconds: floa
     measured = timing.measure(replays, clock, timing.Effort(rounds=5, burst=1, warm_up_ms=1.0))
     ours_us, cublas_us = (measured[name].scaled(1 / counts[name]).median_us for name in ("ours", "cuBLASLt"))
     return GridRow(
-        gpu=environment.gpu,
-        torch=environment.torch,
-        commit=environment.commit,
+        **where(),
         m=m,
         n=n,
         k=k,
@@ -106,14 +98,12 @@ def repeat(call: timing.Call, times: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table, the mean and what cuBLASLt computes faster; writes the rows where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="fp8_gemm against torch._scaled_mm over a grid of sizes")
+    parser = make_parser("fp8_gemm against torch._scaled_mm over a grid of sizes")
     parser.add_argument("--milliseconds", type=float, default=2.0, help="length of a replay")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parse_for_gpu(parser, argv)
-    here = collect_environment("cuda", copy_bandwidth("cuda"))
     shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
     names = progress(shapes, lambda shape: "x".join(map(str, shape)))
-    rows = print_rows((measure(here, *shape, arguments.milliseconds) for shape in names), arguments.csv)
+    rows = print_rows((measure(*shape, arguments.milliseconds) for shape in names), arguments.csv)
     mean = math.exp(sum(math.log(row.speedup) for row in rows) / len(rows))
     slower = sorted((row for row in rows if row.speedup < 1), key=lambda row: row.speedup)
     print(f"{len(rows)} sizes, geometric mean {mean:.3f}; cuBLASLt is faster at {len(slower)}:")

@@ -11,7 +11,6 @@ a loop would that knows all arguments. Figures are reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import sys
 import time
@@ -19,17 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.plain_rows import Measured, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
 from htree_ops import HTreeAttention, TreeKVCache
-from htree_ops.info import source_commit
 from htree_ops.tuning.clock import percentile
 from tests.support import compressed_kv_cases, rmsnorm_rope_cases
 from tests.support.row_calls import row_calls
@@ -42,15 +39,12 @@ EMPTY_KERNEL = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry 
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRow:
+class HostRow(Measured):
     """One op; ``own_us`` and ``aten_us`` are without the launches of their kernels, ``ratio`` is one by the other.
 
     Of a cache or a layer ``tensors`` is 0, and ``aten`` says what its ops are.
     """
 
-    gpu: str
-    torch: str
-    commit: str
     op: str
     tensors: int
     kernels: int
@@ -273,9 +267,7 @@ def measure(device: str, bursts: int) -> Iterator[HostRow]:
         own = total - kernels * launch
         plain_us = host_us(baseline, device, bursts) - count_kernels(baseline, device) * launch
         yield HostRow(
-            gpu=torch.cuda.get_device_name() if device != "cpu" else "none",
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(device),
             op=name,
             tensors=tensors,
             kernels=kernels,
@@ -300,9 +292,7 @@ def measure_steps(device: str, bursts: int) -> Iterator[HostRow]:
         kernels, of_raw = (count_kernels(call, device) for call in (step.call, step.raw))
         own, plain_us = total - kernels * launch, raw - of_raw * launch
         yield HostRow(
-            gpu=torch.cuda.get_device_name() if device != "cpu" else "none",
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(device),
             op=name,
             tensors=0,
             kernels=kernels,
@@ -316,12 +306,8 @@ def measure_steps(device: str, bursts: int) -> Iterator[HostRow]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="host time of every op beside ATen ops of as many tensors")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dispatch and kernel together"
-    )
+    parser = make_parser("host time of every op beside ATen ops of as many tensors", cpu=True)
     parser.add_argument("--bursts", type=int, default=40, help=f"bursts of {BURST} calls per op")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
     parser.add_argument(
         "--only", choices=("ops", "steps"), help="ops alone, or steps of caches and layers alone"
     )

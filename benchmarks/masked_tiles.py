@@ -12,24 +12,20 @@ reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.calls import backward_of, dense_heads_first, forward_of, medians_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import tree_attention
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
 from tests.support.tree_attention_cases import TreeAttentionCase
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
@@ -39,12 +35,9 @@ QUICK = [(32_768, 1, 0.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedRow:
+class MaskedRow(Measured):
     """One length, stride and kind of inputs; times of a forward, or of a backward."""
 
-    gpu: str
-    torch: str
-    commit: str
     T: int
     selection_stride: int
     inputs: str
@@ -56,29 +49,10 @@ class MaskedRow:
     error: float
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention by cuDNN, of tensors in its own layout [B, H, T, D]."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def tree(gather: str, stride: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Tree attention of the given kernels."""
+def under(gather: str, call: timing.Call) -> Any:
+    """A call with the given kernels."""
     os.environ["HTREE_TREE_GATHER"] = gather
-    return tree_attention(q, k, v, rope_base=None, selection_stride=stride)
-
-
-class Gradients:
-    """The backward of an attention of the given inputs, whose forward has run; it can be called again and again."""
-
-    def __init__(self, attention: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
-        self.inputs = [x.detach().requires_grad_() for x in inputs]
-        self.out = attention(*self.inputs)
-        self.upstream = torch.randn_like(self.out)
-
-    def __call__(self, gather: str) -> tuple[Tensor, ...]:
-        os.environ["HTREE_TREE_GATHER"] = gather
-        return torch.autograd.grad(self.out, self.inputs, self.upstream, retain_graph=True)
+    return call()
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -101,24 +75,19 @@ def measure(length: int, stride: int, correlation: float, backward: bool) -> Mas
     sizes = length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
     sets = [case.make_qkv("cuda", seed) for seed in range(timing.num_input_sets(sizes))]
     dense_sets = [[y.transpose(1, 2).contiguous() for y in x] for x in sets]
-    calls: dict[str, list[Callable[[], object]]] = {}
-    if backward:
-        trees = [Gradients(partial(tree, "auto", stride), x) for x in sets]
-        for kind in ("auto", "gathered"):
-            calls[kind] = [partial(x, kind) for x in trees]
-        calls["cudnn"] = [partial(Gradients(dense, x), "auto") for x in dense_sets]
-        error = max(map(difference, trees[0]("auto"), trees[0]("gathered")))
-    else:
-        for kind in ("auto", "gathered"):
-            calls[kind] = [partial(tree, kind, stride, *x) for x in sets]
-        calls["cudnn"] = [partial(dense, *x) for x in dense_sets]
-        error = difference(*(tree(kind, stride, *sets[0]) for kind in ("auto", "gathered")))
-    found = timing.measure_undisturbed(calls, clock_for("cuda"), EFFORT)
-    times = {name: found[name].median_us / 1000 for name in calls}
+    tree = partial(tree_attention, rope_base=None, selection_stride=stride)
+    os.environ["HTREE_TREE_GATHER"] = "auto"
+    prepared = backward_of if backward else forward_of
+    trees = [prepared(tree, x) for x in sets]
+    calls: dict[str, list[timing.Call]] = {
+        kind: [partial(under, kind, call) for call in trees] for kind in ("auto", "gathered")
+    }
+    results = (under(kind, trees[0]) for kind in ("auto", "gathered"))
+    error = max(map(difference, *results)) if backward else difference(*results)
+    calls["cudnn"] = [prepared(dense_heads_first, x) for x in dense_sets]
+    times = medians_ms(calls, "cuda", EFFORT)
     return MaskedRow(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        commit=source_commit(),
+        **where(),
         T=length,
         selection_stride=stride,
         inputs=f"ar1_{correlation:g}" if correlation else "iid",
@@ -133,15 +102,14 @@ def measure(length: int, stride: int, correlation: float, backward: bool) -> Mas
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="tree attention on masked tiles beside its gather and cuDNN")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="32768 independent tokens alone, stride 1")
+    parser = make_parser(
+        "tree attention on masked tiles beside its gather and cuDNN",
+        quick="32768 independent tokens alone, stride 1",
+    )
     parser.add_argument("--backward", action="store_true", help="the gradients in place of the outputs")
     arguments = parse_for_gpu(parser, argv)
-    settings = progress(QUICK if arguments.quick else WHOLE, str)
-    rows = (measure(*setting, arguments.backward) for setting in settings)
-    print_rows(rows, arguments.csv)
-    return 0
+    settings = QUICK if arguments.quick else WHOLE
+    return measure_each(settings, str, lambda x: [measure(*x, arguments.backward)], arguments.csv)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ Figures are reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +26,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.plain_rows import Measured, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
 from htree_ops import index_losses
 from htree_ops.cli import regular_expression
-from htree_ops.info import source_commit
 from htree_ops.integrations import patch_model_
 from htree_ops.integrations.transformers import register
 from htree_ops.tuning.clock import clock_for
@@ -81,13 +78,10 @@ WAYS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRow:
+class ModelRow(Measured):
     """One way at one length. ``peak_bytes`` is what the allocator held at most, the model included; None on the CPU."""
 
-    gpu: str
-    torch: str
     transformers: str
-    commit: str
     phase: str
     tokens: int
     layers: int
@@ -175,10 +169,8 @@ def measure(
     sustained = timing.sustained([call], clock, times.median_us, effort).median_us
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
     return ModelRow(
-        gpu=torch.cuda.get_device_name() if on_gpu else "none",
-        torch=torch.__version__,
+        **where(device),
         transformers=transformers.__version__,
-        commit=source_commit(),
         phase=phase,
         tokens=tokens,
         layers=size.num_hidden_layers,
@@ -222,19 +214,18 @@ def available(ways: Sequence[Way]) -> Iterator[Way]:
 
 def main(argv: Sequence[str] | None = None, size: Size | None = None, ways: Sequence[Way] = WAYS) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="a training step and a prefill of a Llama-shaped model")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    parser = make_parser(
+        "a training step and a prefill of a Llama-shaped model",
+        rounds=5,
+        quick="the first length alone, nothing compiled, few repetitions",
+        cpu=True,
+    )
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=LENGTHS, help="lengths (default 8k, 32k, 128k)"
     )
     parser.add_argument("--phase", choices=("train", "prefill"), nargs="+", default=("prefill", "train"))
-    parser.add_argument("--rounds", type=int, default=5, help="turns of a row (default 5)")
     parser.add_argument(
         "--way", type=regular_expression, default="", metavar="REGEX", help="only ways whose name matches"
-    )
-    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
-    parser.add_argument(
-        "--quick", action="store_true", help="the first length alone, nothing compiled, few repetitions"
     )
     arguments = parse_for_gpu(parser, argv)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16

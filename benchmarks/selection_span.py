@@ -9,22 +9,18 @@ never asserted.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
+from benchmarks.harness.calls import medians_ms, peak_of, sustained_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from tests.support.tree_attention_cases import TreeAttentionCase
 
 #: T, selection_stride, spans, rounds.
@@ -45,15 +41,12 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanRow:
+class SpanRow(Measured):
     """One forward; ``multiple`` is its sustained time by that of the span None.
 
     ``score_tflop`` are the products of queries with span means of the top layer: half of T/s leaders times T/c means.
     """
 
-    gpu: str
-    torch: str
-    commit: str
     T: int
     selection_stride: int
     selection_span: int | None
@@ -64,30 +57,18 @@ class SpanRow:
     score_tflop: float
 
 
-def peak_of(call: Callable[[], object]) -> int:
-    """The most bytes that a call holds beyond those before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def times_of(
     case: TreeAttentionCase, ways: Sequence[dict[str, Any]], device: str, effort: timing.Effort
 ) -> list[tuple[functools.partial[object], float, float]]:
     """For each way to call ``attention`` the call, its median in ms, and that under load; all are timed in turns."""
-    inputs, clock = (*case.make_qkv(device), *case.op_options()), clock_for(device)
+    inputs = (*case.make_qkv(device), *case.op_options())
     calls = [
         functools.partial(torch.ops.htree.attention, *inputs, store_parents=False, **way) for way in ways
     ]
-    times = timing.measure_undisturbed({str(i): [call] for i, call in enumerate(calls)}, clock, effort)
-    medians = [times[str(i)].median_us for i in range(len(calls))]
-    return [
-        (call, median / 1e3, timing.sustained([call], clock, median, effort).median_us / 1e3)
-        for call, median in zip(calls, medians, strict=True)
-    ]
+    candidates = {str(i): [call] for i, call in enumerate(calls)}
+    medians = medians_ms(candidates, device, effort)
+    sustained = sustained_ms(candidates, medians, device, effort)
+    return [(call, medians[name], sustained[name]) for name, (call,) in candidates.items()]
 
 
 def measure(
@@ -97,20 +78,17 @@ def measure(
     case = TreeAttentionCase(name="span", T=length, r=16, selection_stride=stride, **SIZES[device])
     ways = [None, *spans]
     timed = times_of(case, [{"selection_span": span} for span in ways], device, effort)
-    on_gpu = device == "cuda"
     plain_ms = timed[0][2]
     return [
         SpanRow(
-            gpu=torch.cuda.get_device_name() if on_gpu else "none",
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(device),
             T=length,
             selection_stride=stride,
             selection_span=span,
             median_ms=median_ms,
             sustained_ms=sustained_ms,
             multiple=sustained_ms / plain_ms,
-            peak_bytes=peak_of(call) if on_gpu else None,
+            peak_bytes=peak_of(call)[1] if device == "cuda" else None,
             score_tflop=0.0 if span is None else length / stride * case.H * (length / span) * case.K / 1e12,
         )
         for span, (call, median_ms, sustained_ms) in zip(ways, timed, strict=True)
@@ -118,12 +96,9 @@ def measure(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextRow:
+class NextRow(Measured):
     """One forward with ``open_next`` and one without, under load; ``multiple`` is the one by the other."""
 
-    gpu: str
-    torch: str
-    commit: str
     T: int
     selection_stride: int
     selection_span: int | None
@@ -143,9 +118,7 @@ def measure_next(
         plain_ms, open_next_ms = (sustained for _, _, sustained in times_of(case, ways, device, effort))
         rows.append(
             NextRow(
-                gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
-                torch=torch.__version__,
-                commit=source_commit(),
+                **where(device),
                 T=length,
                 selection_stride=stride,
                 selection_span=span,
@@ -159,31 +132,25 @@ def measure_next(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="time of tree attention by selection_span")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="the shortest sequence alone, few repetitions")
+    parser = make_parser(
+        "time of tree attention by selection_span",
+        quick="the shortest sequence alone, few repetitions",
+        cpu=True,
+    )
     parser.add_argument("--open-next", action="store_true", help="time open_next, in place of spans")
     arguments = parse_for_gpu(parser, argv)
     settings = SETTINGS[arguments.device]
     if arguments.quick or arguments.open_next:
         settings = tuple(setting for setting in settings if setting[0] == settings[0][0])
-    what = measure_next if arguments.open_next else measure
-    rows = (
-        row
-        for length, stride, spans, rounds in progress(
-            settings, lambda setting: f"T={setting[0]} stride {setting[1]}"
+
+    def rows_of(setting: tuple[int, int, tuple[int, ...], int]) -> list[SpanRow] | list[NextRow]:
+        length, stride, spans, rounds = setting
+        effort = timing.QUICK if arguments.quick else timing.Effort(rounds=rounds)
+        return (measure_next if arguments.open_next else measure)(
+            length, stride, spans, arguments.device, effort
         )
-        for row in what(
-            length,
-            stride,
-            spans,
-            arguments.device,
-            timing.QUICK if arguments.quick else timing.Effort(rounds=rounds),
-        )
-    )
-    print_rows(rows, arguments.csv)
-    return 0
+
+    return measure_each(settings, lambda x: f"T={x[0]} stride {x[1]}", rows_of, arguments.csv)
 
 
 if __name__ == "__main__":

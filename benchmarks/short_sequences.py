@@ -9,24 +9,18 @@ Figures are reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.calls import backward_of, dense_heads_first, forward_of, medians_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import tree_attention
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
 from tests.support.cases import normal
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
@@ -42,12 +36,9 @@ QUICK: list[tuple[str, int, int, Sequence[int]]] = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortRow:
+class ShortRow(Measured):
     """One length, batch and stride; ``ratio`` is ``htree_us / cudnn_us``."""
 
-    gpu: str
-    torch: str
-    commit: str
     what: str
     T: int
     B: int
@@ -55,12 +46,6 @@ class ShortRow:
     htree_us: float
     cudnn_us: float
     ratio: float
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same attention by cuDNN, of tensors in its own layout [B, H, T, D]."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def inputs(batch: int, length: int, seed: int) -> list[Tensor]:
@@ -75,38 +60,27 @@ def heads_first(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
-def backward_of(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Callable[[], Any]:
-    """The backward of a call, whose forward is done."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = call(*leaves)
-    return partial(torch.autograd.grad, out, leaves, torch.ones_like(out), retain_graph=True)
-
-
 def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[ShortRow]:
     """A row for every stride."""
     sizes = batch * length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
     sets = [inputs(batch, length, 10 * i) for i in range(timing.num_input_sets(sizes))]
 
-    def prepared(call: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Callable[[], Any]:
-        return backward_of(call, tensors) if what == "backward" else partial(call, *tensors)
-
-    calls = {"cudnn": [prepared(dense, heads_first(x)) for x in sets]}
+    prepared = partial(backward_of, upstream=torch.ones_like) if what == "backward" else forward_of
+    calls = {"cudnn": [prepared(dense_heads_first, heads_first(x)) for x in sets]}
     for stride in strides:
         ours = partial(tree_attention, selection_stride=stride)
         calls[str(stride)] = [prepared(ours, [x.clone() for x in tensors]) for tensors in sets]
-    found = timing.measure_undisturbed(calls, clock_for("cuda"), EFFORT)
+    times = {name: 1e3 * ms for name, ms in medians_ms(calls, "cuda", EFFORT).items()}
     return [
         ShortRow(
-            gpu=torch.cuda.get_device_name(),
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(),
             what=what,
             T=length,
             B=batch,
             selection_stride=int(name),
-            htree_us=found[name].median_us,
-            cudnn_us=found["cudnn"].median_us,
-            ratio=found[name].median_us / found["cudnn"].median_us,
+            htree_us=times[name],
+            cudnn_us=times["cudnn"],
+            ratio=times[name] / times["cudnn"],
         )
         for name in calls
         if name != "cudnn"
@@ -115,14 +89,11 @@ def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="tree attention of short sequences beside cuDNN")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="six settings of the forward, stride 1 alone")
+    parser = make_parser(
+        "tree attention of short sequences beside cuDNN", quick="six settings of the forward, stride 1 alone"
+    )
     arguments = parse_for_gpu(parser, argv)
-    settings = QUICK if arguments.quick else WHOLE
-    rows = (row for setting in progress(settings, str) for row in measure(*setting))
-    print_rows(rows, arguments.csv)
-    return 0
+    return measure_each(QUICK if arguments.quick else WHOLE, str, lambda x: measure(*x), arguments.csv)
 
 
 if __name__ == "__main__":

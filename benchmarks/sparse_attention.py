@@ -12,39 +12,29 @@ Figures are reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
-from tests.support.cases import normal
+from benchmarks.harness.calls import backward_of, dense, medians_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from htree_ops.tuning.clock import Call
 from tests.support.sparse_attention_cases import BENCHMARK_CASES, SparseCase
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseRow:
+class SparseRow(Measured):
     """One method in one direction; ``multiple`` is its time by that of dense attention in the same run."""
 
-    device: str
-    torch: str
-    commit: str
     case: str
     direction: str
     method: str
@@ -55,11 +45,6 @@ class SparseRow:
 
 def attend(case: SparseCase, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.htree.sparse_attention(q, k, v, blocks, **case.options())[0]
-
-
-def attend_densely(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def tree_options(case: SparseCase) -> dict[str, Any]:
@@ -125,19 +110,11 @@ def tokens_of_tree(case: SparseCase, inputs: Sequence[Tensor], rounds: int) -> d
     def attend(*qkv: Tensor) -> Tensor:
         return torch.ops.htree.attention(*qkv, **options)[0]
 
-    forward, backward = partial(attend, *inputs), gradient_of(attend, inputs)
+    forward, backward = partial(attend, *inputs), backward_of(attend, inputs)
     return {
         "forward": median(forward_of_tokens(kernels_of(forward), layers) for _ in range(rounds)),
         "backward": median(backward_of_tokens(kernels_of(backward), layers) for _ in range(rounds)),
     }
-
-
-def gradient_of(call: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
-    """The backward of ``call(*inputs)``, whose graph is made here."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = call(*leaves)
-    dout = normal(tuple(out.shape), out.dtype, out.device, 7)
-    return partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
 
 def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[SparseRow]:
@@ -146,27 +123,22 @@ def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[Sparse
     of_tree = case.lists == "tree"
     blocks = lists_of_tree(case, inputs) if of_tree else case.make_blocks(device)
     methods: dict[str, Callable[..., Tensor]] = {
-        "dense": attend_densely,
+        "dense": dense,
         "sparse_attention": partial(attend, case, blocks),
     }
-    calls: dict[str, dict[str, Call]] = {
-        "forward": {name: partial(method, *inputs) for name, method in methods.items()},
-        "backward": {name: gradient_of(method, inputs) for name, method in methods.items()},
+    calls: dict[str, dict[str, list[Call]]] = {
+        "forward": {name: [partial(method, *inputs)] for name, method in methods.items()},
+        "backward": {name: [backward_of(method, inputs)] for name, method in methods.items()},
     }
     of_layer = tokens_of_tree(case, inputs, min(3, effort.rounds)) if of_tree and device == "cuda" else {}
     rows = []
     for direction, of_method in calls.items():
-        found = timing.measure_undisturbed(
-            {name: [call] for name, call in of_method.items()}, clock_for(device), effort
-        )
-        times = {name: found[name].median_us / 1e3 for name in of_method}
+        times = medians_ms(of_method, device, effort)
         if direction in of_layer:
             times["tree_attention, tokens"] = of_layer[direction]
         rows += [
             SparseRow(
-                device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
-                torch=torch.__version__,
-                commit=source_commit(),
+                **where(device),
                 case=case.shapes,
                 direction=direction,
                 method=name,
@@ -181,26 +153,20 @@ def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[Sparse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="time of attention over lists")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = make_parser(
+        "time of attention over lists", rounds=5, quick="an eighth of the tokens, few repetitions", cpu=True
+    )
     parser.add_argument(
         "--case", default="", help="only cases whose description this regular expression finds"
     )
-    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, few repetitions")
     arguments = parse_for_gpu(parser, argv)
     cases = [case for case in BENCHMARK_CASES[arguments.device] if re.search(arguments.case, case.shapes)]
     effort = timing.Effort(rounds=arguments.rounds, candidate_ms=600.0)
     if arguments.quick:
         cases, effort = [replace(case, T=case.T // 8) for case in cases], timing.QUICK
-    rows = (
-        row
-        for case in progress(cases, lambda case: case.shapes)
-        for row in measure(case, arguments.device, effort)
+    return measure_each(
+        cases, lambda case: case.shapes, lambda case: measure(case, arguments.device, effort), arguments.csv
     )
-    print_rows(rows, arguments.csv)
-    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ first run. Figures are reported, never asserted; docs/distributed.md has the tab
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -26,7 +25,7 @@ from lm.settings import Settings
 from lm.text import Text, default_folder, load_text
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import print_rows
+from benchmarks.harness.plain_rows import make_parser, print_rows
 from htree_ops.info import source_commit
 from tests.support.gloo import use_one_worker
 
@@ -174,8 +173,7 @@ def rows(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the rows."""
-    parser = argparse.ArgumentParser(description="how far rounding lets losses of training drift apart")
-    parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the rows to this file")
+    parser = make_parser("how far rounding lets losses of training drift apart")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run (default 40)")
     parser.add_argument(
         "--context", type=int, default=SETTINGS.context, help="tokens of a text (default 1024)"

@@ -9,26 +9,18 @@ tokens. Random lists overlap less than trained ones do. Figures are reported, ne
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.calls import backward_of, dense, forward_of, medians_ms, sustained_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeOptions, tree_attention
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
 
 INDEX_DIM = 32
 
@@ -69,12 +61,9 @@ SETTINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexRow:
+class IndexRow(Measured):
     """One direction of one setting; ``of_dense`` is its sustained time by that of dense attention."""
 
-    gpu: str
-    torch: str
-    commit: str
     direction: str
     T: int
     H: int
@@ -118,41 +107,19 @@ def ours(setting: Setting) -> Callable[..., Tensor]:
     return call
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """Dense attention of the same tensors."""
-    only: Any = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext()
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with only:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-def calls_of(run: Callable[..., Tensor], tensors: Sequence[Tensor], backward: bool) -> Callable[[], object]:
-    """A forward without a gradient, or the backward of one that ran before."""
-    if not backward:
-        return torch.no_grad()(partial(run, *tensors))
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    out = run(*leaves, *tensors[3:])
-    return partial(torch.autograd.grad, out, leaves, torch.ones_like(out), retain_graph=True)
-
-
 def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[IndexRow]:
     """A row for each direction."""
-    tensors, clock = make_tensors(setting, device), clock_for(device)
+    tensors = make_tensors(setting, device)
     for backward in (False, True) if setting.backward else (False,):
-        ways = {"ours": calls_of(ours(setting), tensors, backward)}
+        prepared = partial(backward_of, upstream=torch.ones_like) if backward else forward_of
+        ways = {"ours": [prepared(ours(setting), tensors)]}
         if setting.T <= 131_072:  # beyond, dense attention alone would take minutes
-            ways["dense"] = calls_of(dense, tensors, backward)
-        times = timing.measure_undisturbed({name: [call] for name, call in ways.items()}, clock, effort)
-        sustained = {
-            name: timing.sustained([call], clock, times[name].median_us, effort).median_us / 1e3
-            for name, call in ways.items()
-        }
+            ways["dense"] = [prepared(dense, tensors)]
+        medians = medians_ms(ways, device, effort)
+        sustained = sustained_ms(ways, medians, device, effort)
         dense_ms = sustained.get("dense")
         yield IndexRow(
-            gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(device),
             direction="backward" if backward else "forward",
             T=setting.T,
             H=setting.H,
@@ -162,7 +129,7 @@ def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[In
             max_top_nodes=setting.M,
             selection_stride=setting.s,
             open_next=setting.open_next,
-            median_ms=times["ours"].median_us / 1e3,
+            median_ms=medians["ours"],
             sustained_ms=sustained["ours"],
             dense_ms=dense_ms,
             of_dense=None if dense_ms is None else sustained["ours"] / dense_ms,
@@ -171,25 +138,21 @@ def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[In
 
 def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(
-        description="time of tree attention with an index, beside dense attention"
+    parser = make_parser(
+        "time of tree attention with an index, beside dense attention",
+        rounds=3,
+        quick="the first setting alone, few repetitions",
+        cpu=True,
     )
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of a row (default 3)")
-    parser.add_argument("--quick", action="store_true", help="the first setting alone, few repetitions")
     arguments = parse_for_gpu(parser, argv)
     chosen = settings or SETTINGS[arguments.device]
     effort = timing.QUICK if arguments.quick else timing.Effort(rounds=arguments.rounds)
-    rows = (
-        row
-        for setting in progress(
-            chosen[:1] if arguments.quick else chosen, lambda x: f"T={x.T} k={x.k} stride {x.s}"
-        )
-        for row in measure(setting, arguments.device, effort)
+    return measure_each(
+        chosen[:1] if arguments.quick else chosen,
+        lambda x: f"T={x.T} k={x.k} stride {x.s}",
+        lambda x: measure(x, arguments.device, effort),
+        arguments.csv,
     )
-    print_rows(rows, arguments.csv)
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,37 +6,30 @@ H200: B = 1, H = 32, H_kv = 4, K = V = 128, k = 512, bf16. Figures are reported,
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
+from benchmarks.harness.calls import medians_ms, peak_of, sustained_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from tests.support.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
 
 LENGTHS = (32_768, 131_072)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRow:
+class MemoryRow(Measured):
     """One measured backward.
 
     ``peak_bytes`` is the most that the allocator held during the call, beyond its inputs and the three gradients. It
     contains ``sums_bytes``, the fp32 sums of dK and dV, and ``copy_bytes``, the packed K and V, both of all layers.
     """
 
-    gpu: str
-    commit: str
     T: int
     selection_stride: int
     lists: str
@@ -46,16 +39,6 @@ class MemoryRow:
     copy_bytes: int
     median_ms: float
     sustained_ms: float
-
-
-def peak_of(call: timing.Call) -> tuple[Sequence[Tensor], int]:
-    """The result of a call, and the most bytes allocated during it beyond those allocated before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated() - before
 
 
 def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
@@ -76,14 +59,14 @@ def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
         gradients, peak = peak_of(call)
         peaks[name] = peak - sum(x.numel() * x.element_size() for x in gradients)
         del gradients
-    clock = clock_for("cuda")
-    times = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
+    candidates = {name: [call] for name, call in calls.items()}
+    medians = medians_ms(candidates, "cuda", effort)
+    sustained = sustained_ms(candidates, medians, "cuda", effort)
     nodes = sum(case.sizes)  # of all layers
     values = case.B * nodes * case.H_kv * (case.K + case.V)
     return [
         MemoryRow(
-            gpu=torch.cuda.get_device_name(),
-            commit=source_commit(),
+            **where(),
             T=case.T,
             selection_stride=case.selection_stride,
             lists=name,
@@ -91,25 +74,21 @@ def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
             peak_bytes=peaks[name],
             sums_bytes=4 * values,
             copy_bytes=2 * values,
-            median_ms=times[name].median_us / 1e3,
-            sustained_ms=timing.sustained([call], clock, times[name].median_us, effort).median_us / 1e3,
+            median_ms=medians[name],
+            sustained_ms=sustained[name],
         )
-        for name, call in calls.items()
+        for name in calls
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="time and memory of the backward of tree attention")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds in which both are timed (default 10)")
+    parser = make_parser("time and memory of the backward of tree attention", rounds=10)
     arguments = parse_for_gpu(parser, argv)
     effort = timing.Effort(rounds=arguments.rounds)
     names = {f"T{length}_s{stride}" for length in LENGTHS for stride in (16, 1)}
     cases = [case for case in BENCHMARK_CASES["cuda"] if case.name in names]
-    rows = (row for case in progress(cases, lambda case: case.name) for row in measure(case, effort))
-    print_rows(rows, arguments.csv)
-    return 0
+    return measure_each(cases, lambda case: case.name, lambda case: measure(case, effort), arguments.csv)
 
 
 if __name__ == "__main__":

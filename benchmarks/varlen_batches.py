@@ -14,13 +14,10 @@ Figures are reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,25 +25,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.calls import backward_of, medians_ms
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from benchmarks.harness.progress import progress
-from htree_ops.info import source_commit
-from htree_ops.tuning.clock import clock_for
-from tests.support.cases import normal
+from htree_ops.tuning.clock import Call
 from tests.support.tree_attention_varlen_cases import BENCHMARK_CASES, VarlenCase
 
 #: Tokens of a batch that fills the GPU.
 FULL_BATCH = 65_536
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VarlenRow:
+class VarlenRow(Measured):
     """One batch in one direction; ``multiple`` is its time by that of the yardstick."""
 
-    device: str
-    torch: str
-    commit: str
     batch: str
     grouping: str
     direction: str
@@ -59,17 +51,9 @@ class VarlenRow:
     multiple: float
 
 
-def differentiate(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
-    """The backward of ``attend(*inputs)``, whose graph is made here."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    dout = normal(tuple(out.shape), out.dtype, out.device, 7)
-    return partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-
-
-def calls_of(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[str, Call]:
+def calls_of(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[str, list[Call]]:
     """The call of each direction."""
-    return {"forward": partial(attend, *inputs), "backward": differentiate(attend, inputs)}
+    return {"forward": [partial(attend, *inputs)], "backward": [backward_of(attend, inputs)]}
 
 
 def attend_packed(
@@ -101,13 +85,6 @@ def attend_densely(case: VarlenCase, cu: Tensor, q: Tensor, k: Tensor, v: Tensor
     return out
 
 
-def times_of(calls: dict[str, Call], device: str, effort: timing.Effort) -> dict[str, float]:
-    """Milliseconds of each call, taken in turns."""
-    clock = clock_for(device)
-    found = timing.measure_undisturbed({name: [call] for name, call in calls.items()}, clock, effort)
-    return {name: found[name].median_us / 1e3 for name in calls}
-
-
 def full_batches(case: VarlenCase, device: str, effort: timing.Effort) -> dict[str, float]:
     """For each direction the sum over documents of their share of a full batch."""
     total = {"forward": 0.0, "backward": 0.0}
@@ -115,7 +92,7 @@ def full_batches(case: VarlenCase, device: str, effort: timing.Effort) -> dict[s
         count = max(1, -(-FULL_BATCH // length)) if device == "cuda" else 1
         batch = replace(case, lengths=(length,) * count)
         calls = calls_of(partial(attend_batch, batch), batch.make_qkv(device))
-        for direction, time in times_of(calls, device, effort).items():
+        for direction, time in medians_ms(calls, device, effort).items():
             total[direction] += time / count
     return total
 
@@ -132,7 +109,7 @@ def measure(
     calls = calls_of(partial(attend_packed, case, given, longest, grouping), inputs)
     if case.name == "spread":
         yardstick, theirs = "sum of full batches", full_batches(case, device, effort)
-        ours = times_of(calls, device, effort)
+        ours = medians_ms(calls, device, effort)
     else:
         equal = case.name == "equal"
         dense = "varlen_attn" if device == "cuda" else "SDPA by document"
@@ -140,13 +117,11 @@ def measure(
         other = calls_of(partial(attend_batch, case) if equal else partial(attend_densely, case, cu), inputs)
         ours, theirs = {}, {}
         for direction, call in calls.items():
-            both = times_of({"ours": call, "theirs": other[direction]}, device, effort)
+            both = medians_ms({"ours": call, "theirs": other[direction]}, device, effort)
             ours[direction], theirs[direction] = both["ours"], both["theirs"]
     return [
         VarlenRow(
-            device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(device),
             batch=case.name,
             grouping=f"{grouping}, as many offsets as tokens" if bounded else grouping,
             direction=direction,
@@ -164,10 +139,9 @@ def measure(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="time of packed documents")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = make_parser(
+        "time of packed documents", rounds=5, quick="every fourth document, few repetitions", cpu=True
+    )
     parser.add_argument("--batch", choices=("spread", "equal", "dense"), help="this one alone")
     parser.add_argument(
         "--grouping", default="auto", help="as of _attention_varlen (default %(default)s); rank never waits"
@@ -177,20 +151,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="offsets for as many documents as tokens, as a compiled model gives them that finds documents itself",
     )
-    parser.add_argument("--quick", action="store_true", help="every fourth document, few repetitions")
     arguments = parse_for_gpu(parser, argv)
     cases, effort = BENCHMARK_CASES[arguments.device], timing.Effort(rounds=arguments.rounds)
     if arguments.quick:
         cases, effort = [replace(case, lengths=case.lengths[::4]) for case in cases], timing.QUICK
     if arguments.batch:
         cases = [case for case in cases if case.name == arguments.batch]
-    rows = (
-        row
-        for case in progress(cases, lambda case: f"{case.name} stride {case.selection_stride}")
-        for row in measure(case, arguments.grouping, arguments.bounded, arguments.device, effort)
+    return measure_each(
+        cases,
+        lambda case: f"{case.name} stride {case.selection_stride}",
+        lambda case: measure(case, arguments.grouping, arguments.bounded, arguments.device, effort),
+        arguments.csv,
     )
-    print_rows(rows, arguments.csv)
-    return 0
 
 
 if __name__ == "__main__":

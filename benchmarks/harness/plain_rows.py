@@ -1,26 +1,59 @@
-"""Tables of measurements of any kind, for the programs of benchmarks/: any dataclass, one row each."""
+"""Tables of measurements of any kind, for the programs of benchmarks/: any dataclass, one row each; and their flags."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from benchmarks.harness.progress import progress
 from htree_ops.info import source_commit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["parse_for_gpu", "print_rows"]
+__all__ = ["Measured", "make_parser", "measure_each", "parse_for_gpu", "print_rows", "where"]
 
 R = TypeVar("R", bound="DataclassInstance")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The first columns of a row: where it was measured. :func:`where` gives them."""
+
+    gpu: str
+    torch: str
+    commit: str
+
+
+def where(device: str = "cuda") -> dict[str, Any]:
+    """The values of :class:`Measured`."""
+    gpu = "none" if device == "cpu" else torch.cuda.get_device_name()
+    return {"gpu": gpu, "torch": torch.__version__, "commit": source_commit()}
+
+
+def make_parser(
+    description: str, *, rounds: int = 0, quick: str = "", cpu: bool = False
+) -> argparse.ArgumentParser:
+    """The flags that programs share: ``--csv``, and where they are given, ``--rounds`` with its default, ``--quick``
+    with what it leaves out, and ``--device`` of programs that run on a CPU too."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--csv", type=Path, help="write the rows to this file")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of a row (default {rounds})")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if cpu:
+        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
 
 
 def parse_for_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -34,6 +67,17 @@ def parse_for_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
         more = ": --device cpu measures this machine" if "device" in arguments else ""
         parser.error(f"torch sees no GPU{more}")
     return arguments
+
+
+def measure_each(
+    items: Sequence[Item],
+    label: Callable[[Item], str],
+    measure: Callable[[Item], Iterable[R]],
+    path: Path | None,
+) -> int:
+    """Shows how far the items are, prints the rows of each and writes them to ``path``; status 0."""
+    print_rows((row for item in progress(items, label) for row in measure(item)), path)
+    return 0
 
 
 def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:

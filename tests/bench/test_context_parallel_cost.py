@@ -49,7 +49,8 @@ def test_overlap_and_more_ranks_behave():
 def test_a_bar_is_met_by_the_better_balance(best, met, capsys):
     rows = [
         context_parallel.Row(
-            device="gpu",
+            gpu="gpu",
+            torch="",
             commit="0",
             ranks=2,
             T=524_288,
