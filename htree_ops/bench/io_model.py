@@ -10,6 +10,9 @@ from itertools import pairwise
 
 import torch
 
+from htree_ops.flops import tree_candidates
+from htree_ops.reference import tree_attention as reference
+
 __all__ = [
     "PipelineProblem",
     "Traffic",
@@ -108,23 +111,14 @@ class Traffic:
 
 def layer_sizes(problem: PipelineProblem) -> list[int]:
     """Nodes of each layer, tokens first; the last has at most ``max_top_nodes``."""
-    sizes = [problem.seq_len]
-    while sizes[-1] > problem.max_top_nodes:
-        sizes.append(-(-sizes[-1] // problem.compression_rate))
-    return sizes
+    return reference.layer_sizes(problem.seq_len, problem.compression_rate, problem.max_top_nodes)
 
 
 def candidate_sums(problem: PipelineProblem) -> list[tuple[int, int]]:
     """Per layer, tokens first: (sum of n, sum of min(k, n)) over the queries of one batch and kv head (§1.3)."""
-    rate, num_layers = problem.compression_rate, len(layer_sizes(problem))
-    times = torch.arange(problem.seq_len, device="cpu")
-    lists = times // rate**num_layers + 1
-    sums = []
-    for layer in reversed(range(num_layers)):
-        n = (lists - 1) * rate + times // rate**layer % rate + 1
-        lists = n.clamp(max=problem.top_k)
-        sums.append((int(n.sum()), int(lists.sum())))
-    return sums[::-1]
+    sizes = (problem.seq_len, problem.seq_len, problem.compression_rate, problem.max_top_nodes)
+    layers = tree_candidates(*sizes, problem.top_k)
+    return [(scored, int(n.clip(max=problem.top_k).sum())) for scored, _, n in reversed(layers)]
 
 
 def _value_spans(problem: PipelineProblem) -> int:
