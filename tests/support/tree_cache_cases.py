@@ -193,158 +193,60 @@ def filled_packed_pools(
 
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-_SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6}
-_TREE: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "page_size": 8}
+_SMALL: dict[str, Any] = {
+    "heads": 4, "kv_heads": 2, "key_dim": 8, "value_dim": 6, "compression_rate": 4, "max_top_nodes": 12, "top_k": 4,
+    "page_size": 8,
+}  # fmt: skip
 #: The top has more nodes than a list has children: rows of up to 31 tokens are dense, of up to 124 have two layers.
-_OPEN: dict[str, Any] = _TREE | {"max_top_nodes": 31}
+_OPEN: dict[str, Any] = {"max_top_nodes": 31}
+_ODD: dict[str, Any] = {"page_size": 9, "compression_rate": 3, "max_top_nodes": 5, "top_k": 2}
+_MODEL: dict[str, Any] = {"page_size": 256, "max_top_nodes": 128, "top_k": 8}
 SPANS: list[tuple[int, Importance]] = [(1, "lse_causal"), (2, "lse_causal"), (4, "exp_joint")]
 
+
+def _heads(heads: int, kv_heads: int, key_dim: int, value_dim: int | None = None) -> dict[str, Any]:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "key_dim": key_dim}
+    return sizes | {"value_dim": key_dim if value_dim is None else value_dim}
+
+
+def _small(
+    name: str, lengths: tuple[int, ...], queries: tuple[int, ...], dtype: torch.dtype = F32, **others: Any
+) -> TreeCacheCase:
+    return TreeCacheCase(name=name, dtype=dtype, lengths=lengths, queries=queries, **(_SMALL | others))
+
+
 CASES = [
-    TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_SMALL, **_TREE),
-    TreeCacheCase(name="ragged", dtype=F32, lengths=(21, 0, 9, 50), queries=(4, 0, 9, 1), **_SMALL, **_TREE),
-    TreeCacheCase(
-        name="stride",
-        dtype=F32,
-        lengths=(40, 29),
-        queries=(16, 9),
-        selection_stride=4,
-        ring=4,
-        **_SMALL,
-        **_TREE,
-    ),
-    TreeCacheCase(name="ring", dtype=F32, lengths=(40, 29), queries=(9, 9), ring=2, **_SMALL, **_TREE),
-    TreeCacheCase(
-        name="joint", dtype=F32, lengths=(60,), queries=(7,), importance="exp_joint", **_SMALL, **_TREE
-    ),
-    TreeCacheCase(
-        name="next", dtype=F32, lengths=(60, 41), queries=(7, 2), open_next=True, **_SMALL, **_TREE
-    ),
-    TreeCacheCase(
-        name="next, span 2, stride",
-        dtype=F32,
-        lengths=(61, 38),
-        queries=(9, 3),
-        selection_span=2,
-        selection_stride=4,
-        ring=4,
-        open_next=True,
-        **_SMALL,
-        **_TREE,
-    ),
-    TreeCacheCase(name="plain", dtype=F32, lengths=(60,), queries=(3,), rope_base=None, **_SMALL, **_TREE),
-    TreeCacheCase(
-        name="inv_freq",
-        dtype=F32,
-        lengths=(60, 37),
-        queries=(3, 1),
-        inv_freq=(1.0, -0.3, 0.01, 0.0),
-        **_SMALL,
-        **_TREE,
-    ),
+    _small("decode", (37, 1, 64), (1, 1, 1)),
+    _small("ragged", (21, 0, 9, 50), (4, 0, 9, 1)),
+    _small("stride", (40, 29), (16, 9), selection_stride=4, ring=4),
+    _small("ring", (40, 29), (9, 9), ring=2),
+    _small("joint", (60,), (7,), importance="exp_joint"),
+    _small("next", (60, 41), (7, 2), open_next=True),
+    _small("next, span 2, stride", (61, 38), (9, 3), selection_span=2, selection_stride=4, ring=4, open_next=True),
+    _small("plain", (60,), (3,), rope_base=None),
+    _small("inv_freq", (60, 37), (3, 1), inv_freq=(1.0, -0.3, 0.01, 0.0)),
     *(
-        TreeCacheCase(
-            name=f"span {span}",
-            dtype=F32,
-            lengths=(61, 38),
-            queries=(9, 3),
-            selection_span=span,
-            importance=importance,
-            ring=4,
-            **_SMALL,
-            **_TREE,
-        )
+        _small(f"span {span}", (61, 38), (9, 3), selection_span=span, importance=importance, ring=4)
         for span, importance in SPANS
     ),
-    TreeCacheCase(name="open", dtype=F32, lengths=(130, 31, 70), queries=(9, 3, 1), **_SMALL, **_OPEN),
-    TreeCacheCase(
-        name="open, stride",  # 32 ends the dense rows: leader 28 has one layer, and so have its followers
-        dtype=F32,
-        lengths=(40, 128, 30),
-        queries=(12, 13, 2),
-        selection_stride=4,
-        ring=4,
-        **_SMALL,
+    _small("open", (130, 31, 70), (9, 3, 1), **_OPEN),
+    # 32 ends the dense rows: leader 28 has one layer, and so have its followers
+    _small("open, stride", (40, 128, 30), (12, 13, 2), selection_stride=4, ring=4, **_OPEN),
+    _small(
+        "open, span 2, next, stride", (135, 90), (14, 2), selection_span=2, selection_stride=2, ring=4, open_next=True,
         **_OPEN,
     ),
-    TreeCacheCase(
-        name="open, span 2, next, stride",
-        dtype=F32,
-        lengths=(135, 90),
-        queries=(14, 2),
-        selection_span=2,
-        selection_stride=2,
-        ring=4,
-        open_next=True,
-        **_SMALL,
-        **_OPEN,
-    ),
-    TreeCacheCase(
-        name="open, joint, span 4",
-        dtype=F32,
-        lengths=(126, 33),
-        queries=(3, 3),
-        selection_span=4,
-        importance="exp_joint",
-        **_SMALL,
-        **_OPEN,
-    ),
-    TreeCacheCase(
-        name="open, k = 1, pages for more",
-        dtype=F32,
-        lengths=(64, 9),
-        queries=(2, 9),
-        capacity=300,
-        **_SMALL,
-        **(_TREE | {"max_top_nodes": 7, "top_k": 1}),
-    ),
-    TreeCacheCase(
-        name="open, all dense",
-        dtype=F32,
-        lengths=(61,),
-        queries=(5,),
-        **_SMALL,
-        **(_TREE | {"max_top_nodes": (1 << 31) - 1}),
-    ),
-    TreeCacheCase(
-        name="odd rates",
-        dtype=F32,
-        lengths=(100, 77),
-        queries=(5, 2),
-        heads=3,
-        kv_heads=1,
-        key_dim=6,
-        value_dim=5,
-        page_size=9,
-        compression_rate=3,
-        max_top_nodes=5,
-        top_k=2,
-    ),
-    TreeCacheCase(
-        name="wide",
-        dtype=F32,
-        lengths=(700, 300),
-        queries=(2, 3),
-        heads=16,
-        kv_heads=1,
-        key_dim=64,
-        value_dim=64,
-        page_size=64,
-        max_top_nodes=64,
-        top_k=8,
+    _small("open, joint, span 4", (126, 33), (3, 3), selection_span=4, importance="exp_joint", **_OPEN),
+    _small("open, k = 1, pages for more", (64, 9), (2, 9), capacity=300, max_top_nodes=7, top_k=1),
+    _small("open, all dense", (61,), (5,), max_top_nodes=(1 << 31) - 1),
+    _small("odd rates", (100, 77), (5, 2), **_heads(3, 1, 6, 5), **_ODD),
+    _small(
+        "wide", (700, 300), (2, 3), **_heads(16, 1, 64), page_size=64, max_top_nodes=64, top_k=8, compression_rate=16
     ),
     *(
-        TreeCacheCase(
-            name=name,
-            dtype=dtype,
-            lengths=(1500, 1030),
-            queries=(1, 2),
-            heads=8,
-            kv_heads=2,
-            key_dim=64,
-            value_dim=64,
-            page_size=256,
-            max_top_nodes=top_nodes,
-            top_k=8,
+        _small(
+            name, (1500, 1030), (1, 2), dtype, **_heads(8, 2, 64), **(_MODEL | {"max_top_nodes": top_nodes}),
+            compression_rate=16,
         )
         for name, dtype, top_nodes in (
             ("model", F32, 128),
@@ -353,192 +255,98 @@ CASES = [
             ("model, open", F32, 200),
         )
     ),
-]
+]  # fmt: skip
 
 
-_PACKED: dict[str, Any] = {"heads": 4, "kv_heads": 2, "key_dim": 64, "value_dim": 128}
+_PACKED = _heads(4, 2, 64, 128)
 
 #: Tokens in 8 or 4 bits.
 PACKED_CASES = [
-    TreeCacheCase(name="decode", dtype=F32, lengths=(37, 1, 64), queries=(1, 1, 1), **_PACKED, **_TREE),
-    TreeCacheCase(name="ragged", dtype=F16, lengths=(21, 0, 9, 50), queries=(4, 0, 9, 1), **_PACKED, **_TREE),
-    TreeCacheCase(
-        name="stride", dtype=F32, lengths=(40, 29), queries=(16, 9), selection_stride=4, ring=4, **_PACKED, **_TREE
-    ),
-    TreeCacheCase(
-        name="span", dtype=BF16, lengths=(61, 38), queries=(9, 3), selection_span=2, **_PACKED, **_TREE
-    ),
-    TreeCacheCase(name="one layer", dtype=BF16, lengths=(11, 5), queries=(3, 5), **_PACKED, **_TREE),
-    TreeCacheCase(
-        name="open", dtype=F32, lengths=(130, 40), queries=(6, 12), selection_stride=4, ring=4, **_PACKED, **_OPEN
-    ),
-    TreeCacheCase(
-        name="odd rates",
-        dtype=F32,
-        lengths=(100, 77),
-        queries=(5, 2),
-        heads=1,
-        kv_heads=1,
-        key_dim=192,
-        value_dim=64,
-        page_size=9,
-        compression_rate=3,
-        max_top_nodes=5,
-        top_k=2,
-        rope_base=None,
-        importance="exp_joint",
+    _small("decode", (37, 1, 64), (1, 1, 1), **_PACKED),
+    _small("ragged", (21, 0, 9, 50), (4, 0, 9, 1), F16, **_PACKED),
+    _small("stride", (40, 29), (16, 9), selection_stride=4, ring=4, **_PACKED),
+    _small("span", (61, 38), (9, 3), BF16, selection_span=2, **_PACKED),
+    _small("one layer", (11, 5), (3, 5), BF16, **_PACKED),
+    _small("open", (130, 40), (6, 12), selection_stride=4, ring=4, **_PACKED, **_OPEN),
+    _small(
+        "odd rates", (100, 77), (5, 2), **_heads(1, 1, 192, 64), **_ODD, rope_base=None, importance="exp_joint"
     ),
     *(
-        TreeCacheCase(
-            name=f"model, {dim}",
-            dtype=dtype,
-            lengths=(1500, 1030),
-            queries=(1, 2),
-            heads=16,
-            kv_heads=2,
-            key_dim=dim,
-            value_dim=dim,
-            page_size=256,
-            max_top_nodes=128,
-            top_k=8,
-        )
+        _small(f"model, {dim}", (1500, 1030), (1, 2), dtype, **_heads(16, 2, dim), **_MODEL, compression_rate=16)
         for dim, dtype in ((64, BF16), (128, F16), (512, F32))
     ),
 ]  # fmt: skip
 
 
-def _decoded(name: str, dtype: torch.dtype = BF16, **others: Any) -> TreeCacheCase:
-    sizes: dict[str, Any] = {
-        "lengths": (700, 300),
-        "queries": (1, 1),
-        "heads": 8,
-        "kv_heads": 1,
-        "key_dim": 64,
-        "value_dim": 64,
-        "page_size": 64,
-        "max_top_nodes": 64,
-        "top_k": 8,
-    }
-    return TreeCacheCase(name=name, dtype=dtype, **(sizes | others))
+def _decoded(
+    name: str,
+    dtype: torch.dtype = BF16,
+    lengths: tuple[int, ...] = (700, 300),
+    queries: tuple[int, ...] | None = None,
+    **others: Any,
+) -> TreeCacheCase:
+    sizes: dict[str, Any] = {**_heads(8, 1, 64), "page_size": 64, "max_top_nodes": 64, "top_k": 8}
+    queries = (1,) * len(lengths) if queries is None else queries
+    return TreeCacheCase(name=name, dtype=dtype, lengths=lengths, queries=queries, **(sizes | others))
 
 
 _LARGE_HEADS: dict[str, Any] = {"key_dim": 128, "value_dim": 128}
+_SERVED: dict[str, Any] = {**_heads(16, 2, 128), "max_top_nodes": 8192}
 
 #: Calls that the decode kernel takes on Hopper.
 DECODE_CASES = [
-    _decoded("three layers", lengths=(1500, 1030), queries=(2, 1)),
+    _decoded("three layers", BF16, (1500, 1030), (2, 1)),
     _decoded("half, 128, G = 16", F16, heads=16, **_LARGE_HEADS),
     _decoded("128, G = 3", heads=6, kv_heads=2, **_LARGE_HEADS),
-    _decoded("ragged", F16, lengths=(700, 0, 5, 129), queries=(3, 0, 2, 7)),
+    _decoded("ragged", F16, (700, 0, 5, 129), (3, 0, 2, 7)),
     _decoded("plain", rope_base=None),
     _decoded("inv_freq", inv_freq=frequencies(64)),
     _decoded("inv_freq, 128, span 2", F16, inv_freq=frequencies(128), selection_span=2, **_LARGE_HEADS),
     _decoded("joint", importance="exp_joint"),
-    _decoded("stride", lengths=(600, 429), queries=(9, 5), selection_stride=4, ring=4),
+    _decoded("stride", BF16, (600, 429), (9, 5), selection_stride=4, ring=4),
     _decoded("ring", queries=(3, 5), ring=2),
     _decoded("span 1", selection_span=1),
     _decoded("span 4", selection_span=4, ring=4, importance="exp_joint"),
     _decoded("span 8, stride", F16, selection_span=8, selection_stride=2, queries=(5, 3), **_LARGE_HEADS),
     _decoded("next", open_next=True),
     _decoded("next, stride, span 2", selection_span=2, selection_stride=16, queries=(30, 20), open_next=True),
-    _decoded("next, three layers", F16, lengths=(1500, 1030), queries=(2, 1), open_next=True, **_LARGE_HEADS),
-    _decoded("three layers, span 4", lengths=(1500, 1030), queries=(2, 1), selection_span=4),
-    _decoded("span 2, large pages", lengths=(1500, 700), selection_span=2, page_size=256, **_LARGE_HEADS),
-    _decoded("wide lists", lengths=(6000, 33), max_top_nodes=600, top_k=40),
-    _decoded(
-        "as served",
-        lengths=(20000,),
-        queries=(1,),
-        max_top_nodes=8192,
-        top_k=512,
-        heads=16,
-        kv_heads=2,
-        **_LARGE_HEADS,
-    ),
-    _decoded("k = 500", lengths=(10000, 8100), max_top_nodes=8000, top_k=500),
-    _decoded("k = 600", lengths=(11000, 9700), max_top_nodes=9600, top_k=600),
-    _decoded(
-        "k = 1024, 128", F16, lengths=(17000,), queries=(1,), max_top_nodes=16384, top_k=1024, **_LARGE_HEADS
-    ),
-    _decoded(
-        "k = 1000, span 2", lengths=(16500,), queries=(1,), max_top_nodes=16000, top_k=1000, selection_span=2
-    ),
+    _decoded("next, three layers", F16, (1500, 1030), (2, 1), open_next=True, **_LARGE_HEADS),
+    _decoded("three layers, span 4", BF16, (1500, 1030), (2, 1), selection_span=4),
+    _decoded("span 2, large pages", BF16, (1500, 700), selection_span=2, page_size=256, **_LARGE_HEADS),
+    _decoded("wide lists", BF16, (6000, 33), max_top_nodes=600, top_k=40),
+    _decoded("as served", BF16, (20000,), **_SERVED, top_k=512),
+    _decoded("k = 500", BF16, (10000, 8100), max_top_nodes=8000, top_k=500),
+    _decoded("k = 600", BF16, (11000, 9700), max_top_nodes=9600, top_k=600),
+    _decoded("k = 1024, 128", F16, (17000,), max_top_nodes=16384, top_k=1024, **_LARGE_HEADS),
+    _decoded("k = 1000, span 2", BF16, (16500,), max_top_nodes=16000, top_k=1000, selection_span=2),
     # Tops of more nodes than a list has children: dense rows, rows of two and of three layers; more slots at the top
     # than below; the widest top, and the first that the kernel leaves to the general ones.
-    _decoded("open", lengths=(5000, 300, 700), queries=(2, 3, 1), max_top_nodes=300),
-    _decoded("open, 128, G = 16", F16, heads=16, lengths=(700, 3000), max_top_nodes=520, **_LARGE_HEADS),
-    _decoded("open, plain", lengths=(1500, 1030), max_top_nodes=1024, rope_base=None),
+    _decoded("open", BF16, (5000, 300, 700), (2, 3, 1), max_top_nodes=300),
+    _decoded("open, 128, G = 16", F16, (700, 3000), heads=16, max_top_nodes=520, **_LARGE_HEADS),
+    _decoded("open, plain", BF16, (1500, 1030), max_top_nodes=1024, rope_base=None),
+    _decoded("open, stride", BF16, (309, 620, 5000), (12, 7, 20), max_top_nodes=301, selection_stride=4, ring=4),
+    _decoded("open, next, stride", BF16, (900, 400), (9, 5), max_top_nodes=208, selection_stride=16, open_next=True),
+    _decoded("open, span 2", BF16, (5000, 700), (2, 1), max_top_nodes=300, selection_span=2, **_LARGE_HEADS),
     _decoded(
-        "open, stride",
-        lengths=(309, 620, 5000),
-        queries=(12, 7, 20),
-        max_top_nodes=301,
-        selection_stride=4,
-        ring=4,
+        "open, span 4, stride, joint", F16, (5000, 309), (9, 12), max_top_nodes=301, selection_stride=2,
+        selection_span=4, importance="exp_joint",
     ),
-    _decoded(
-        "open, next, stride",
-        lengths=(900, 400),
-        queries=(9, 5),
-        max_top_nodes=208,
-        selection_stride=16,
-        open_next=True,
-    ),
-    _decoded(
-        "open, span 2",
-        lengths=(5000, 700),
-        queries=(2, 1),
-        max_top_nodes=300,
-        selection_span=2,
-        **_LARGE_HEADS,
-    ),
-    _decoded(
-        "open, span 4, stride, joint",
-        F16,
-        lengths=(5000, 309),
-        queries=(9, 12),
-        max_top_nodes=301,
-        selection_stride=2,
-        selection_span=4,
-        importance="exp_joint",
-    ),
-    _decoded(
-        "open, as served",
-        lengths=(20000, 8000),
-        queries=(1, 1),
-        max_top_nodes=8192,
-        top_k=128,
-        heads=16,
-        kv_heads=2,
-        page_size=256,
-        **_LARGE_HEADS,
-    ),
-    _decoded("open, 1024 slots", F16, lengths=(17000, 16384), max_top_nodes=16384, top_k=64),
-    _decoded("open, more slots", F16, lengths=(17000, 16400), max_top_nodes=16400, top_k=64),
-    _decoded("open, many rows", lengths=(700, 3000), queries=(90, 50), max_top_nodes=520),
+    _decoded("open, as served", BF16, (20000, 8000), **_SERVED, top_k=128, page_size=256),
+    _decoded("open, 1024 slots", F16, (17000, 16384), max_top_nodes=16384, top_k=64),
+    _decoded("open, more slots", F16, (17000, 16400), max_top_nodes=16400, top_k=64),
+    _decoded("open, many rows", BF16, (700, 3000), (90, 50), max_top_nodes=520),
     # A choice among nodes of many span means, then one in a list; and tiles of span means that pages cut.
-    _decoded("three choices, span 4", lengths=(5000, 2600), selection_span=4),
-    _decoded("three choices, span 2, 128", F16, lengths=(5000, 257), selection_span=2, **_LARGE_HEADS),
-    _decoded("pages of 48, span 2", lengths=(3000, 700), selection_span=2, page_size=48),
-    _decoded("pages of 48, span 8", lengths=(6000, 700), selection_span=8, page_size=48, queries=(2, 2)),
+    _decoded("three choices, span 4", BF16, (5000, 2600), selection_span=4),
+    _decoded("three choices, span 2, 128", F16, (5000, 257), selection_span=2, **_LARGE_HEADS),
+    _decoded("pages of 48, span 2", BF16, (3000, 700), selection_span=2, page_size=48),
+    _decoded("pages of 48, span 8", BF16, (6000, 700), (2, 2), selection_span=8, page_size=48),
     # More rows than a GPU takes at once, so that the last of them have a launch of their own.
     _decoded("many rows", queries=(90, 50)),
     _decoded(
-        "many rows, stride, span 2, 128",
-        F16,
-        queries=(91, 52),
-        selection_stride=4,
-        selection_span=2,
-        **_LARGE_HEADS,
+        "many rows, stride, span 2, 128", F16, queries=(91, 52), selection_stride=4, selection_span=2, **_LARGE_HEADS
     ),
     _decoded(
-        "many rows, k = 500",
-        lengths=(10000, 8100),
-        queries=(9, 8),
-        max_top_nodes=8000,
-        top_k=500,
-        heads=16,
-        kv_heads=2,
+        "many rows, k = 500", BF16, (10000, 8100), (9, 8), max_top_nodes=8000, top_k=500, heads=16, kv_heads=2
     ),
     # Every kernel that is compiled.
     *(
@@ -552,12 +360,12 @@ DECODE_CASES = [
         for dtype in (F16, BF16)
         for size in (64, 128)
     ),
-]
+]  # fmt: skip
 
 
 def _served(name: str, batch: int, length: int, **others: Any) -> TreeCacheCase:
     """One token for each of ``batch`` sequences of ``length`` tokens, 32 heads of 128 on 4 K/V heads."""
-    sizes: dict[str, Any] = {"heads": 32, "kv_heads": 4, "key_dim": 128, "value_dim": 128, "page_size": 256}
+    sizes: dict[str, Any] = {**_heads(32, 4, 128), "page_size": 256}
     return TreeCacheCase(
         name=name, dtype=BF16, lengths=(length,) * batch, queries=(1,) * batch, **(sizes | others)
     )
@@ -587,21 +395,12 @@ BENCHMARK_CASES = {
         _served("B=1 T=8192 in 1048576", 1, 1 << 13, capacity=1 << 20),
     ],
     "cpu": [
-        TreeCacheCase(
-            name="B=1 T=32768",
-            dtype=F32,
-            lengths=(1 << 15,),
-            queries=(1,),
-            heads=4,
-            kv_heads=1,
-            key_dim=64,
-            value_dim=64,
-            page_size=256,
-            max_top_nodes=1024,
-            top_k=64,
+        _small(
+            "B=1 T=32768", (1 << 15,), (1,), **_heads(4, 1, 64), page_size=256, max_top_nodes=1024, top_k=64,
+            compression_rate=16,
         )
     ],
-}
+}  # fmt: skip
 
 
 #: What a call of ``_tree_cache_attention`` may leave out where a Python function makes it.
