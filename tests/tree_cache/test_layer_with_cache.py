@@ -1,4 +1,5 @@
-"""``HTreeAttention`` with a cache under what surrounds a model: autocast, torch.compile and recorded gradients."""
+"""``HTreeAttention`` with a cache (docs/semantics/tree_cache.md §7.4), also under what surrounds a model: autocast,
+torch.compile and recorded gradients."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from htree_ops import HTreeAttention, TreeKVCache, quantize_model_
+from htree_ops import HTreeAttention, TreeKVCache, quantize_model_, tree_attention
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -20,6 +21,62 @@ def make(device: str, **options: Any) -> HTreeAttention:
 
 def served(layer: HTreeAttention, x: Tensor, cache: TreeKVCache) -> Tensor:
     return torch.cat([layer(part, cache=cache) for part in x.split((17, 1, 1, 11), dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("scope", ["kv_head", "q_head"])
+@pytest.mark.parametrize("stride", [1, 4])
+def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, stride: int) -> None:
+    torch.manual_seed(0)
+    layer = HTreeAttention(32, 4, 2, selection_stride=stride, scope=scope, device=device, **OPTIONS)
+    x = torch.randn(2, 30, 32, device=device)
+    whole = layer(x)
+    cache = layer.make_cache(2, 30)
+    parts = [layer(part, cache=cache) for part in x.split((13, 1, 1, 1, 9, 1, 1, 1, 1, 1), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="options of the layer"):
+        HTreeAttention(32, 4, 2, device=device)(x, cache=cache)
+    with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
+        layer(x, cache=3)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"make_cache: device must be a torch\.device, a str or .*, got float"
+    ):
+        layer.make_cache(2, 30, device=2.5)  # type: ignore[arg-type]
+    on_meta = HTreeAttention(32, 4, 2, selection_stride=stride, device="meta", **OPTIONS)
+    assert on_meta(torch.empty(2, 5, 32, device="meta"), cache=on_meta.make_cache(2, 30)).shape == (2, 5, 32)
+
+
+class Wrapped(nn.Module):
+    """A layer that shows no weight."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> None:
+    quantised, wrapped = (HTreeAttention(32, 4, 2, device=device, **OPTIONS) for _ in range(2))
+    quantize_model_(quantised)
+    wrapped.k_proj = Wrapped(wrapped.k_proj)
+    x = torch.randn(2, 30, 32, device=device)
+    for layer, kind in ((quantised, "FP8Linear"), (wrapped, "Wrapped")):
+        with pytest.raises(ValueError, match=f"make_cache: dtype must be given, .* because {kind} in the"):
+            layer.make_cache(2, 30)
+        cache = layer.make_cache(2, 30, dtype=torch.float32)
+        assert str(cache.device).split(":")[0] == device
+        with torch.no_grad():
+            parts = [layer(part, cache=cache) for part in x.split((17, 1, 12), dim=1)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), layer(x), atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_cache_the_message_says_what_to_do() -> None:
+    q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 7, 2, 8)
+    with pytest.raises(
+        ValueError, match="give the queries since the last multiple once more, or decode with a Tree"
+    ):
+        tree_attention(q, k, k, selection_stride=4, **OPTIONS)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -1,7 +1,4 @@
-"""``TreeKVCache`` and the module that uses it (docs/semantics/tree_cache.md §7.4).
-
-Longer than 700 lines because it is one class on a CPU and on a GPU: schedules, graphs, compiled steps and errors.
-"""
+"""``TreeKVCache`` on CPU and GPU: schedules, graphs, compiled steps, errors (docs/semantics/tree_cache.md §7.4)."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tree_cache_schedules import Run, Sequence, Shape, refusal, schedules
 
-from htree_ops import HTreeAttention, TreeKVCache, quantize_model_, tree_attention
+from htree_ops import HTreeAttention, TreeKVCache, tree_attention
 from htree_ops.errors import DeviceError, OutOfPagesError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS
 
@@ -694,62 +691,3 @@ def test_lists_of_other_leaders_are_refused(leaders: list[int]) -> None:
     cache.load_state_dict(
         state | {"list_pos": torch.tensor([[16, 4, 8, 12], [0, -1, 8, -1]], dtype=torch.int32)}
     )
-
-
-# ---- the module
-
-
-@pytest.mark.parametrize("scope", ["kv_head", "q_head"])
-@pytest.mark.parametrize("stride", [1, 4])
-def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, stride: int) -> None:
-    torch.manual_seed(0)
-    layer = HTreeAttention(32, 4, 2, selection_stride=stride, scope=scope, device=device, **OPTIONS)
-    x = torch.randn(2, 30, 32, device=device)
-    whole = layer(x)
-    cache = layer.make_cache(2, 30)
-    parts = [layer(part, cache=cache) for part in x.split((13, 1, 1, 1, 9, 1, 1, 1, 1, 1), dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="options of the layer"):
-        HTreeAttention(32, 4, 2, device=device)(x, cache=cache)
-    with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
-        layer(x, cache=3)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"make_cache: device must be a torch\.device, a str or .*, got float"
-    ):
-        layer.make_cache(2, 30, device=2.5)  # type: ignore[arg-type]
-    on_meta = HTreeAttention(32, 4, 2, selection_stride=stride, device="meta", **OPTIONS)
-    assert on_meta(torch.empty(2, 5, 32, device="meta"), cache=on_meta.make_cache(2, 30)).shape == (2, 5, 32)
-
-
-class Wrapped(nn.Module):
-    """A layer that shows no weight."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.inner = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> None:
-    quantised, wrapped = (HTreeAttention(32, 4, 2, device=device, **OPTIONS) for _ in range(2))
-    quantize_model_(quantised)
-    wrapped.k_proj = Wrapped(wrapped.k_proj)
-    x = torch.randn(2, 30, 32, device=device)
-    for layer, kind in ((quantised, "FP8Linear"), (wrapped, "Wrapped")):
-        with pytest.raises(ValueError, match=f"make_cache: dtype must be given, .* because {kind} in the"):
-            layer.make_cache(2, 30)
-        cache = layer.make_cache(2, 30, dtype=torch.float32)
-        assert str(cache.device).split(":")[0] == device
-        with torch.no_grad():
-            parts = [layer(part, cache=cache) for part in x.split((17, 1, 12), dim=1)]
-            torch.testing.assert_close(torch.cat(parts, dim=1), layer(x), atol=1e-4, rtol=1e-4)
-
-
-def test_without_a_cache_the_message_says_what_to_do() -> None:
-    q, k = rows(1, 5, 4, 0), rows(1, 7, 2, 1)
-    with pytest.raises(
-        ValueError, match="give the queries since the last multiple once more, or decode with a Tree"
-    ):
-        tree_attention(q, k, k, selection_stride=4, **OPTIONS)
