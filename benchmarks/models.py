@@ -1,7 +1,7 @@
 """A training step and a prefill of a Llama-shaped model, with the ways in which one would run it.
 
 Run: ``python -m benchmarks.models --csv PATH`` on a GPU with 120 GB; needs transformers. ``--quick`` takes the shortest
-text and what need not be compiled, for a look. Eight layers of 4096 channels,
+sequence and what need not be compiled, for a look. Eight layers of 4096 channels,
 bf16, one sequence of random tokens. A training step is forward, backward and AdamW without the language model's head:
 the loss is the mean square of the last hidden states. With an index the step also has the loss of each layer's index at
 128 positions. From 64k tokens on, every way checkpoints the activations of each

@@ -2,8 +2,8 @@
 
 Run: ``python -m benchmarks.training_rounding --csv PATH``: half an hour on two cores. A model as that of
 ``examples/train_distributed.py``, but small, is trained by one process. Then it is trained again, by one process with
-other roundings and by two that share texts, tokens or heads. A row has the largest differences of the losses from the
-first run. Figures are reported, never asserted; docs/distributed.md has the table.
+other roundings and by two that share sequences, tokens or heads. A row has the largest differences of the losses from
+the first run. Figures are reported, never asserted; docs/distributed.md has the table.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("how far rounding lets losses of training drift apart")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run (default 40)")
     parser.add_argument(
-        "--context", type=int, default=SETTINGS.context, help="tokens of a text (default 1024)"
+        "--context", type=int, default=SETTINGS.context, help="tokens of a sequence (default 1024)"
     )
     parser.add_argument(
         "--open-all", action="store_true", help="open every node, so that nothing is selected"

@@ -1,4 +1,4 @@
-"""benchmarks/models.py at a tiny size: every way computes the same while texts are short, and has its rows."""
+"""benchmarks/models.py at a tiny size: every way computes the same while sequences are short, and has its rows."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_the_document_has_the_largest_differences():
 
 
 def test_roundings_differ_and_two_ranks_train(tmp_path):
-    """Ten steps of short texts, in a process of its own, whose file the processes that it starts can import.
+    """Ten steps of short sequences, in a process of its own, whose file the processes that it starts can import.
 
     After two, all losses can still be equal. Every node is opened: a node selected in one run alone is no rounding.
     """

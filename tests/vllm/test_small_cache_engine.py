@@ -1,4 +1,4 @@
-"""An engine whose cache is too small for its requests, which verifies drafts and selects by span means in strides."""
+"""An engine whose cache is too small, which decodes speculatively and selects by span means in strides."""
 
 from __future__ import annotations
 
