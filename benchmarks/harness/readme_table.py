@@ -2,23 +2,31 @@
 
 ``SECTIONS`` names each table, its page and what renders it. Run ``python -m benchmarks.harness.readme_table`` after
 committing results; ``--check`` changes nothing and fails where a page differs. What has no row is a dash.
-
-Longer than 700 lines because it is one list: the tables of all pages, each with the rows that it reads.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from benchmarks.harness import results_page
+from benchmarks.harness.published import (
+    NOTHING,
+    Entry,
+    Results,
+    both_times,
+    count_words,
+    grid,
+    machine_words,
+    read_results,
+    sustained_or_median,
+    time_words,
+)
 from htree_ops.cli import run_program
 
 __all__ = [
@@ -30,114 +38,11 @@ __all__ = [
     "attention_times",
     "markers",
     "read_results",
-    "read_rows",
     "replace_section",
     "write_sections",
 ]
 
-#: So many cases of an op and dtype ``docs/results.md`` shows, those of the lowest factor, and all that lose; the files
-#: have every case.
-CASES_PER_OP = 4
-NOTHING = "No figures are recorded: `make bench` measures them."
-HEADER = (
-    "| op | case | dtype | htree_ops | % of ceiling | fastest baseline | its time | factor |\n"
-    "|---|---|---|---:|---:|---|---:|---:|"
-)
-FACTS = (
-    "op",
-    "case",
-    "dtype",
-    "median_us",
-    "percent_of_ceiling",
-    "baseline",
-    "baseline_median_us",
-    "speedup",
-)
-PLACE = ("gpu", "cpu", "torch", "cuda", "driver", "commit")
-
-Entry = dict[str, Any]
-
-
-def read_rows(folder: Path) -> dict[str, list[Entry]]:
-    """The rows of every results file by its name: a JSON list, or an object whose ``rows`` are one.
-
-    Raises:
-        ValueError: a file holds something else, or a row lacks a fact that the table shows.
-    """
-    files: dict[str, list[Entry]] = {}
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        rows = content.get("rows") if isinstance(content, dict) else content
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{path}: expected a list of rows")
-        for number, row in enumerate(rows):
-            lacking = [name for name in (*FACTS, *PLACE) if row.get(name) is None]
-            if lacking:
-                raise ValueError(f"{path}: row {number} lacks {', '.join(lacking)}")
-        files[path.name] = rows
-    return files
-
-
-def _both_times(row: Entry) -> tuple[float, float]:
-    """Our time and the baseline's in microseconds: graph replay where both have it, else medians (as speedup)."""
-    ours, theirs = row.get("graph_us"), row.get("baseline_graph_us")
-    if ours is None or theirs is None:
-        ours, theirs = row["median_us"], row["baseline_median_us"]
-    return float(ours), float(theirs)
-
-
-def _fastest_equals(rows: Iterable[Entry]) -> list[Entry]:
-    """Per op, case and dtype, in the order of the file, the fastest baseline that computes the same."""
-    best: dict[tuple[str, str, str], Entry] = {}
-    for row in rows:
-        if row.get("baseline_computes_the_same", True):
-            key = (row["op"], row["case"], row["dtype"])
-            if key not in best or row["speedup"] < best[key]["speedup"]:
-                best[key] = row
-    return list(best.values())
-
-
-def _shown_cases(rows: list[Entry]) -> list[Entry]:
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for row in rows:
-        groups.setdefault((row["op"], row["dtype"]), []).append(row)
-    shown: list[Entry] = []
-    for group in groups.values():
-        lowest = sorted(group, key=lambda row: row["speedup"])[:CASES_PER_OP]
-        shown += [row for row in group if row in lowest or row["speedup"] < 1]
-    return shown
-
-
-def _first_cases(rows: list[Entry]) -> list[Entry]:
-    first: dict[str, Entry] = {}
-    for row in rows:
-        first.setdefault(row["op"], row)
-    return list(first.values())
-
-
-def _sustained_or_median(row: Entry, prefix: str = "") -> float:
-    sustained = row.get(f"{prefix}sustained_us")
-    return float(row[f"{prefix}median_us"] if sustained is None else sustained)
-
-
-def _beside_others(rows: Sequence[Entry]) -> tuple[float, list[float]]:
-    """Our time and each other function's for the rows of one case, all taken in one way.
-
-    Sustained times where any row has one (a median where a row is below the limit for them); else graph replay where
-    all rows have it, else medians.
-    """
-    if any(row.get(f"{prefix}sustained_us") is not None for row in rows for prefix in ("", "baseline_")):
-        return _sustained_or_median(rows[0]), [_sustained_or_median(row, "baseline_") for row in rows]
-    has_graphs = all(row.get(f"{prefix}graph_us") is not None for row in rows for prefix in ("", "baseline_"))
-    name = "graph_us" if has_graphs else "median_us"
-    return float(rows[0][name]), [float(row[f"baseline_{name}"]) for row in rows]
-
-
-#: How many cases of an op without a baseline of the same function the headlines show.
-HEADLINE_YARDSTICKS = 6
 DENSE = "dense SDPA, cuDNN"
-#: Parts of tree attention: they stand in ``docs/results.md``, but not among the headlines.
-STAGES = frozenset({"compute_scores", "select_topk", "compute_next_parents", "accumulate_non_topk"})
 
 
 #: No row has this time.
@@ -165,43 +70,6 @@ SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Results:
-    """Rows of the JSON and the CSV files by name, those of the quality study, and the folder as pages name it."""
-
-    files: dict[str, list[Entry]]
-    tables: dict[str, list[dict[str, str]]]
-    quality: list[Entry]
-    folder: str = "benchmarks/results"
-
-
-def read_results(folder: Path) -> Results:
-    """Everything under ``benchmarks/results``.
-
-    Raises:
-        ValueError: as :func:`read_rows`.
-    """
-    tables = {}
-    for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="") as file:
-            tables[path.stem] = list(csv.DictReader(file))
-    study = folder / "quality" / "quality.json"
-    return Results(read_rows(folder), tables, json.loads(study.read_text()) if study.is_file() else [])
-
-
-def _count(number: int | str) -> str:
-    """``131 072``."""
-    return f"{int(number):,}".replace(",", " ")
-
-
-def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 0) -> str:
-    """A table of Markdown whose first ``left`` columns are words, but for one of lengths."""
-    marks = ["---" if place < left and x != "tokens" else "---:" for place, x in enumerate(columns)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, *rows)).replace(
-        "\n", f"\n|{'|'.join(marks)}|\n", 1
-    )
-
-
 class Cell(NamedTuple):
     """A time of a table: microseconds, what the cell shows, and the commit that was measured."""
 
@@ -212,7 +80,7 @@ class Cell(NamedTuple):
     @classmethod
     def of(cls, us: float, commit: str = "") -> Cell:
         """The cell that shows just the time."""
-        return cls(us, _time(us), commit)
+        return cls(us, time_words(us), commit)
 
 
 def _bold(cells: Mapping[str, Cell], names: Sequence[str]) -> list[str]:
@@ -238,10 +106,10 @@ def attention_times(results: Results, op: str) -> dict[int, dict[str, Cell]]:
             continue
         cells = times.setdefault(int(found[1]), {})
         commit = str(row["commit"])
-        cells[names[int(found[3]), int(found[2] or 0) or None]] = Cell.of(_sustained_or_median(row), commit)
+        cells[names[int(found[3]), int(found[2] or 0) or None]] = Cell.of(sustained_or_median(row), commit)
         heads = int(one_head[1]) if one_head else 1
-        theirs = _sustained_or_median(row, "baseline_") * heads
-        words = f"{_time(theirs)} ({heads} × one head)" if one_head else _time(theirs)
+        theirs = sustained_or_median(row, "baseline_") * heads
+        words = f"{time_words(theirs)} ({heads} × one head)" if one_head else time_words(theirs)
         cells.setdefault(DENSE, Cell(theirs, words, commit))
     if op == "tree_attention":
         for line in results.tables.get("selection_span_h200", ()):
@@ -266,12 +134,12 @@ def render_summary(results: Results) -> str:
             row = _bold(cells, names)
             if length <= DENSE_TO:
                 row = ["= stride 1" if shown == MISSING else shown for shown in row]
-            lines.append((_count(length), direction, *row))
+            lines.append((count_words(length), direction, *row))
     if not lines:
         return NOTHING
     rows = [row for rows in results.files.values() for row in rows if row["gpu"] != "none"]
     rows = [row for row in rows if row["op"].startswith("tree_attention") and "_ar1_" not in row["case"]]
-    machines = " and ".join(dict.fromkeys(map(_machine, rows)))
+    machines = " and ".join(dict.fromkeys(map(machine_words, rows)))
     if len(every := set().union(*commits.values())) == 1:
         measured = f"commit {every.pop()}"
     else:
@@ -279,7 +147,7 @@ def render_summary(results: Results) -> str:
             f"{part} {', '.join(sorted(found))}" for part, found in sorted(commits.items())
         )
     caption = f"Measured on {machines}, {measured}."
-    return "\n\n".join((_grid(("tokens", "call", *names), lines, 2), caption))
+    return "\n\n".join((grid(("tokens", "call", *names), lines, 2), caption))
 
 
 def render_settings(results: Results) -> str:
@@ -289,7 +157,7 @@ def render_settings(results: Results) -> str:
     for row in results.files.get("tree_cache_h200.json", ()):
         found = re.fullmatch(r"B=1 T=(\d+)(?: span=(\d+))?", row["case"])
         if found and row["baseline"] == DENSE:
-            steps[int(found[1]), int(found[2] or 0) or None] = _both_times(row)
+            steps[int(found[1]), int(found[2] or 0) or None] = both_times(row)
     lines = []
     for length in (8192, 32768, 131072, 1048576):
         cells = forward.get(length, {})
@@ -303,25 +171,25 @@ def render_settings(results: Results) -> str:
             memory = _cache_gib(length, kv_heads=4, span=setting.span)
             lines.append(
                 (
-                    _count(length),
+                    count_words(length),
                     setting.title,
                     ours,
-                    MISSING if step is None else _time(step[0]),
+                    MISSING if step is None else time_words(step[0]),
                     f"{memory:.1f}",
                 )
             )
         dense = next((step for (tokens, _), step in steps.items() if tokens == length), None)
         lines.append(
             (
-                _count(length),
+                count_words(length),
                 DENSE,
                 cells[DENSE].shown if DENSE in cells else MISSING,
-                MISSING if dense is None else _time(dense[1]),
+                MISSING if dense is None else time_words(dense[1]),
                 f"{32 * length * 4 * 128 * 2 * 2 / 2**30:.1f}",
             )
         )
     titles = ("tokens", "setting", "forward", "decoding step", "GiB, 32 layers")
-    return _grid(titles, lines, 2)
+    return grid(titles, lines, 2)
 
 
 def _cache_gib(tokens: int, *, kv_heads: int, span: int | None, leaf_bits: int | None = None) -> float:
@@ -339,9 +207,9 @@ def render_cache(results: Results) -> str:
         sizes = [32 * tokens * 8 * 128 * 2 * 2 / 2**30]
         for span, bits in ((None, None), (4, None), (2, None), (2, 8), (2, 4)):
             sizes.append(_cache_gib(tokens, kv_heads=8, span=span, leaf_bits=bits))
-        lines.append((_count(tokens), *(f"{size:.1f}" for size in sizes)))
+        lines.append((count_words(tokens), *(f"{size:.1f}" for size in sizes)))
     titles = ("tokens", "dense K/V", "no span", "span 4", "span 2", "span 2, 8 bits", "span 2, 4 bits")
-    return _grid(titles, lines)
+    return grid(titles, lines)
 
 
 def render_decode(results: Results) -> str:
@@ -349,20 +217,20 @@ def render_decode(results: Results) -> str:
     lines = []
     for row in results.files.get("tree_cache_h200.json", ()):
         if row["op"] == "tree_cache_attention" and row["baseline"] == DENSE:
-            ours, theirs = _both_times(row)
+            ours, theirs = both_times(row)
             facts = dict(fact.split("=") for fact in row["case"].replace(" in 1048576", "").split())
             where = " (capacity 1 048 576)" if " in " in row["case"] else ""
             lines.append(
                 (
                     facts["B"],
-                    _count(facts["T"]) + where,
+                    count_words(facts["T"]) + where,
                     facts.get("k", "512"),
                     facts.get("span", "none"),
                     facts.get("kv", "4"),
                     *_bold({"ours": Cell.of(ours), "dense": Cell.of(theirs)}, ("ours", "dense")),
                 )
             )
-    return _grid(("sequences", "tokens", "top_k", "span", "K/V heads", "step", DENSE), lines)
+    return grid(("sequences", "tokens", "top_k", "span", "K/V heads", "step", DENSE), lines)
 
 
 #: How a model of models_h200.csv was run, and the column for it.
@@ -392,8 +260,8 @@ def render_models(results: Results) -> str:
     table = []
     for (phase, tokens), lines in found.items():
         cells = {way: Cell.of(float(line["median_ms"]) * 1000) for way, line in lines.items()}
-        table.append((_count(tokens), phase, *_bold(cells, ways)))
-    return _grid(("tokens", "phase", *(WAYS[way] for way in ways)), table, 2)
+        table.append((count_words(tokens), phase, *_bold(cells, ways)))
+    return grid(("tokens", "phase", *(WAYS[way] for way in ways)), table, 2)
 
 
 #: What a training step is compared with: the fastest dense model at every length.
@@ -412,9 +280,9 @@ def render_training(results: Results) -> str:
             ms = float(lines[way]["median_ms"])
             memory = f"{int(lines[way]['peak_bytes']) / 2**30:.0f}"
             title = WAYS[way] if way.startswith("ours") else f"dense, {WAYS[way]}"
-            table.append((_count(tokens), title, _time(ms * 1000), f"{ms / dense:.2f}", memory))
+            table.append((count_words(tokens), title, time_words(ms * 1000), f"{ms / dense:.2f}", memory))
     titles = ("tokens", "attention", "step", f"of {WAYS[FASTEST_DENSE]}", "peak, GiB")
-    return _grid(titles, table, 2)
+    return grid(titles, table, 2)
 
 
 def render_short(results: Results) -> str:
@@ -426,8 +294,10 @@ def render_short(results: Results) -> str:
     lines = []
     for length in lengths:
         spans = (ratios.get((length, what)) for what in ("forward", "backward"))
-        lines.append((_count(length), *(f"{min(x):.2f} to {max(x):.2f}" if x else MISSING for x in spans)))
-    return _grid(("tokens", "forward, of cuDNN's time", "backward, of cuDNN's time"), lines)
+        lines.append(
+            (count_words(length), *(f"{min(x):.2f} to {max(x):.2f}" if x else MISSING for x in spans))
+        )
+    return grid(("tokens", "forward, of cuDNN's time", "backward, of cuDNN's time"), lines)
 
 
 def render_strides(results: Results) -> str:
@@ -436,9 +306,9 @@ def render_strides(results: Results) -> str:
     for row in results.files.get("tree_attention_h200.json", ()):
         found = re.fullmatch(r"T131072_ar1_s(\d+)", row["case"])
         if found and row["baseline"] == DENSE:
-            ours, theirs = _sustained_or_median(row), _sustained_or_median(row, "baseline_")
-            lines[int(found[1])] = (found[1], _time(ours), _time(theirs))
-    return _grid(("stride", "forward", DENSE), [lines[stride] for stride in sorted(lines)])
+            ours, theirs = sustained_or_median(row), sustained_or_median(row, "baseline_")
+            lines[int(found[1])] = (found[1], time_words(ours), time_words(theirs))
+    return grid(("stride", "forward", DENSE), [lines[stride] for stride in sorted(lines)])
 
 
 def render_spans(results: Results) -> str:
@@ -449,13 +319,13 @@ def render_spans(results: Results) -> str:
         found.setdefault(key, {})[line["selection_span"]] = float(line["sustained_ms"])
     lines = [
         (
-            _count(length),
+            count_words(length),
             str(stride),
             *(f"{times[span] / times['']:.2f}" if span in times else MISSING for span in ("4", "2")),
         )
         for (length, stride), times in sorted(found.items())
     ]
-    return _grid(("tokens", "stride", "span 4", "span 2"), lines)
+    return grid(("tokens", "stride", "span 4", "span 2"), lines)
 
 
 def render_lists(results: Results) -> str:
@@ -469,8 +339,8 @@ def render_lists(results: Results) -> str:
         peaks = (f"{float(way['peak_bytes']) / 1e9:.2f} GB" for way in (stored, again))
         size = float(stored["list_bytes"]) / 1e6
         longer = float(again["sustained_ms"]) / float(stored["sustained_ms"])
-        lines.append((_count(length), str(stride), f"{size:.0f} MB", *peaks, f"{longer:.2f}"))
-    return _grid(
+        lines.append((count_words(length), str(stride), f"{size:.0f} MB", *peaks, f"{longer:.2f}"))
+    return grid(
         ("tokens", "stride", "lists", "peak, stored", "peak, selected again", "time, multiple"), lines
     )
 
@@ -490,9 +360,9 @@ def render_sparse(results: Results) -> str:
         cells = []
         for method in methods:
             both = [times.get((method, direction)) for direction in ("forward", "backward")]
-            cells.append(" / ".join(_time(float(x) * 1e3) for x in both if x) if all(both) else MISSING)
-        lines.append((_count(length), kind, _count(listed), str(stride), *cells))
-    return _grid(
+            cells.append(" / ".join(time_words(float(x) * 1e3) for x in both if x) if all(both) else MISSING)
+        lines.append((count_words(length), kind, count_words(listed), str(stride), *cells))
+    return grid(
         ("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE), lines
     )
 
@@ -509,24 +379,26 @@ def render_index(results: Results) -> str:
         cells = []
         for column in ("sustained_ms", "dense_ms"):
             both = [by_way.get(way, {}).get(column) for way in ("forward", "backward")]
-            cells.append(" / ".join(_time(float(x) * 1e3) if x else MISSING for x in both))
-        lines.append((_count(length), str(heads), str(stride), str(top_k), _count(top_nodes), *cells))
-    return _grid(("tokens", "H", "stride", "k", "M", "with an index", DENSE), lines)
+            cells.append(" / ".join(time_words(float(x) * 1e3) if x else MISSING for x in both))
+        lines.append(
+            (count_words(length), str(heads), str(stride), str(top_k), count_words(top_nodes), *cells)
+        )
+    return grid(("tokens", "H", "stride", "k", "M", "with an index", DENSE), lines)
 
 
 def render_prompts(results: Results) -> str:
     """Prompts that enter a cache in chunks, as a multiple of the time of one call."""
     lines = [
         (
-            _count(line["T"]),
-            _count(line["chunk"]),
+            count_words(line["T"]),
+            count_words(line["chunk"]),
             line["selection_stride"],
             line["selection_span"] or "none",
             f"{float(line['multiple']):.2f}",
         )
         for line in results.tables.get("chunked_prompt_h200", ())
     ]
-    return _grid(("tokens", "chunk", "stride", "span", "time, of one call"), lines)
+    return grid(("tokens", "chunk", "stride", "span", "time, of one call"), lines)
 
 
 def render_bits(results: Results) -> str:
@@ -534,14 +406,14 @@ def render_bits(results: Results) -> str:
     lines = [
         (
             "CPU" if name.endswith("cpu") else line["device"],
-            _count(line["tokens"]),
+            count_words(line["tokens"]),
             line["bits"],
             line["ratio"][:4],
         )
         for name in ("tree_cache_leaves_time_h200", "tree_cache_leaves_time_cpu")
         for line in results.tables.get(name, ())
     ]
-    return _grid(("device", "tokens", "bits", "time, multiple"), lines, 1)
+    return grid(("device", "tokens", "bits", "time, multiple"), lines, 1)
 
 
 def render_cpu(results: Results) -> str:
@@ -553,7 +425,7 @@ def render_cpu(results: Results) -> str:
                 case = row["case"].replace("_c", ", span ").replace("_s", ", stride ")
                 commit = str(row["commit"])[:7]
                 lines.append((f"`{row['op']}`", case, row["dtype"], commit, f"{row['speedup']:.1f}"))
-    return _grid(("op", "case", "dtype", "commit", "times as fast as dense"), lines, 4)
+    return grid(("op", "case", "dtype", "commit", "times as fast as dense"), lines, 4)
 
 
 #: The rows of the first table of docs/quality.md: a name, the span and the stride of the tree; None is dense attention.
@@ -617,125 +489,12 @@ def render_copies(results: Results) -> str:
         for name, setting in COPIES
     ]
     titles = ("attention", "converted, model 1", "converted, model 2", "trained, own", "trained, compact")
-    return _grid(titles, lines, 1)
+    return grid(titles, lines, 1)
 
 
 def _words(setting: tuple[int | None, int]) -> str:
     span, stride = setting
     return f"{'mean' if span is None else f'span {span}'}, s={stride}"
-
-
-def _yardsticks(rows: Iterable[Entry], most: int | None = None) -> str:
-    """Cases that have no baseline of the same function: one line each, a column per other function; "" if none.
-
-    Only the first ``most`` of each op where that is given.
-    """
-    equals = {(row["op"], row["case"], row["dtype"]) for row in _fastest_equals(rows)}
-    cases: dict[tuple[str, str, str], dict[str, Entry]] = {}
-    names: dict[str, None] = {}
-    for row in rows:
-        key = (row["op"], row["case"], row["dtype"])
-        if key not in equals:
-            cases.setdefault(key, {})[row["baseline"]] = row
-            names.setdefault(row["baseline"])
-    if not cases:
-        return ""
-    lines = [
-        f"| op | case | dtype | htree_ops | {' | '.join(names)} |",
-        "|---|---|---|---:|" + "---:|" * len(names),
-    ]
-    shown: Counter[str] = Counter()
-    for (op, case, dtype), by_name in cases.items():
-        shown[op] += 1
-        if most is not None and shown[op] > most:
-            continue
-        ours, theirs = _beside_others(list(by_name.values()))
-        times = dict(zip(by_name, map(_time, theirs), strict=True))
-        cells = " | ".join(times.get(name, "") for name in names)
-        lines.append(f"| `{op}` | {case} | {dtype} | {_time(ours)} | {cells} |")
-    return "\n".join(lines)
-
-
-def _time(microseconds: float) -> str:
-    """Three or four figures with the unit: ``94.3 µs``, ``12.1 ms``, ``17.9 s``."""
-    value, unit = (microseconds, "µs") if microseconds < 1000 else (microseconds / 1000, "ms")
-    if value >= 10_000:
-        value, unit = value / 1000, "s"
-    return f"{value:.{1 if value < 100 else 0}f} {unit}"
-
-
-def _line(row: Entry) -> str:
-    ours, theirs = _both_times(row)
-    cells = (
-        f"`{row['op']}`",
-        row["case"],
-        row["dtype"],
-        _time(ours),
-        f"{row['percent_of_ceiling']:.0f}",
-        row["baseline"],
-        _time(theirs),
-        f"{row['speedup']:.2f}",
-    )
-    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
-
-
-def _machine(row: Entry) -> str:
-    machine = (
-        row["cpu"] if row["gpu"] == "none" else f"{row['gpu']}, CUDA {row['cuda']}, driver {row['driver']}"
-    )
-    return f"{machine}, torch {row['torch']}"
-
-
-def _commit(row: Entry) -> str:
-    commit, dirty, _ = str(row["commit"]).partition("-dirty")
-    return f"commit {commit[:12]}{dirty}"
-
-
-def _place(row: Entry) -> str:
-    return f"{_machine(row)}, {_commit(row)}"
-
-
-def _by_place(rows: Iterable[Entry]) -> dict[str, list[Entry]]:
-    places: dict[str, list[Entry]] = {}
-    for row in rows:
-        places.setdefault(_place(row), []).append(row)
-    return places
-
-
-def render(results: Results) -> str:
-    """The section of ``docs/results.md``."""
-    parts = []
-    for name, rows in results.files.items():
-        for place, here in _by_place(rows).items():
-            tables = []
-            if shown := _shown_cases(_fastest_equals(here)):
-                tables.append(f"{HEADER}\n" + "\n".join(map(_line, shown)))
-            if others := _yardsticks(here):
-                tables.append(others)
-            parts.append(f"{place} (`{results.folder}/{name}`):\n\n" + "\n\n".join(tables))
-    return "\n\n".join(parts) or NOTHING
-
-
-def render_headlines(results: Results) -> str:
-    """The first section of ``docs/results.md``: the first case of every op on a GPU, stages left out.
-
-    Then the first cases of those with yardsticks only.
-    """
-    on_gpu = {
-        name: [row for row in rows if row["gpu"] != "none" and row["op"] not in STAGES]
-        for name, rows in results.files.items()
-    }
-    lines = [_line(row) for rows in on_gpu.values() for row in _first_cases(_fastest_equals(rows))]
-    parts = [f"{HEADER}\n" + "\n".join(lines)] if lines else []
-    parts += [others for rows in on_gpu.values() if (others := _yardsticks(rows, HEADLINE_YARDSTICKS))]
-    machines: dict[str, list[str]] = {}
-    for name, rows in on_gpu.items():
-        for here in _by_place(rows).values():
-            machines.setdefault(_machine(here[0]), []).append(
-                f"`{results.folder}/{name}` ({_commit(here[0])})"
-            )
-    parts += [f"Measured on {machine}: {', '.join(names)}." for machine, names in machines.items()]
-    return "\n\n".join(parts) or NOTHING
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -776,8 +535,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/choosing_settings.md", "training", render_training),
     ("docs/serving.md", "cache", render_cache),
     ("docs/quality.md", "copies", render_copies),
-    ("docs/results.md", "headlines", render_headlines),
-    ("docs/results.md", "results", render),
+    ("docs/results.md", "headlines", results_page.render_headlines),
+    ("docs/results.md", "results", results_page.render),
 )
 
 
