@@ -27,6 +27,7 @@ from tests.support.causal_softmax_cases import (
 from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.layouts import LAYOUTS
 from tests.support.opcheck import opcheck
 
@@ -537,20 +538,7 @@ def test_more_rows_than_run_at_a_time(shape: tuple[int, int, int], dtype: torch.
 @pytest.mark.gpu
 def test_stream_graph_and_many_batches() -> None:
     x = torch.randn(70_000, 2, 9, device="cuda")
-    expected = op(x)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = op(x)
-    stream.synchronize()
-    assert torch.equal(y, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op(x)
-    x.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op(x))
+    assert_stream_and_graph(lambda: op(x), x)
 
 
 def forward(size: int, cols: int, block_size: int = 0) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id, normal
 from tests.support.compressed_kv_cases import DecodeCase, assert_decode, decode_tolerance
+from tests.support.graphs import assert_stream_and_graph, capture
 
 pytestmark = pytest.mark.gpu
 
@@ -139,19 +140,8 @@ def test_stream_and_graph(bits: int) -> None:
     """The lengths stay on the device, so a captured step follows their changes."""
     case = model("graph", k_bits=bits, v_bits=bits, comp_len=(3000, 40), win_len=(3, 33))
     inputs = case.make_inputs("cuda")
-    expected = run(case, inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        elsewhere = run(case, inputs)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(case, inputs)
-    graph.replay()
-    for a, b, c in zip(expected, elsewhere, captured, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
+    assert_stream_and_graph(lambda: run(case, inputs), inputs[0])
+    graph, captured = capture(lambda: run(case, inputs))
     lengths = inputs[9]
     assert isinstance(lengths, Tensor)
     lengths.copy_(torch.tensor([100, 2500], dtype=torch.int32))

@@ -30,6 +30,7 @@ from tests.support.fp8_cases import (
     every_pattern,
     round_trip_bound,
 )
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.layouts import LAYOUTS
 
 compute_scale = torch.ops.htree.fp8_compute_scale
@@ -356,20 +357,4 @@ def test_more_than_2_31_overflows(dim: int) -> None:
 def test_stream_and_graph() -> None:
     x = torch.randn(1000, 2048, device="cuda", dtype=torch.bfloat16)
     groupings = (("tensor", -1, 128), ("channel", -1, 128), ("block", -1, 128), ("channel", 0, 128))
-    expected = [quantize(x, None, *g) for g in groupings]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        results = [quantize(x, None, *g) for g in groupings]
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    y = torch.randn_like(x)
-    with torch.cuda.graph(graph):
-        captured = [quantize(y, None, *g) for g in groupings]
-    y.copy_(x)
-    graph.replay()
-    torch.cuda.synchronize()
-    for wanted, got, replayed in zip(expected, results, captured, strict=True):
-        for a, b, c in zip(wanted, got, replayed, strict=True):
-            assert torch.equal(a.float(), b.float())
-            assert torch.equal(a.float(), c.float())
+    assert_stream_and_graph(lambda: [[y.float() for y in quantize(x, None, *g)] for g in groupings], x)

@@ -19,6 +19,7 @@ from tests.support.gated_mlp_cases import (
     assert_forward,
     assert_gradients,
 )
+from tests.support.graphs import assert_stream_and_graph
 
 pytestmark = pytest.mark.gpu
 
@@ -113,15 +114,4 @@ def test_cuda_graph_and_other_stream() -> None:
     inputs = GatedMLPCase(name="graph", dtype=torch.float16, rows=(80,), inner=256, hidden=128).make_inputs(
         "cuda"
     )
-    expected = op(*inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        assert torch.equal(op(*inputs), expected)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = op(*inputs)
-    inputs[0].mul_(2)
-    graph.replay()
-    assert torch.equal(out, op(*inputs))
+    assert_stream_and_graph(lambda: op(*inputs), inputs[0])

@@ -21,6 +21,7 @@ from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.hadamard_cases import (
     CASES,
     DTYPES,
@@ -416,24 +417,8 @@ def test_more_rows_than_run_at_a_time(rows: int, n: int, dtype: torch.dtype) -> 
 @pytest.mark.gpu
 def test_stream_and_graph() -> None:
     x = torch.randn(1000, 2048, device="cuda", dtype=torch.bfloat16)
-    expected = op(x)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = op(x)
-    stream.synchronize()
-    assert torch.equal(y, expected)
     wide = torch.randn(3, 32768, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op(x)
-        captured_wide = op(wide)
-    x.neg_()
-    wide.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op(x))
-    assert torch.equal(captured_wide, op(wide))
+    assert_stream_and_graph(lambda: (op(x), op(wide)), x, wide)
 
 
 @pytest.mark.parametrize(

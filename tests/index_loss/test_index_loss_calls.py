@@ -13,6 +13,7 @@ from torch import Tensor
 import htree_ops
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from tests.support.compilers import BACKENDS
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.index_loss_cases import CASES, IndexLossCase
 from tests.support.tree_attention_varlen_cases import offsets
 
@@ -216,16 +217,7 @@ def test_a_call_is_recorded_in_a_graph() -> None:
             loss = OPS.index_loss(*tensors[:2], *index, positions, cu)
             return loss.detach(), *torch.autograd.grad(loss, index)
 
-        wanted = call()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = call()
-        graph.replay()
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+        assert_stream_and_graph(call, tensors[0])
 
 
 # ---- bad input

@@ -14,6 +14,7 @@ import htree_ops
 from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.opcheck import opcheck
 from tests.support.rmsnorm_rope_cases import (
     CASES,
@@ -120,20 +121,7 @@ def test_stream_graph_and_one_kernel() -> None:
     x = torch.randn(4, 33, 2048, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(2048, device="cuda")
     cos, sin = tables(33, 128, torch.float32, "cuda")
-    expected = op(x, weight, cos, sin)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        y = op(x, weight, cos, sin)
-    stream.synchronize()
-    assert torch.equal(y, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op(x, weight, cos, sin)
-    x.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op(x, weight, cos, sin))
+    assert_stream_and_graph(lambda: op(x, weight, cos, sin), x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         op(x, weight, cos, sin)
         torch.cuda.synchronize()

@@ -8,6 +8,7 @@ import torch
 import htree_ops
 from htree_ops.reference import selection as reference
 from tests.support.cases import normal
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.select_blocks_cases import SelectBlocksCase, integers
 from tests.support.tree_attention_varlen_cases import offsets
 
@@ -68,26 +69,12 @@ def test_memory_is_bounded(stride: int) -> None:
 def test_streams_and_graphs() -> None:
     query, key = (normal((1, 3000, 2, 32), torch.bfloat16, "cuda", seed) for seed in (1, 2))
     cu = offsets((1200, 0, 1700), "cuda")
-    expected = (
-        select_blocks(query, key, 20),
-        htree_ops.select_blocks_varlen(query[0], key[0], cu, cu, 3000, 3000, 20),
-    )
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = select_blocks(query, key, 20)
-    stream.synchronize()
-    assert_equal(found, expected[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batched = select_blocks(query, key, 20)
+
+    def both():
         packed = htree_ops.select_blocks_varlen(query[0], key[0], cu, cu, 3000, 3000, 20)
-    for x in (*batched, *packed):
-        x.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_equal(batched, expected[0])
-    assert_equal(packed, expected[1])
+        return select_blocks(query, key, 20), packed
+
+    assert_stream_and_graph(both, query)
 
 
 def test_many_documents() -> None:

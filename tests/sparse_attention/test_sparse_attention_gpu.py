@@ -10,6 +10,7 @@ from sparse_attention_helpers import GRADIENTS, OPS, assert_same_bits, op, with_
 
 import htree_ops
 from tests.support.cases import case_id, normal
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.sparse_attention_cases import SparseCase
 from tests.support.tree_attention_varlen_cases import offsets
 
@@ -106,26 +107,13 @@ def test_streams_and_graphs(dtype: torch.dtype) -> None:
     blocks, _ = htree_ops.select_blocks(query[:, :, :2, :16], key[..., :16], 20)
     cu = offsets((1200, 0, 1700), "cuda")
     packed = (query[0], key[0], value[0], blocks[0], cu, cu, 1700, 1700)
-    expected = (
-        OPS.sparse_attention(query, key, value, blocks),
-        htree_ops.sparse_attention_varlen(*packed, return_lse=True),
+    assert_stream_and_graph(
+        lambda: (
+            OPS.sparse_attention(query, key, value, blocks),
+            htree_ops.sparse_attention_varlen(*packed, return_lse=True),
+        ),
+        query,
     )
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = OPS.sparse_attention(query, key, value, blocks)
-    stream.synchronize()
-    assert_same_bits(found, expected[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batched = OPS.sparse_attention(query, key, value, blocks)
-        of_documents = htree_ops.sparse_attention_varlen(*packed, return_lse=True)
-    for x in (*batched, *of_documents):
-        x.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(batched, expected[0])
-    assert_same_bits(of_documents, expected[1])
 
 
 @pytest.mark.parametrize("stride", [1, 16])

@@ -24,6 +24,7 @@ from htree_ops.ops.tree_attention import attention_backward, attention_forward
 from htree_ops.ops.tree_attention.stages import rope_cache
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_calls import calls_with
 from tests.support.tree_attention_cases import FREQUENCY_CASES, FREQUENCY_SHAPES
 from tests.support.tree_attention_checks import (
@@ -171,15 +172,7 @@ def test_a_graph_keeps_the_frequencies():
         rows = htree_ops.ops.tree_cache.tree_cache_attention(q[0], *pages, page_size=8, **tree)[0]
         return rows, ops.attention(q, k, v, 4, 8, 2, inv_freq=FREQUENCIES)
 
-    both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    q.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(x, y) for x, y in zip(captured, both(), strict=True))
+    assert_stream_and_graph(both, q)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -16,6 +16,7 @@ from tree_attention_models import CASES, NAMES, OPS, OPTIONS, assert_same, gradi
 import htree_ops
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
+from tests.support.graphs import capture
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_calls import calls
 from tests.support.tree_attention_cases import TreeAttentionCase
@@ -366,9 +367,7 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
     stream.synchronize()
     assert torch.equal(on_stream, expected)
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = model()
+    graph, captured = capture(model)
     for x in inputs:
         x.mul_(0.5)
     graph.replay()
@@ -382,9 +381,6 @@ def test_every_op_can_be_captured() -> None:
     case: TreeAttentionCase = CASES["stride4_suffix"]
     for call in calls(case, "cuda"):
         call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        graph, _ = capture(call)
         graph.replay()
         torch.cuda.synchronize()

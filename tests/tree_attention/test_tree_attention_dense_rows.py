@@ -11,6 +11,7 @@ from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, asser
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
 from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
 
@@ -299,11 +300,4 @@ def test_a_graph_replays_dense_rows() -> None:
     case = model("graph", T=700, K=128, V=128, M=1024, top_k=64, selection_stride=16)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
-    op.attention(q, k, v, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op.attention(q, k, v, **options)
-    q.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op.attention(q, k, v, **options))
+    assert_stream_and_graph(lambda: op.attention(q, k, v, **options), q)

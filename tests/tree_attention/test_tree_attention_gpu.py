@@ -11,6 +11,7 @@ from tree_attention_fast import TENSOR_CORE_DELTA, TENSOR_CORE_TOLERANCE, assert
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
 from tests.support.tree_attention_checks import (
     GRADIENT_FACTOR,
@@ -252,20 +253,7 @@ def test_values_that_are_not_finite_reach_their_readers_alone(value: float, stri
 def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None) -> None:
     case = model("graph", dtype, T=600, K=64, V=64, inv_freq=inv_freq)
     q, k, v = case.make_qkv("cuda")
-    expected = op.attention(q, k, v, **case.reference_options())
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        out = op.attention(q, k, v, **case.reference_options())
-    stream.synchronize()
-    assert torch.equal(out, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op.attention(q, k, v, **case.reference_options())
-    q.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op.attention(q, k, v, **case.reference_options()))
+    assert_stream_and_graph(lambda: op.attention(q, k, v, **case.reference_options()), q)
 
 
 @pytest.mark.parametrize("stride", [1, 4, 16])

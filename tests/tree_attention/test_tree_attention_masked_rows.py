@@ -13,6 +13,7 @@ from tree_attention_fast import model as fast_model
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
+from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_cases import TreeAttentionCase
 from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
 
@@ -349,35 +350,14 @@ def test_some_of_the_gradients(mask: list[bool], nan_memory: None) -> None:
         assert not wanted or torch.equal(gradient, full)
 
 
-def test_a_graph_replays_masked_rows() -> None:
+def test_a_graph_replays_masked_rows_and_their_gradients() -> None:
     case = model("graph", T=1500, H=8, H_kv=1, K=128, V=128)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
-    op.attention(q, k, v, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op.attention(q, k, v, **options)
-    q.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, op.attention(q, k, v, **options))
-
-
-def test_a_graph_replays_gradients_of_masked_rows() -> None:
-    case = model("graph", T=1500, H=8, H_kv=1, K=128, V=128)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    assert_stream_and_graph(lambda: op.attention(q, k, v, **options), q)
     saved = op.attention_forward(q, k, v, **options)
     dout = torch.randn_like(q)
-    op.attention_backward(dout, q, k, v, *saved, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = op.attention_backward(dout, q, k, v, *saved, **options)
-    dout.neg_()
-    graph.replay()
-    torch.cuda.synchronize()
-    for x, y in zip(captured, op.attention_backward(dout, q, k, v, *saved, **options), strict=True):
-        assert torch.equal(x, y)
+    assert_stream_and_graph(lambda: op.attention_backward(dout, q, k, v, *saved, **options), dout)
 
 
 @pytest.mark.parametrize("heads", [(32, 4), (8, 8), (32, 2)], ids=str)

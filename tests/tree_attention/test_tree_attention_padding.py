@@ -12,6 +12,7 @@ from torch import Tensor
 
 import htree_ops
 from tests.support.cases import normal
+from tests.support.graphs import capture
 from tests.support.tree_attention_varlen_cases import offsets
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
@@ -190,9 +191,7 @@ def test_a_graph_follows_the_mask_on_the_device() -> None:
     x = normal((2, 40, WIDTH), torch.float32, "cuda", 1)
     mask = mask_of([40, 30], [0, 10], 40, "cuda")
     layer(x, key_padding_mask=mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x, key_padding_mask=mask)
+    graph, captured = capture(lambda: layer(x, key_padding_mask=mask))
     for lengths, lefts in (([40, 30], [0, 10]), ([3, 40], [37, 0]), ([0, 17], [5, 11])):
         mask.copy_(mask_of(lengths, lefts, 40, "cuda"))
         graph.replay()

@@ -31,6 +31,7 @@ from htree_ops import tree_attention, tree_attention_varlen
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
+from tests.support.graphs import capture, on_another_stream
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_problem import packed as packed_options
 from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets, without_index
@@ -536,14 +537,10 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
         out, lse = OPS._attention_varlen(*leaves, None, None, cu, cu, *longest, "auto", *case.packed())
         return out, lse, *torch.autograd.grad(out, leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        OPS._attention_varlen(*leaves, None, None, cu, cu, *longest, "rank", *case.packed())
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    on_another_stream(
+        lambda: OPS._attention_varlen(*leaves, None, None, cu, cu, *longest, "rank", *case.packed())
+    )
+    graph, captured = capture(step)
     for lengths in ((300, 200, 12), (1, 500, 99), (0, 0, 512), (200, 200, 200)):
         now = replace(case, lengths=lengths, spare=600 - sum(lengths))
         cu.copy_(offsets(lengths, "cuda"))
