@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from columns import check_columns
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SPARSE, make_ids, make_model
@@ -18,12 +19,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
-from htree_ops import TreeOptions
 from htree_ops.integrations.cache import CACHE
-from htree_ops.integrations.documents import attend_padded
 from htree_ops.integrations.leaders import LeaderLayer
-from htree_ops.integrations.transformers import TreeCache, attention, register
-from htree_ops.ops.tree_attention.index import TreeOf
+from htree_ops.integrations.transformers import TreeCache, register
 
 STRIDED = SPARSE | {"selection_stride": 4}
 GREEDY = {"do_sample": False, "eos_token_id": 60, "max_new_tokens": 16}
@@ -102,52 +100,12 @@ def test_no_name_of_an_argument_is_one_that_transformers_warns_of() -> None:
 # ---- rows
 
 
-@functools.cache
-def make_attention(stride: int) -> Any:
-    return (
-        make_model(options=SPARSE | {"selection_stride": stride}, num_hidden_layers=1)
-        .model.layers[0]
-        .self_attn
-    )
-
-
 @pytest.mark.filterwarnings("ignore:tree_attention. q is")
 @given(data=st.data())
 def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.DataObject) -> None:
-    """Any mask, any cuts, columns that are taken back however far, sequences that become others."""
-    batch, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
-    layer = make_attention(data.draw(st.sampled_from([2, 4])))
-    masked = data.draw(st.booleans())
-    rows = st.lists(st.booleans() if masked else st.just(True), min_size=columns, max_size=columns)
-    real = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    q, k, v = (torch.randn(batch, columns, heads, 8, generator=generator) for heads in (4, 2, 2))
-    tree = TreeOf("htree", TreeOptions(**layer.config.htree, rope_base=None), layer, by_index=False)
-    cache = DynamicCache(config=layer.config)
-    done = 0
-    while done < columns:
-        n = data.draw(st.integers(1, columns - done))
-        part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, tree)[:, part]
-        handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
-        mask = None if bool(real.all()) else real[:, : done + n]
-        got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
-        torch.testing.assert_close(got, wanted)
-        done += n
-        step = data.draw(st.sampled_from(["go on", "crop", "reorder"]))
-        if step == "crop" and done < columns:
-            back = data.draw(st.integers(0, done - 1))
-            cache.crop(-back)
-            done -= back
-            fresh = torch.randn(q.shape, generator=generator)
-            q = torch.cat([q[:, :done], fresh[:, done:]], 1)
-            k = torch.cat([k[:, :done], fresh[:, done:, :2]], 1)
-        elif step == "reorder":
-            beams = torch.tensor(
-                data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
-            )
-            cache.reorder_cache(beams)
-            q, k, v, real = (x[beams] for x in (q, k, v, real))
+    cache, columns = check_columns(
+        data, (2, 4), lambda config, _: DynamicCache(config=config), lambda done, most, stride: done - 1
+    )
     kept = cache.layers[0].queries
     assert kept is not None
     assert kept.shape[1] == -(-columns // cache.layers[0].stride)

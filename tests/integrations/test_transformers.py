@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from typing import Any
 
@@ -349,20 +349,14 @@ def test_threads_do_not_disturb_each_other() -> None:
     masks[0][0, :9], masks[1][1, :20] = 0, 0
     with torch.no_grad():
         wanted = [m(ids, attention_mask=mask).logits for m, mask in zip(models, masks, strict=True)]
-    found: list[list[Tensor]] = [[], []]
 
-    def run(i: int) -> None:
+    def run(i: int) -> list[Tensor]:
         with torch.no_grad():
-            for _ in range(8):
-                found[i].append(models[i](ids, attention_mask=masks[i]).logits)
+            return [models[i](ids, attention_mask=masks[i]).logits for _ in range(8)]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
     for i in range(2):
-        assert len(found[i]) == 8
         assert all(torch.equal(out, wanted[i]) for out in found[i])
 
 

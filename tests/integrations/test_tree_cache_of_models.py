@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from columns import check_columns
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import EXACT, SPARSE, make_ids, make_model
@@ -16,11 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel
 
 import htree_ops
-from htree_ops import TreeOptions
 from htree_ops.integrations.cache import CACHE
-from htree_ops.integrations.documents import attend_padded
-from htree_ops.integrations.transformers import TreeCache, attention
-from htree_ops.ops.tree_attention.index import TreeOf
+from htree_ops.integrations.transformers import TreeCache
 
 STRIDED = SPARSE | {"selection_stride": 4}
 COMPACT = {"positions": "compact"}
@@ -139,56 +136,16 @@ def test_prompts_in_chunks_and_prompts_that_are_kept(options: dict[str, Any], de
     cache.check()
 
 
-@functools.cache
-def make_attention(stride: int) -> torch.nn.Module:
-    return (
-        make_model(options=SPARSE | {"selection_stride": stride}, num_hidden_layers=1)
-        .model.layers[0]
-        .self_attn
-    )
-
-
 @pytest.mark.filterwarnings("ignore:tree_attention. q is")
 @given(data=st.data())
 def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.DataObject) -> None:
-    """Any mask, any cuts, columns that are taken back, sequences that become others."""
-    batch, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
-    stride = data.draw(st.sampled_from([1, 2, 4]))
-    layer = make_attention(stride)
-    masked = data.draw(st.booleans())
-    rows = st.lists(st.booleans() if masked else st.just(True), min_size=columns, max_size=columns)
-    real = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    q, k, v = (torch.randn(batch, columns, heads, 8, generator=generator) for heads in (4, 2, 2))
-    cache = TreeCache(layer.config, columns, page_size=8)
-    tree = TreeOf("htree", TreeOptions(**layer.config.htree, rope_base=None), layer, by_index=False)
-    done = most = 0
-    while done < columns:
-        n = data.draw(st.integers(1, columns - done))
-        part = slice(done, done + n)
-        wanted = attend_padded(q, k, v, real, tree)[:, part]
-        handed = cache.update(*(x[:, part].transpose(1, 2) for x in (k, v)), 0)
-        mask = None if bool(real.all()) else real[:, : done + n]
-        got, _ = attention(layer, q[:, part].transpose(1, 2), *handed, mask)
-        torch.testing.assert_close(got, wanted)
-        done += n
-        most = max(
-            most, done
-        )  # the lists of the last four leaders before this one are kept, and no older ones
-        step = data.draw(st.sampled_from(["go on", "go on", "crop", "reorder"]))
-        if step == "crop" and done < columns:
-            back = data.draw(st.integers(0, max(0, min(done, done - most + 3 * stride))))
-            cache.crop(-back)
-            done -= back
-            fresh = torch.randn(q.shape, generator=generator)
-            q = torch.cat([q[:, :done], fresh[:, done:]], 1)
-            k = torch.cat([k[:, :done], fresh[:, done:, :2]], 1)
-        elif step == "reorder":
-            beams = torch.tensor(
-                data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
-            )
-            cache.reorder_cache(beams)
-            q, k, v, real = (x[beams] for x in (q, k, v, real))
+    """The lists of the last four leaders before the furthest column are kept, and no older ones."""
+    cache, columns = check_columns(
+        data,
+        (1, 2, 4),
+        lambda config, columns: TreeCache(config, columns, page_size=8),
+        lambda done, most, stride: min(done, done - most + 3 * stride),
+    )
     assert cache.get_seq_length() == columns
 
 
@@ -200,18 +157,13 @@ def test_two_threads_with_a_cache_each() -> None:
     ids = make_ids(length=30)
     masks = [padded_mask(ids), padded_mask(ids, 20)]
     wanted = [generate(m, ids, attention_mask=mask) for m, mask in zip(models, masks, strict=True)]
-    found: list[list[Tensor]] = [[], []]
 
-    def run(i: int) -> None:
-        found[i] += [generate(models[i], ids, attention_mask=masks[i]) for _ in range(4)]
+    def run(i: int) -> list[Tensor]:
+        return [generate(models[i], ids, attention_mask=masks[i]) for _ in range(4)]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
     for i in range(2):
-        assert len(found[i]) == 4
         assert all(torch.equal(out, wanted[i]) for out in found[i])
 
 
