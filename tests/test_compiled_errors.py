@@ -20,6 +20,7 @@ import htree_ops.compat
 from htree_ops import parallel_io_only as io
 from htree_ops.ops import tree_attention as family
 from htree_ops.ops.tree_attention import stages
+from tests.support.tree_attention_calls import named_calls
 
 FP8 = torch.float8_e4m3fn
 
@@ -34,13 +35,8 @@ def int32(*shape: int) -> torch.Tensor:
 
 Q, K, V = zeros(2, 12, 4, 6), zeros(2, 12, 2, 6), zeros(2, 12, 2, 5)
 INDEX = zeros(2, 12, 2, 16)
-TABLE = zeros(16, 3)
-LAYER = {"q": Q, "layer_k": K, "layer_v": V, "parents": int32(2, 12, 2, 3), "cos": TABLE, "sin": TABLE}
-KEYS = {name: value for name, value in LAYER.items() if name != "layer_v"}
-SCORES, COUNTS, LISTS = zeros(2, 12, 2, 12, 2), int32(2, 12, 2), int32(2, 12, 2, 3)
+COUNTS, LISTS = int32(2, 12, 2), int32(2, 12, 2, 2)
 ROWS = zeros(2, 12, 4), zeros(2, 12, 4), zeros(2, 12, 4, 5)
-STATE = dict(zip(("lmax", "lsum", "lout"), ROWS, strict=True))
-GLOBAL = dict(zip(("gmax", "gsum", "gout"), (x.clone() for x in ROWS), strict=True))
 TOKENS = htree_ops.kv_compress(torch.randn(2, 2, 5, 64), 20, 4)
 HEADS = {"q": zeros(2, 4, 64), "k_win": zeros(2, 2, 3, 64), "v_win": zeros(2, 2, 3, 64)}
 DECODE = HEADS | {
@@ -69,8 +65,21 @@ PACKED = PAGES | {
 }
 ROTATED = {"cos": zeros(12, 32), "sin": zeros(12, 32), "position_ids": torch.arange(5)}
 
+Entry = tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]
+
+
+def of_stage(function: Callable[..., Any], *changes: dict[str, Any]) -> Entry:
+    """The arguments of the op of that name."""
+    given, known = named_calls("cpu")[function.__name__], inspect.signature(function).parameters
+    return (
+        function,
+        {x: value for x, value in given.items() if x in known.keys() - {"device", "dtype"}},
+        list(changes),
+    )
+
+
 #: A correct call, and changes that make it wrong; the message must name the first changed argument.
-CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
+CALLS: list[Entry] = [
     (
         htree_ops.tree_attention,
         {"q": Q, "k": K, "v": V, "compression_rate": 4, "max_top_nodes": 8, "top_k": 2},
@@ -171,59 +180,29 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]] = [
         },
         [{"dout": zeros(2, 12, 4, 6)}],
     ),
-    (stages.tree_build, {"k": K, "v": V}, [{"v": zeros(2, 11, 2, 5)}]),
-    (stages.span_means, {"k": K, "span": 2}, [{"span": 0}]),
-    (stages.tree_build_backward, {"dpk": K, "dpv": V, "n_child": 192}, [{"n_child": 0}]),
-    (stages.rope_cache, {"size": 4, "dim": 8}, [{"dim": 7}, {"base": -1.0}, {"dtype": torch.float16}]),
-    (stages.rope, {"x": Q, "cos": TABLE, "sin": TABLE, "positions": torch.arange(12)}, [{"positions": Q}]),
-    (stages.top_parents, {"B": 1, "T": 20, "heads": 2, "top_k": 3, "num_layers": 1}, [{"top_k": 0}]),
-    (stages.compute_scores, KEYS | {"layer": 1, "compression_rate": 4}, [{"parents": LISTS.long()}]),
-    (stages.select_topk, {"scores": SCORES, "num_candidates": COUNTS, "top_k": 2}, [{"top_k": 0}]),
-    (stages.mask_topk_scores_, {"scores": SCORES, "topk_positions": LISTS}, [{"topk_positions": COUNTS}]),
-    (stages.compute_next_parents, {"parents": LISTS, "topk_positions": LISTS}, [{"parents": COUNTS}]),
-    (
-        stages.accumulate_non_topk,
-        {
-            "layer_v": V,
-            "parents": LISTS,
-            "scores": SCORES,
-            "num_candidates": COUNTS,
-            "layer": 1,
-            "compression_rate": 4,
-        },
-        [{"scores": SCORES.half()}],
-    ),
-    (
-        stages.compute_and_select,
-        LAYER | {"parents": int32(2, 12, 4, 3), "layer": 1, "compression_rate": 4, "top_k": 3},
-        [{"layer": -1}],
-    ),
-    (
-        stages.subtract_topk,
-        {"layer_v": V, "topk_indices": int32(2, 12, 4, 3), "topk_scores": zeros(2, 12, 4, 3), **STATE},
-        [{"topk_scores": zeros(2, 12, 4, 2)}],
-    ),
-    (stages.select_accumulate, LAYER | {"layer": 1, "compression_rate": 4, "top_k": 3}, [{"top_k": 0}]),
-    (stages.bottom_accumulate, LAYER | {"compression_rate": 4}, [{"layer_v": V[:, :11]}]),
-    (stages.recompute_selection, KEYS | {"layer": 1, "compression_rate": 4, "top_k": 3}, [{"layer": 0}]),
-    (stages.merge_to_global_, {**GLOBAL, **STATE}, [{"lsum": zeros(2, 11, 4)}]),
-    (stages.final_normalize, {"gout": ROWS[2], "gsum": ROWS[1]}, [{"dtype": torch.int32}]),
+    of_stage(stages.tree_build, {"v": zeros(2, 11, 2, 5)}),
+    of_stage(stages.span_means, {"span": 0}),
+    of_stage(stages.tree_build_backward, {"n_child": 0}),
+    of_stage(stages.rope_cache, {"dim": 7}, {"base": -1.0}, {"dtype": torch.float16}),
+    of_stage(stages.rope, {"positions": Q}),
+    of_stage(stages.top_parents, {"top_k": 0}),
+    of_stage(stages.compute_scores, {"parents": LISTS.long()}),
+    of_stage(stages.select_topk, {"top_k": 0}),
+    of_stage(stages.mask_topk_scores_, {"topk_positions": COUNTS}),
+    of_stage(stages.compute_next_parents, {"parents": COUNTS}),
+    of_stage(stages.accumulate_non_topk, {"scores": zeros(2, 12, 2, 8, 2).half()}),
+    of_stage(stages.compute_and_select, {"layer": -1}),
+    of_stage(stages.subtract_topk, {"topk_scores": zeros(2, 12, 4, 1)}),
+    of_stage(stages.select_accumulate, {"top_k": 0}),
+    of_stage(stages.bottom_accumulate, {"layer_v": zeros(2, 11, 2, 5)}),
+    of_stage(stages.recompute_selection, {"layer": 0}),
+    of_stage(stages.merge_to_global_, {"lsum": zeros(2, 11, 4)}),
+    of_stage(stages.final_normalize, {"dtype": torch.int32}),
     (io.htree_forward_io_only, {"q": Q, "k": K, "v": V}, [{"select": "best"}]),
-    (io.io_compute_scores, KEYS | {"layer": 1, "compression_rate": 4}, [{"cos": TABLE[:3]}]),
-    (io.io_select_topk, {"scores": SCORES, "num_candidates": COUNTS, "top_k": 2}, [{"top_k": 0}]),
-    (
-        io.io_accumulate_non_topk,
-        {
-            "layer_v": V,
-            "parents": LISTS,
-            "scores": SCORES,
-            "num_candidates": COUNTS,
-            "layer": 1,
-            "compression_rate": 4,
-        },
-        [{"num_candidates": LISTS}],
-    ),
-    (io.io_compute_next_parents, {"parents": LISTS, "topk_positions": LISTS}, [{"topk_positions": COUNTS}]),
+    of_stage(io.io_compute_scores, {"cos": zeros(3, 3)}),
+    of_stage(io.io_select_topk, {"top_k": 0}),
+    of_stage(io.io_accumulate_non_topk, {"num_candidates": LISTS}),
+    of_stage(io.io_compute_next_parents, {"topk_positions": COUNTS}),
     (
         htree_ops.causal_softmax,
         {"x": zeros(3, 4)},

@@ -57,7 +57,7 @@ SCALES = ("scale", "a_scale", "b_scale")
 def of_table(function: Callable[..., Any], arguments: dict[str, Any]) -> Prepare:
     def prepare(device: str) -> Callable[[], Any]:
         mine = {name: placed(value, device) for name, value in arguments.items()}
-        mine |= {name: torch.ones_like(x) for name, x in mine.items() if name in SCALES}
+        mine |= {name: torch.ones_like(x) for name, x in mine.items() if name in SCALES and x is not None}
         if "device" in inspect.signature(function).parameters:
             mine["device"] = device
         return lambda: function(**mine)

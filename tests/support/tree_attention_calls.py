@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from tests.support.cases import normal
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_cases import TreeAttentionCase
 
-__all__ = ["Call", "calls", "calls_with"]
+__all__ = ["NAMED_CASE", "Call", "calls", "calls_with", "named_calls"]
 
 
 @dataclass(frozen=True)
@@ -152,3 +153,21 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
 def calls_with(case: TreeAttentionCase, device: str | torch.device, option: str) -> list[Call]:
     """The calls that are given the option, by its name or among the packed ones."""
     return [call for call in calls(case, device) if option in call.kwargs or call.op.startswith("_")]
+
+
+#: The layer is layer 1 with 5 nodes.
+NAMED_CASE = TreeAttentionCase(
+    name="named", dtype=torch.float32, B=2, T=20, num_queries=12, H=4, H_kv=2, K=6, V=5, r=4, top_k=2, M=8
+)
+
+
+@cache
+def named_calls(device: str) -> dict[str, dict[str, Any]]:
+    """The arguments of every op by their names for :data:`NAMED_CASE`, those with their defaults among them."""
+    found: dict[str, dict[str, Any]] = {}
+    for call in calls(NAMED_CASE, device):
+        declared = call.overload._schema.arguments
+        given = {x.name: x.default_value for x in declared}
+        given |= dict(zip((x.name for x in declared), call.args, strict=False)) | call.kwargs
+        found.setdefault(call.op, given)
+    return found

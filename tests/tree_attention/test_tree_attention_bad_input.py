@@ -7,11 +7,14 @@ import re
 
 import pytest
 import torch
-from tree_attention_named_calls import CALLS, make_call, named_calls
 
 import htree_ops  # noqa: F401  registers torch.ops.htree
+from tests.support.tree_attention_calls import NAMED_CASE, named_calls
+from tests.support.tree_attention_problem import packed
 
 ops = torch.ops.htree
+OPTIONS = ("compression_rate", "max_top_nodes", "top_k_per_layer", "scale", "rope_base", "importance")
+OPTIONS += ("selection_stride",)
 nan, inf = math.nan, math.inf
 
 
@@ -25,6 +28,27 @@ def int32(*shape):
 
 def half(*shape):
     return zeros(*shape, dtype=torch.float16)
+
+
+def arguments_of(op, device):
+    """Correct ones by their names, packed options too."""
+    given = dict(named_calls(device)[op])
+    if "option_ints" in given:
+        del given["option_ints"], given["option_floats"]
+        given |= zip(OPTIONS, NAMED_CASE.op_options(), strict=True)
+    return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+
+
+def make_call(op, device, **changes):
+    """Call torch.ops.htree.<op> with the correct arguments, some of them replaced."""
+    arguments = arguments_of(op, device) | changes
+    if "option_ints" in named_calls(device)[op]:
+        given = packed(**{name: arguments.pop(name) for name in OPTIONS})
+        arguments |= zip(("option_ints", "option_floats"), given, strict=True)
+    return getattr(ops, op)(**arguments)
+
+
+CALLS = {op: arguments_of(op, "cpu") for op in named_calls("cpu")}
 
 
 # changed arguments, exception, words of the message; B=2 T=20 T_q=12 H=4 H_kv=2 K=6 V=5 r=4 k=2 M=8
