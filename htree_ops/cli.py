@@ -26,6 +26,7 @@ __all__ = [
     "add_sizes",
     "at_least",
     "bandwidth",
+    "columns",
     "counted",
     "free_memory",
     "is_out_of_memory",
@@ -279,6 +280,13 @@ def show_progress(label: str, done: int, total: int) -> None:
 def counted(number: int, noun: str) -> str:
     """``1 case``, ``2 cases``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def columns(lines: Sequence[Sequence[str]], right: bool = False) -> str:
+    """Cells below each other, two spaces apart."""
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    place = str.rjust if right else str.ljust
+    return "\n".join("  ".join(map(place, line, widths)).rstrip() for line in lines)
 
 
 def free_memory(device: torch.device | str) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.results import ResultsError, Row, read_json
-from htree_ops.cli import Command, UsageError, counted
+from htree_ops.cli import Command, UsageError, columns, counted
 
 __all__ = ["COMMAND", "Change", "compare", "format_changes"]
 
@@ -108,11 +108,7 @@ def format_changes(changes: Sequence[Change]) -> str:
                 "" if change.verdict == "same" else change.verdict,
             )
         )
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    )
+    return columns(table)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

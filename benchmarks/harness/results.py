@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
+from htree_ops.cli import columns
 from htree_ops.info import Environment
 
 __all__ = [
     "ResultsError",
     "Row",
     "format_table",
-    "read_csv",
     "read_json",
     "write_csv",
     "write_json",
@@ -139,38 +139,10 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def _parse_cell(text: str, kind: typing.Any) -> typing.Any:
-    if isinstance(kind, types.UnionType):  # float | None, str | None
-        return None if text == "" else typing.get_args(kind)[0](text)
-    return text == "True" if kind is bool else kind(text)
-
-
-def read_csv(path: Path) -> list[Row]:
-    """The rows of :func:`write_csv`, with their types."""
-    with path.open(newline="") as file:
-        return [
-            Row(**{k: _parse_cell(v, _KINDS[k]) for k, v in line.items()}) for line in csv.DictReader(file)
-        ]
-
-
 def format_table(rows: Sequence[Row]) -> str:
     """The rows for a terminal: our time, its share of the ceiling, the baseline's time and the speed-up."""
-    header = (
-        "op",
-        "case",
-        "dtype",
-        "us",
-        "graph us",
-        "GB/s",
-        "TFLOP/s",
-        "% copy",
-        "% floor",
-        "verdict",
-        "baseline",
-        "us",
-        "graph us",
-        "speed-up",
-    )
+    header = ("op", "case", "dtype", "us", "graph us", "GB/s", "TFLOP/s", "% copy", "% floor", "verdict")
+    header += ("baseline", "us", "graph us", "speed-up")
     table = [header]
     for row in rows:
         graph, baseline_graph = (
@@ -185,7 +157,4 @@ def format_table(rows: Sequence[Row]) -> str:
             floor = (f"{row.percent_of_floor:.0f}", row.verdict)
         theirs = (name, f"{row.baseline_median_us:.1f}", baseline_graph, f"{row.speedup:.2f}x")
         table.append((row.op, row.case, row.dtype, *ours, *floor, *theirs))
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table
-    )
+    return columns(table)

@@ -20,6 +20,7 @@ from htree_ops.cli import (
     add_sizes,
     at_least,
     bandwidth,
+    columns,
     counted,
     free_memory,
     output_file,
@@ -151,18 +152,7 @@ def kernel_rows(
 
 def format_kernels(rows: Sequence[dict[str, Any]], peak: float, peak_source: str) -> str:
     """The table of ``--per-kernel``."""
-    header = (
-        "layer",
-        "kernel",
-        "full ms",
-        "io ms",
-        "unique GB",
-        "requested GB",
-        "GB/s",
-        "% peak",
-        "GB/s",
-        "% peak",
-    )
+    header = ("layer", "kernel", "full ms", "io ms", "unique GB", "requested GB", *("GB/s", "% peak") * 2)
     table = [("", "", "", "", "", "", "unique", "", "requested", ""), header]
     for row in rows:
         table.append(
@@ -179,10 +169,8 @@ def format_kernels(rows: Sequence[dict[str, Any]], peak: float, peak_source: str
                 f"{row['percent_of_peak_requested']:.1f}",
             )
         )
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     note = "Requested bytes beyond 100 % of peak are served by caches."
-    return "\n".join([f"Per kernel (peak {peak:.0f} GB/s, {peak_source}):", *lines, note])
+    return f"Per kernel (peak {peak:.0f} GB/s, {peak_source}):\n{columns(table, right=True)}\n{note}"
 
 
 def to_json(

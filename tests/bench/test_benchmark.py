@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import subprocess
@@ -391,7 +392,11 @@ def test_json_and_csv_round_trip(tmp_path):
     results.write_json(tmp_path / "new" / "rows.json", rows)
     results.write_csv(tmp_path / "new" / "rows.csv", rows)
     assert results.read_json(tmp_path / "new" / "rows.json") == rows
-    assert results.read_csv(tmp_path / "new" / "rows.csv") == rows
+    with (tmp_path / "new" / "rows.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert lines == [
+        {name: "" if x is None else str(x) for name, x in dataclasses.asdict(row).items()} for row in rows
+    ]
 
 
 def test_commit_of_the_source(tmp_path, monkeypatch):

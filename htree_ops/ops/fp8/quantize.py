@@ -28,7 +28,6 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 Granularity = Literal["tensor", "channel", "block"]
-GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True)
