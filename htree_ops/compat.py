@@ -130,7 +130,9 @@ class TensorSpec:
         return tensor.transpose(-1, -2) if is_strided else tensor
 
 
-# ---- design document [002]: the arguments of a call as one value, and their checks
+# ---- design document [002]: the arguments of a call as one value, and their checks (docs/semantics/python.md §3.4):
+# devices first, then dtypes, ranks, shapes and values. Layout is not checked: tensors that the kernels cannot read in
+# place are copied.
 
 
 def _check_place(op: str, tensors: Mapping[str, Tensor], require_cuda: bool) -> None:
@@ -220,21 +222,9 @@ def validate_rmsnorm_rope_inputs(
     *,
     require_cuda: bool = False,
 ) -> None:
-    """Checks the arguments of :func:`rmsnorm_rope`: devices, then dtypes, ranks, shapes and values.
+    """Raises what :func:`rmsnorm_rope` raises for these arguments, with x [B, S, Hd].
 
-    Layout is not checked: tensors that the kernels cannot read in place are copied.
-    Source: docs/semantics/python.md §3.4, design document [002].
-
-    Args:
-        x, weight, cos, sin, eps, num_heads: see :func:`rmsnorm_rope`.
-        require_cuda: refuse tensors that are not on a CUDA device.
-
-    Raises:
-        DeviceError: tensors on different devices, or not on CUDA where that is required.
-        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16, float64.
-        ShapeMismatchError: a wrong rank or size.
-        ValueError: eps is negative or not finite, or num_heads is below 1.
-        TypeError: an argument is not a dense tensor, eps is not a number, or num_heads is not an int.
+    ``require_cuda`` also refuses tensors that are not on a CUDA device, by DeviceError.
     """
     _check_place("rmsnorm_rope", {"x": x, "weight": weight, "cos": cos, "sin": sin}, require_cuda)
     try:
@@ -291,21 +281,9 @@ def validate_gated_mlp_inputs(
     *,
     require_cuda: bool = False,
 ) -> None:
-    """Checks arguments of :func:`gated_mlp` with x [B, S, Hd]: devices, dtypes, ranks, shapes, then values.
+    """Raises what :func:`gated_mlp` raises for these arguments, with x [B, S, Hd].
 
-    Layout is not checked: tensors that the kernels cannot read in place are copied.
-    Source: docs/semantics/python.md §3.4, design document [002].
-
-    Args:
-        x, gate_weight, up_weight, activation, act_on: see :func:`gated_mlp`; x must have three dims here.
-        require_cuda: refuse tensors that are not on a CUDA device.
-
-    Raises:
-        DeviceError: tensors on different devices, or not on CUDA where that is required.
-        UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 (float64 on the CPU), or tensors
-            of different dtypes.
-        ShapeMismatchError: a wrong rank or size.
-        ValueError: an unknown activation or side.
+    ``require_cuda`` also refuses tensors that are not on a CUDA device, by DeviceError.
     """
     _check_place("gated_mlp", {"x": x, "gate_weight": gate_weight, "up_weight": up_weight}, require_cuda)
     try:
@@ -363,17 +341,10 @@ def validate_fp8_gemm_inputs(
     *,
     require_cuda: bool = False,
 ) -> None:
-    """Checks the arguments of ``fp8_gemm``: devices, then dtypes, ranks, shapes and values.
+    """Raises what ``fp8_gemm`` raises for these arguments, and ValueError where a scale on the CPU is not positive
+    and finite.
 
-    Args:
-        a, b, a_scale, b_scale, output_dtype: see :class:`FP8GEMMInput`.
-        require_cuda: refuse tensors that are not on a CUDA device.
-
-    Raises:
-        DeviceError: tensors on different devices, or not on CUDA where that is required.
-        UnsupportedDtypeError: a or b is not float8_e4m3fn, a scale is not float32, or another output dtype.
-        ShapeMismatchError: a or b is not 2-D, K differs, or a scale is neither [] nor constant along K.
-        ValueError: a scale on the CPU that is not positive and finite.
+    ``require_cuda`` also refuses tensors that are not on a CUDA device, by DeviceError.
     """
     tensors = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
     _check_place("fp8_gemm", tensors, require_cuda)
@@ -398,20 +369,11 @@ def validate_fp8_quantize_inputs(
     op: str = "fp8_quantize",
     name: str = "x",
 ) -> None:
-    """Checks the arguments of ``fp8_quantize``: devices, then dtypes, ranks, shapes and values.
+    """Raises what ``fp8_quantize`` raises for these arguments, and ValueError where a scale on the CPU is not positive
+    and finite.
 
-    Args:
-        x, scale, granularity, dim, block: see ``fp8_quantize``.
-        require_cuda: refuse tensors that are not on a CUDA device.
-        op, name: names of the function and of x in the messages.
-
-    Raises:
-        TypeError: x or scale is not a dense tensor, dim or block not an int.
-        DeviceError: tensors on different devices, or not on CUDA where that is required.
-        UnsupportedDtypeError: x is not float32, float16 or bfloat16, or scale is not float32.
-        IndexError: x has no such dim.
-        ShapeMismatchError: scale has not the shape that the granularity implies.
-        ValueError: unknown granularity, block below 1, or a scale on the CPU that is not positive and finite.
+    ``require_cuda`` also refuses tensors that are not on a CUDA device, by DeviceError.
+    ``op`` and ``name`` are those of the function and of x in the messages.
     """
     scales = {} if scale is None else {"scale": scale}
     _check_place(op, {name: x, **scales}, require_cuda)
