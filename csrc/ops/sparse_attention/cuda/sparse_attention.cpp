@@ -178,26 +178,17 @@ SliceInverse invert(const SparseProblem& p, const SparseSlice& slice, const Tens
       scratch_of(heads * rows, at::kInt, lists), scratch_of(heads * rows * width, at::kInt, lists),
       scratch_of(heads * (p.num_blocks() + 1), at::kInt, lists),
       scratch_of(heads * ceil_div(rows, kInvertedListRows) * p.num_blocks(), at::kInt, lists)};
-  ListMaskParams count;
-  count.lists = lists.const_data_ptr<int32_t>();
-  count.list_batch = lists.stride(0);
+  const ListTable table = {lists.const_data_ptr<int32_t>(),  lists.stride(0),
+                           static_cast<int>(slice.batches),  static_cast<int>(rows),
+                           static_cast<int>(p.num_kv_heads), static_cast<int>(width)};
+  ListMaskParams count = {table};
   count.counts = found.counts.mutable_data_ptr<int32_t>();
-  count.num_batches = static_cast<int>(slice.batches);
-  count.num_lists = static_cast<int>(rows);
-  count.num_kv_heads = static_cast<int>(p.num_kv_heads);
-  count.width = static_cast<int>(width);
   count.rate = p.block_size;
   count.stride = p.stride;
   C10_CUDA_CHECK(launch_list_masks(count, stream));
   const auto words = [](const Tensor& x) { return static_cast<uint32_t*>(x.mutable_data_ptr()); };
-  InvertedListParams inverse;
-  inverse.lists = count.lists;
-  inverse.list_batch = count.list_batch;
+  InvertedListParams inverse = {table};
   inverse.num_parents = p.num_blocks();
-  inverse.num_batches = count.num_batches;
-  inverse.num_lists = count.num_lists;
-  inverse.num_kv_heads = count.num_kv_heads;
-  inverse.width = count.width;
   inverse.entries = words(found.entries);
   inverse.offsets = words(found.offsets);
   inverse.run_counts = words(found.run_counts);

@@ -196,26 +196,12 @@ class ListedGradients {
 
   // Counts the entries of the lists and, for dK and dV, inverts them.
   void invert(const GatherParams& gather) {
-    ListMaskParams count;
-    count.lists = gather.lists;
-    count.list_batch = gather.list_batch;
+    ListMaskParams count = counted_lists(gather);
     count.counts = at_.counts;
-    count.num_batches = gather.num_batches;
-    count.num_lists = gather.num_lists;
-    count.num_kv_heads = gather.num_kv_heads;
-    count.width = gather.list_width;
-    count.t0 = gather.t0;
-    count.stride = gather.stride;
     C10_CUDA_CHECK(launch_list_masks(count, c_.stream));
     if (!keys_wanted()) return;
-    InvertedListParams inverted;
-    inverted.lists = gather.lists;
-    inverted.list_batch = gather.list_batch;
+    InvertedListParams inverted = {list_table(gather)};
     inverted.num_parents = gather.num_parents;
-    inverted.num_batches = gather.num_batches;
-    inverted.num_lists = gather.num_lists;
-    inverted.num_kv_heads = gather.num_kv_heads;
-    inverted.width = gather.list_width;
     inverted.entries = at_.entries;
     inverted.offsets = at_.offsets;
     inverted.run_counts = at_.run_counts;

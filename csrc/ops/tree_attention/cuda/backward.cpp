@@ -304,9 +304,7 @@ class BackwardRun {
     common.scale = static_cast<float>(p_.args.scale);
 
     if (!implicit || layer_idx > 0) {
-      ListMaskParams mask;
-      mask.lists = lists.data;
-      mask.list_batch = lists.batch;
+      ListMaskParams mask = counted_lists(common.gather);
       if (layer_idx > 0) {
         const ListSlice next = lists_of(layer_idx - 1, chunk);
         mask.next_lists = next.data;
@@ -315,13 +313,6 @@ class BackwardRun {
       mask.selected = at_.mask;
       mask.mask_words = common.mask_words;
       mask.counts = at_.counts;
-      mask.num_batches = common.gather.num_batches;
-      mask.num_lists = common.gather.num_lists;
-      mask.num_kv_heads = common.gather.num_kv_heads;
-      mask.width = common.gather.list_width;
-      mask.t0 = common.gather.t0;
-      mask.stride = common.gather.stride;
-      mask.node_span = common.gather.node_span;
       if (const cudaError_t error = launch_list_masks(mask, stream_); error != cudaSuccess) {
         return error;
       }
@@ -367,7 +358,7 @@ class BackwardRun {
     key.common = common;
     key.counts = at_.counts;
     if (lists.data) {
-      if (const cudaError_t error = invert(layer, common.gather, lists); error != cudaSuccess) {
+      if (const cudaError_t error = invert(layer, common.gather); error != cudaSuccess) {
         return error;
       }
       key.entries = at_.entries;
@@ -380,15 +371,9 @@ class BackwardRun {
   }
 
   // Inverts the lists of the layer.
-  cudaError_t invert(const TreeLayer& layer, const GatherParams& gather, const ListSlice& lists) {
-    InvertedListParams inverted;
-    inverted.lists = lists.data;
-    inverted.list_batch = lists.batch;
+  cudaError_t invert(const TreeLayer& layer, const GatherParams& gather) {
+    InvertedListParams inverted = {list_table(gather)};
     inverted.num_parents = layer.num_parents;
-    inverted.num_batches = gather.num_batches;
-    inverted.num_lists = gather.num_lists;
-    inverted.num_kv_heads = gather.num_kv_heads;
-    inverted.width = gather.list_width;
     inverted.entries = at_.entries;
     inverted.offsets = at_.offsets;
     inverted.run_counts = at_.run_counts;
@@ -410,8 +395,7 @@ class BackwardRun {
     PartialSumParams& sums = layer.sums;
     sums_of(layer_idx, chunk, sums.keys, sums.values);
     if (lists.data && keys_wanted()) {
-      if (const cudaError_t error = invert(call_.layers[layer_idx], common.gather, lists);
-          error != cudaSuccess) {
+      if (const cudaError_t error = invert(call_.layers[layer_idx], common.gather); error != cudaSuccess) {
         return error;
       }
       sums.entries = at_.entries;

@@ -48,7 +48,7 @@ cudaError_t attend_masked_rows(const TreeCall& call, const TileMarkMemory& memor
 // hold.
 cudaError_t count_lists(const TreeCall& call, const ForwardMemory& memory, const GatherParams& gather,
                         const ListSlice& lists, const ListSlice& next, cudaStream_t stream) {
-  ListMaskParams mask;
+  ListMaskParams mask = counted_lists(gather);
   mask.lists = lists.data;
   mask.list_batch = lists.batch;
   mask.next_lists = next.data;
@@ -56,13 +56,6 @@ cudaError_t count_lists(const TreeCall& call, const ForwardMemory& memory, const
   mask.selected = memory.mask;
   mask.mask_words = mask_words(call.problem);
   mask.counts = memory.counts;
-  mask.num_batches = gather.num_batches;
-  mask.num_lists = gather.num_lists;
-  mask.num_kv_heads = gather.num_kv_heads;
-  mask.width = gather.list_width;
-  mask.t0 = gather.t0;
-  mask.stride = gather.stride;
-  mask.node_span = gather.node_span;
   return launch_list_masks(mask, stream);
 }
 

@@ -177,14 +177,10 @@ class GeneralBackward {
     const int64_t lists = int64_t{params.num_batches} * params.lists.num_lists * params.heads.num_kv_heads;
     const int64_t heads = int64_t{params.num_batches} * params.heads.num_kv_heads;
     const Tensor counts = scratch_of(lists, at::kInt, b_.q);
-    ListMaskParams count;
-    count.lists = params.lists.data;
-    count.list_batch = params.lists.batch;
+    const ListTable table = {params.lists.data,      params.lists.batch,        params.num_batches,
+                             params.lists.num_lists, params.heads.num_kv_heads, params.lists.width};
+    ListMaskParams count = {table};
     count.counts = counts.mutable_data_ptr<int32_t>();
-    count.num_batches = params.num_batches;
-    count.num_lists = params.lists.num_lists;
-    count.num_kv_heads = params.heads.num_kv_heads;
-    count.width = params.lists.width;
     count.rate = params.layer.rate;
     count.t0 = params.t0;
     count.stride = params.lists.stride;
@@ -198,14 +194,8 @@ class GeneralBackward {
     const Tensor run_counts = scratch_of(
         heads * ceil_div(params.lists.num_lists, kInvertedListRows) * key.num_parents, at::kInt, b_.q);
     const auto words = [](const Tensor& x) { return static_cast<uint32_t*>(x.mutable_data_ptr()); };
-    InvertedListParams inverted;
-    inverted.lists = params.lists.data;
-    inverted.list_batch = params.lists.batch;
+    InvertedListParams inverted = {table};
     inverted.num_parents = key.num_parents;
-    inverted.num_batches = params.num_batches;
-    inverted.num_lists = params.lists.num_lists;
-    inverted.num_kv_heads = params.heads.num_kv_heads;
-    inverted.width = params.lists.width;
     inverted.entries = words(entries);
     inverted.offsets = words(offsets);
     inverted.run_counts = words(run_counts);
