@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from htree_ops.ops.arguments import FLOATING_AND_DOUBLE
 from htree_ops.ops.index_loss.layers import WEIGHTS, add_index_, draw_index_, index_dim_of, set_index_
 from htree_ops.ops.tree_attention import TreeOptions
+from htree_ops.ops.tree_attention import options as of_tree
 from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.options import OTHER_CHOICES
 
@@ -23,7 +24,7 @@ __all__ = ["ABSENT", "RECOMMENDED", "FittedAttention", "chooses_by_index", "fitt
 #: The key of the width in ``config.htree``, and what stands for a config that does not have it.
 KEY, ABSENT = "index_dim", -1
 #: What ``config.htree = "recommended"`` says.
-RECOMMENDED: dict[str, Any] = {"top_k": 128, KEY: None}
+RECOMMENDED: dict[str, Any] = {**of_tree.RECOMMENDED["quality"], KEY: None}
 
 
 def _projections(module: nn.Module) -> tuple[Any, Any] | None:

@@ -29,6 +29,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "device": device, "options": OPTIONS}
+        sizes["index_dim"] = 0
         self.layers = nn.ModuleList(HTreeAttention(64, **sizes | keywords) for _ in range(layers))
         self.norm = nn.LayerNorm(64, device=device).requires_grad_(False)
         self.drop = nn.Dropout(0.5)
@@ -168,7 +169,7 @@ def test_any_fit_leaves_the_rest(
 
 
 def test_an_index_takes_the_place_of_a_span(device: str) -> None:
-    layer = HTreeAttention(64, num_heads=2, top_k=4, max_top_nodes=64, device=device)
+    layer = HTreeAttention(64, num_heads=2, top_k=4, max_top_nodes=64, index_dim=0, device=device)
     assert layer.options.selection_span == 2
     xs = batches(device, T=200)
     fit_index(layer, xs, steps=2, rows=8)
@@ -307,7 +308,7 @@ def test_layers_that_are_refused(device: str) -> None:
     ):
         fit_index(Model(device, index_dim=16, head_dim=32), batches(device), index_dim=32)
     unused = Model(device)
-    unused.spare = HTreeAttention(64, num_heads=2, device=device)
+    unused.spare = HTreeAttention(64, num_heads=2, index_dim=0, device=device)
     with pytest.raises(
         ValueError, match="fit_index: model must call each of its layers, got a HTreeAttention"
     ):

@@ -61,7 +61,8 @@ class Model(nn.Module):
         (32, {"options": TreeOptions()}, 32),
         (24, {"options": TreeOptions()}, 16),
         (8, {"options": TreeOptions()}, 0),
-        (64, {}, 0),  # spans of 2
+        (64, {}, 32),
+        (64, {"selection_span": 2}, 0),
         (64, {"options": TreeOptions(importance="lse")}, 0),
         (64, {"options": TreeOptions(scope="q_head")}, 0),
     ],
@@ -69,7 +70,7 @@ class Model(nn.Module):
 def test_a_width_of_none_follows_from_the_options(
     head_dim: int, keywords: dict[str, Any], wanted: int
 ) -> None:
-    layer = HTreeAttention(64, num_heads=2, head_dim=head_dim, index_dim=None, **keywords)
+    layer = HTreeAttention(64, num_heads=2, head_dim=head_dim, **keywords)
     assert layer.index_dim == wanted
     assert (layer.index_key_weight is None) == (wanted == 0)
 
@@ -120,7 +121,7 @@ def test_weights_wait_for_a_loss_and_are_saved(device: str) -> None:
 
 
 def test_layers_without_an_index_are_as_before() -> None:
-    assert set(HTreeAttention(64, num_heads=4).state_dict()) == {
+    assert set(HTreeAttention(64, num_heads=4, index_dim=0).state_dict()) == {
         f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     }
     assert HTreeAttention.from_documents(64, num_heads=4).index_dim == 0
@@ -279,7 +280,7 @@ def test_calls_of_a_layer_are_one_loss_and_collectors_nest(device: str) -> None:
 
 def test_no_layer_is_an_error_that_says_so() -> None:
     with index_losses() as losses:
-        HTreeAttention(64, num_heads=4)(tokens("cpu"))
+        HTreeAttention(64, num_heads=4, index_dim=0)(tokens("cpu"))
     with pytest.raises(RuntimeError, match="no HTreeAttention with index_dim above 0 was called"):
         losses.mean()
 

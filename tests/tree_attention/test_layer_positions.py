@@ -164,14 +164,21 @@ def test_the_layer_says_where_it_rotates_and_refuses_other_words():
 
 
 def test_the_default_layer_is_the_recommended_one_and_the_documents_have_their_own():
-    default = HTreeAttention(WIDTH, HEADS)
-    assert (default.positions, default.options) == ("own", TreeOptions(selection_span=2))
-    assert HTreeAttention(WIDTH, HEADS, compression_rate=3).options == TreeOptions(compression_rate=3)
-    assert HTreeAttention(WIDTH, HEADS, importance="lse").options == TreeOptions(importance="lse")
+    default = HTreeAttention(64, HEADS)
+    assert (default.positions, default.index_dim) == ("own", 16)
+    assert default.options == TreeOptions(top_k=128, max_top_nodes=8192)
+    assert HTreeAttention(64, HEADS, top_k=7).options == TreeOptions(top_k=7, max_top_nodes=8192)
+    assert HTreeAttention(64, HEADS, options=TreeOptions(top_k=7)).options == TreeOptions(top_k=7)
+    for narrow in (HTreeAttention(WIDTH, HEADS), HTreeAttention(64, HEADS, index_dim=0)):
+        assert (narrow.index_dim, narrow.options) == (0, TreeOptions(selection_span=2))
+    for given in ({"selection_span": 4}, {"importance": "lse"}, {"compression_rate": 3, "index_dim": 0}):
+        layer = HTreeAttention(64, HEADS, **given)
+        given.pop("index_dim", None)
+        assert (layer.index_dim, layer.options) == (0, TreeOptions(**given))
     assert HTreeAttention(WIDTH, HEADS, selection_span=None).options == TreeOptions()
-    assert HTreeAttention(WIDTH, HEADS, options=TreeOptions(top_k=7)).options == TreeOptions(top_k=7)
-    documents = HTreeAttention.from_documents(WIDTH, HEADS, KV_HEADS, DIM, True, top_k=9)
+    documents = HTreeAttention.from_documents(64, HEADS, KV_HEADS, 16, True, top_k=9)
     assert (documents.positions, documents.options) == ("compact", TreeOptions(top_k=9))
+    assert documents.index_dim == 0
     assert documents.o_proj.bias is not None
     assert HTreeAttention.from_documents(WIDTH, HEADS, positions="own").positions == "own"
 

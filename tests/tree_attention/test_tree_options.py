@@ -238,10 +238,13 @@ def test_a_layer_keeps_them() -> None:
 
 
 def test_a_recommended_layer_is_one_with_the_options_of_its_goal() -> None:
-    quality, speed = (HTreeAttention.recommended(32, 4, 2, goal=goal) for goal in RECOMMENDED)
-    assert quality.options == TreeOptions(selection_span=2)
-    assert speed.options == TreeOptions(selection_span=2, selection_stride=4)
-    assert HTreeAttention.recommended(32, 4).options == quality.options
+    quality, speed = (HTreeAttention.recommended(128, 4, 2, goal=goal) for goal in RECOMMENDED)
+    assert quality.options == TreeOptions(top_k=128, max_top_nodes=8192)
+    assert speed.options == TreeOptions(top_k=128, max_top_nodes=8192, selection_stride=4)
+    assert quality.index_dim == speed.index_dim == 32
+    assert HTreeAttention.recommended(128, 4).options == quality.options == HTreeAttention(128, 4).options
+    without = HTreeAttention.recommended(128, 4, goal="speed", index_dim=0)
+    assert (without.index_dim, without.options) == (0, TreeOptions(selection_span=2, selection_stride=4))
     chosen = HTreeAttention.recommended(
         32, 4, 2, 6, True, goal="speed", top_k=3, selection_stride=2, dtype=torch.float64
     )
@@ -257,6 +260,8 @@ def test_a_recommended_layer_is_one_with_the_options_of_its_goal() -> None:
         HTreeAttention.recommended(32, 4, goal="fast")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="topk"):
         HTreeAttention.recommended(32, 4, topk=3)
+    with pytest.raises(TypeError, match="options must be given one by one, as keywords, got options"):
+        HTreeAttention.recommended(32, 4, options=TreeOptions())
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def options_of_engine(config: Any, head_dim: int) -> Served:
             "sees them"
         )
     if not getattr(model, "htree", None):
-        return Served(recommended_options("htree", "quality", {"rope_base": None}))
+        return Served(recommended_options("htree", "quality", {"rope_base": None}, by_index=False))
     options = TreeOptions(**chosen.options, rope_base=None)
     if options.importance == "lse":
         refuse(

@@ -81,9 +81,9 @@ class HTreeAttention(nn.Module):
     """Causal self-attention layer with :func:`tree_attention` between its projections.
 
     ``o_proj(tree_attention(rotated(q_proj(x)), rotated(k_proj(x)), v_proj(x)))``. Without options it selects as the
-    measurements recommend for quality (:meth:`recommended`). Its positions serve weights that were trained densely; a
-    model that is trained from scratch takes ``positions="compact"``. :meth:`from_documents` makes the layer of the
-    design documents.
+    measurements recommend for quality (:meth:`recommended`), by an index that has to learn: by
+    :func:`htree_ops.fit_index` or :func:`htree_ops.index_losses`. Its positions serve weights that were trained
+    densely. :meth:`from_documents` makes the layer of the design documents.
 
     Parameters are those of ``q_proj`` [num_heads * head_dim, embed_dim], ``k_proj`` and ``v_proj`` [num_kv_heads *
     head_dim, embed_dim] and ``o_proj`` [embed_dim, num_heads * head_dim]. With an index also ``index_query_weight``
@@ -108,15 +108,16 @@ class HTreeAttention(nn.Module):
             ``max_top_nodes`` tokens both are the same. Beyond, models that are trained from scratch find more with
             "compact"; dense weights fit "own" alone (docs/quality.md (a), (b)).
         index_dim: d, numbers of an index query and of an index key, a multiple of 16 up to 128 and up to head_dim; 0 is
-            no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, and 0 beside
-            selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and k as
-            the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
+            no index. None is 32, where head_dim is below that the largest multiple of 16 that fits, else 0; and 0
+            beside selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and
+            k as the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
             ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does. It learns by
             :func:`htree_ops.fit_index` or :func:`htree_ops.index_losses`, with ``cp_group`` by neither; until then it
             is a random projection, which warns once.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
-            ``options`` is None, keywords that are not given are the recommended ones: ``selection_span=2`` where
-            ``importance`` is "lse_causal" and ``compression_rate`` even.
+            ``options`` is None, keywords that are not given are the recommended ones: ``top_k=128`` and
+            ``max_top_nodes=8192``. Without an index it is ``selection_span=2`` in their place, where ``importance`` is
+            "lse_causal" and ``compression_rate`` even.
 
     Attributes:
         options: the :class:`htree_ops.TreeOptions`. ``layer.options = dataclasses.replace(layer.options, top_k=256)``
@@ -152,7 +153,7 @@ class HTreeAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         positions: Positions = "own",
-        index_dim: int | None = 0,
+        index_dim: int | None = None,
         **keywords: Unpack[TreeKeywords],
     ) -> None:
         super().__init__()
@@ -176,10 +177,11 @@ class HTreeAttention(nn.Module):
             head_dim = embed_dim // num_heads
         if head_dim < 2 or head_dim % 2 != 0:
             raise ValueError(f"HTreeAttention: head_dim must be even and at least 2, got {head_dim}")
+        asked = tree_options("HTreeAttention", options, keywords)
+        self.index_dim = resolve_index_dim("HTreeAttention", index_dim, head_dim, asked)
         if options is None:
-            self.options = recommended_options("HTreeAttention", "quality", keywords)
-        else:
-            self.options = tree_options("HTreeAttention", options, keywords)
+            asked = recommended_options("HTreeAttention", "quality", keywords, self.index_dim > 0)
+        self.options = asked
         if positions not in get_args(Positions):
             raise ValueError(
                 f"HTreeAttention: positions must be one of {', '.join(get_args(Positions))}, got {positions!r}"
@@ -197,7 +199,6 @@ class HTreeAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.index_dim = resolve_index_dim("HTreeAttention", index_dim, head_dim, self.options)
         if self.index_dim:
             add_index_(self, num_heads, num_kv_heads, head_dim, self.index_dim, device, dtype)
         else:
@@ -265,8 +266,9 @@ class HTreeAttention(nn.Module):
     ) -> HTreeAttention:
         """A layer with the selection that the measurements recommend for a goal.
 
-        ``goal="quality"`` is ``selection_span=2, selection_stride=1``, which a layer without options has too;
-        ``goal="speed"`` is ``selection_span=2, selection_stride=4``. docs/quality.md has what models keep with either.
+        It selects by an index of ``index_dim=None`` numbers, with ``top_k=128, max_top_nodes=8192``. ``goal="quality"``
+        is ``selection_stride=1``, which a layer without options has too; ``goal="speed"`` is ``selection_stride=4``.
+        Without an index it has ``selection_span=2`` in the place of these. docs/quality.md has what models keep.
 
         Args:
             goal: what to favour.
@@ -276,10 +278,14 @@ class HTreeAttention(nn.Module):
         Raises:
             TypeError, UnsupportedDtypeError, ValueError: as :class:`HTreeAttention`; another goal is a ValueError.
         """
+        if "options" in keywords:
+            raise TypeError(
+                "HTreeAttention.recommended: options must be given one by one, as keywords, got options"
+            )
         given = {name: value for name, value in keywords.items() if name in NAMES}
-        options = recommended_options("HTreeAttention.recommended", goal, given)
-        rest = {name: value for name, value in keywords.items() if name not in given}
-        return cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, options=options, **rest)
+        layer = cls(embed_dim, num_heads, num_kv_heads, head_dim, bias, **keywords)
+        layer.options = recommended_options("HTreeAttention.recommended", goal, given, layer.index_dim > 0)
+        return layer
 
     @classmethod
     def from_documents(

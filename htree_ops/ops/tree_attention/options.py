@@ -21,6 +21,7 @@ from htree_ops.ops.arguments import check_int, check_kind
 __all__ = [
     "OTHER_CHOICES",
     "RECOMMENDED",
+    "WITHOUT_INDEX",
     "Frequencies",
     "Goal",
     "Importance",
@@ -49,8 +50,13 @@ MOST_TOP_NODES = 8192
 
 Goal = Literal["quality", "speed"]
 Positions = Literal["own", "compact"]
-#: What decides how well a selection finds single tokens and what it costs; the other options keep their defaults.
+#: What decides how well an index finds single tokens and what it costs; the other options keep their defaults.
 RECOMMENDED: dict[Goal, dict[str, int]] = {
+    "quality": {"top_k": 128, "max_top_nodes": MOST_TOP_NODES, "selection_stride": 1},
+    "speed": {"top_k": 128, "max_top_nodes": MOST_TOP_NODES, "selection_stride": 4},
+}
+#: The same where there is no index.
+WITHOUT_INDEX: dict[Goal, dict[str, int]] = {
     "quality": {"selection_span": 2, "selection_stride": 1},
     "speed": {"selection_span": 2, "selection_stride": 4},
 }
@@ -307,18 +313,26 @@ def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...
     )
 
 
-def recommended_options(function: str, goal: Goal, keywords: Mapping[str, Any]) -> TreeOptions:
+def recommended_options(
+    function: str, goal: Goal, keywords: Mapping[str, Any], by_index: bool
+) -> TreeOptions:
     """The recommended options with ``keywords`` in place of some.
 
-    Spans of 2 divide an even compression_rate alone and score for "lse_causal" alone: beside others there are none.
+    Without an index that are spans of 2. They divide an even compression_rate alone and score for "lse_causal" alone:
+    beside others there are none.
+
+    Args:
+        by_index: whether an index chooses.
 
     Raises:
         TypeError, ValueError: as :func:`tree_options`; another goal.
     """
     if goal not in RECOMMENDED:
         raise ValueError(f"{function}: goal must be one of {', '.join(RECOMMENDED)}, got {goal!r}")
+    if by_index:
+        return tree_options(function, None, {**RECOMMENDED[goal], **keywords})
     asked = tree_options(function, None, keywords)
-    chosen = RECOMMENDED[goal]
+    chosen = WITHOUT_INDEX[goal]
     if asked.importance != "lse_causal" or asked.compression_rate % chosen["selection_span"]:
         chosen = {name: value for name, value in chosen.items() if name != "selection_span"}
     return tree_options(function, None, {**chosen, **keywords})
