@@ -242,7 +242,12 @@ def kind_of(x: Tensor) -> dict[str, object]:
     return {"dtype": x.dtype, "the type of device": x.device.type}
 
 
-def _options(
+def kind_of_index(index: Index | None) -> dict[str, object]:
+    """As options for :func:`agree`."""
+    return {"(H_i, d, dtype) of index": None if index is None else (*index[1].shape[-2:], index[1].dtype)}
+
+
+def options_of(
     function: str, index: Index | None, options: TreeOptions | None, keywords: TreeKeywords
 ) -> TreeOptions:
     """The options of a call, those beside an index where there is one."""
@@ -317,19 +322,18 @@ def tree_attention_cp(
         return tree_attention(q, k, v, index=index, return_lse=return_lse, options=chosen)
     q, k, v = under_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        chosen = _options(name, index, options, keywords)
+        chosen = options_of(name, index, options, keywords)
         _check(q, k, v, index, size, balance, chosen, gather_steps)
     else:
         facts: dict[str, int] = {}
         same: dict[str, object] = {}
         refusal: Exception | None = None
         try:
-            chosen = _options(name, index, options, keywords)
+            chosen = options_of(name, index, options, keywords)
             _check(q, k, v, index, size, balance, chosen, gather_steps)
             facts = _facts(q, k, v)
             same = {**kind_of(q), "balance": balance, **chosen.to_dict(), "gather_steps": gather_steps}
-            kind = None if index is None else (*index[1].shape[2:], index[1].dtype)
-            same |= {"(H_i, d, dtype) of index": kind}
+            same |= kind_of_index(index)
         except (TypeError, ValueError, RuntimeError) as error:
             refusal = error
         agree(name, members, facts, same, refusal)

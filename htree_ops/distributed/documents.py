@@ -28,11 +28,17 @@ from htree_ops.distributed.collectives import (
     parts_per_rank,
     waited,
 )
-from htree_ops.distributed.context_parallel import kind_of, under_autocast, wanted_gradients
+from htree_ops.distributed.context_parallel import (
+    kind_of,
+    kind_of_index,
+    options_of,
+    under_autocast,
+    wanted_gradients,
+)
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, validate_arguments_as
-from htree_ops.ops.tree_attention.attention import Balance, check_balance
-from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
+from htree_ops.ops.tree_attention.attention import Balance, Index, check_balance
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions
 
 __all__ = ["tree_attention_varlen_cp"]
 
@@ -112,6 +118,8 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        index_query: Tensor | None,
+        index_key: Tensor | None,
         group_name: GroupName,
         size: int,
         balance: Balance,
@@ -123,58 +131,57 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.group_name, ctx.size, ctx.balance, ctx.groups = group_name, size, balance, groups
         ctx.share, ctx.packed = share, packed
-        under_way = _gather(k, v, ctx)
+        index_keys = _gather(ctx, *([] if index_key is None else [index_key]))
+        under_way = _gather(ctx, k, v)
         state = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:2], v.shape[2]))
         gmax = q.new_full(q.shape[:2], float("-inf"), dtype=state)
         gsum = q.new_zeros(q.shape[:2], dtype=state)
         for row, offsets in share.whole:  # while the keys of the others are on their way
             rows = slice(row, row + offsets[-1])
-            results = torch.ops.htree._attention_varlen_forward(
-                *_documents(q, k, v, rows, offsets, ctx), "auto", *packed
-            )
+            documents = _documents(rows, offsets, ctx, q, k, v, index_query, index_key)
+            results = torch.ops.htree._attention_varlen_forward(*documents, "auto", *packed)
             for x, result in zip((out, gmax, gsum), results, strict=True):
                 x[rows] = result
         lists = []
-        keys, values = _packed(under_way, ctx)
+        whole_index_keys = _packed(index_keys, ctx)
+        keys, values = _packed(under_way, ctx) or (k, v)
         for piece in share.pieces:
-            *results, stored = torch.ops.htree._attention_rows(
-                _rows(q, piece),
-                _keys(keys, piece, ctx),
-                _keys(values, piece, ctx),
-                list(piece.starts),
-                store_parents,
-                *packed,
-            )
+            of_piece = (_rows(q, piece), _keys(keys, piece, ctx), _keys(values, piece, ctx))
+            starts = list(piece.starts)
+            if index_query is None:
+                *results, stored = torch.ops.htree._attention_rows(*of_piece, starts, store_parents, *packed)
+            else:
+                of_index = (_rows(index_query, piece), whole_index_keys[0][None, piece.begin : piece.end])
+                stored = torch.ops.htree._index_lists(*of_piece[:2], *of_index, starts, *packed)
+                results = torch.ops.htree._listed_attention_rows(*of_piece, stored, starts, *packed)
             for x, result in zip((out, gmax, gsum), results, strict=True):
                 _put(x, piece, result)
             lists.append(stored)
-        ctx.save_for_backward(q, k, v, out, gmax, gsum, *lists)
+        ctx.save_for_backward(q, k, v, index_query, index_key, out, gmax, gsum, *lists)
         return out, gmax + gsum.log()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = [None] * (6 + len(ctx.packed))
+        nothing = [None] * (8 + len(ctx.packed))
         if dout is None and dlse is None:
             return None, None, None, *nothing
-        q, k, v, out, gmax, gsum, *lists = ctx.saved_tensors
+        q, k, v, index_query, index_key, out, gmax, gsum, *lists = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
-        under_way = _gather(k, v, ctx)
+        under_way = _gather(ctx, k, v)
         dq = torch.zeros_like(q) if mask[0] else None
         inside: list[tuple[slice, list[Any]]] = []  # of documents that lie in one part: whole on this rank
         for row, offsets in ctx.share.whole:
             rows = slice(row, row + offsets[-1])
+            documents = _documents(rows, offsets, ctx, q, k, v, index_query, index_key)
+            given = (None if x is None else x[rows] for x in (out, gmax, gsum, dout, dlse))
             of_rows, *of_keys = torch.ops.htree._attention_varlen_backward(
-                *_documents(q, k, v, rows, offsets, ctx),
-                *(None if x is None else x[rows] for x in (out, gmax, gsum, dout, dlse)),
-                "auto",
-                mask,
-                *ctx.packed,
+                *documents, *given, "auto", mask, *ctx.packed
             )
             if dq is not None:
                 dq[rows] = of_rows
             inside.append((rows, [x if x is None else _of_groups(x, ctx) for x in of_keys]))
-        keys, values = _packed(under_way, ctx)
+        keys, values = _packed(under_way, ctx) or (k[:0], v[:0])
         sums: list[Tensor | None] = [
             x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
             for x, wanted in zip((keys, values), mask[1:], strict=True)
@@ -209,17 +216,14 @@ class _Attention(torch.autograd.Function):
         return dq, *gradients, *nothing
 
 
-def _gather(k: Tensor, v: Tensor, ctx: Any) -> list[Tensor]:
-    """The keys and values of all ranks [n, N/n, heads, D], under way; none where no document crosses a border."""
-    return [all_gather(x, ctx.group_name) for x in (k, v)] if ctx.share.crosses else []
+def _gather(ctx: Any, *tensors: Tensor) -> list[Tensor]:
+    """What all ranks have [n, N/n, heads, D], under way; nothing where no document crosses a border."""
+    return [all_gather(x, ctx.group_name) for x in tensors] if ctx.share.crosses else []
 
 
-def _packed(under_way: list[Tensor], ctx: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values in the order of the sequence [N, heads, D], when they are there; empty where none were sent."""
-    if not under_way:
-        return torch.empty(0, device="cpu"), torch.empty(0, device="cpu")
-    keys, values = (join(waited(x), 0, ctx.balance) for x in under_way)
-    return keys, values
+def _packed(under_way: list[Tensor], ctx: Any) -> list[Tensor]:
+    """The same in the order of the sequence [N, heads, D], when it is there."""
+    return [join(waited(x), 0, ctx.balance) for x in under_way]
 
 
 def _repeated(x: Tensor, ctx: Any) -> Tensor:
@@ -233,14 +237,22 @@ def _of_groups(gradient: Tensor, ctx: Any) -> Tensor:
 
 
 def _documents(
-    q: Tensor, k: Tensor, v: Tensor, rows: slice, offsets: tuple[int, ...], ctx: Any
+    rows: slice,
+    offsets: tuple[int, ...],
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index_query: Tensor | None,
+    index_key: Tensor | None,
 ) -> tuple[Any, ...]:
     """The first arguments of the ops for packed documents."""
     # A copy that blocks would wait for the work before it.
     ends = torch.tensor(offsets, dtype=torch.int32, device="cpu").to(q.device, non_blocking=True)
     longest = max(end - begin for begin, end in pairwise(offsets))
-    qkv = (q[rows], _repeated(k[rows], ctx), _repeated(v[rows], ctx))
-    return *qkv, None, None, ends, ends, longest, longest  # no index
+    of_index = (None, None) if index_query is None or index_key is None else (index_query[rows], index_key[rows])
+    keys, values = _repeated(k[rows], ctx), _repeated(v[rows], ctx)
+    return q[rows], keys, values, *of_index, ends, ends, longest, longest
 
 
 def _rows(x: Tensor, piece: Piece) -> Tensor:
@@ -329,6 +341,7 @@ def _check(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    index: Index | None,
     offsets: tuple[int, ...],
     size: int,
     balance: Balance,
@@ -337,8 +350,15 @@ def _check(
     """Raises what this rank alone can see, before it waits for another."""
     name = "tree_attention_varlen_cp"
     check_balance(name, balance)
-    check_local(name, query=query, key=key, value=value)
-    check_tensors(name, query=(query, "N/n H K"), key=(key, "N/n H_kv K"), value=(value, "N/n H_kv V"))
+    of_index = {} if index is None else dict(zip(("index_query", "index_key"), index, strict=True))
+    check_local(name, query=query, key=key, value=value, **of_index)
+    check_tensors(
+        name,
+        query=(query, "N/n H K"),
+        key=(key, "N/n H_kv K"),
+        value=(value, "N/n H_kv V"),
+        **{word: (x, "N/n H_i d") for word, x in of_index.items()},
+    )
     parts = parts_per_rank(balance)
     tokens, step = query.shape[0] * size, parts * size
     if tokens % step:
@@ -351,10 +371,11 @@ def _check(
             f"{name}: cu_seqlens must end at or before the {tokens} tokens of all ranks, got {offsets[-1]}"
         )
     with _disable_current_modes():  # a trace, a profile of calls or a count holds what computes
-        meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value)]
+        meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value, *of_index.values())]
         ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
+        qkv, of_index = meta[:3], meta[3:] or [None, None]
         packed = (tokens, tokens, "auto", *options.packed())
-        torch.ops.htree._attention_varlen(*meta, None, None, ends, ends, *packed)
+        torch.ops.htree._attention_varlen(*qkv, *of_index, ends, ends, *packed)
     stride = options.selection_stride
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):
@@ -383,6 +404,7 @@ def tree_attention_varlen_cp(
     cu_seqlens: Tensor | Sequence[int],
     group: dist.ProcessGroup | DeviceMesh | None,
     *,
+    index: Index | None = None,
     balance: Balance = "zigzag",
     return_lse: bool = False,
     options: TreeOptions | None = None,
@@ -403,6 +425,8 @@ def tree_attention_varlen_cp(
             it lies on a GPU the call waits for that.
         group: the ranks that share the sequence; None is the default group, a mesh must have one dimension. A group of
             one gives what :func:`htree_ops.tree_attention_varlen` does.
+        index: (index_query [N/n, H_i, d], index_key [N/n, H_i, d]) of this rank, by which nodes are chosen as in
+            :func:`htree_ops.tree_attention_varlen`; the index keys travel with keys and values. It gets no gradient.
         balance: "zigzag", "striped", "contiguous" or "work", as in :func:`shard_sequence`. 2 * n (striped: 8 * n,
             contiguous: n, work: 16 * n) divides N. "work" is that of one sequence as long as all documents.
         return_lse, options, keywords: as in :func:`htree_ops.tree_attention_varlen`. A document that lies in several
@@ -437,10 +461,11 @@ def tree_attention_varlen_cp(
     refusal: Exception | None = None
     try:
         offsets = _offsets(name, cu_seqlens)
-        chosen = tree_options(name, options, keywords)
-        _check(query, key, value, offsets, size, balance, chosen)
+        chosen = options_of(name, index, options, keywords)
+        _check(query, key, value, index, offsets, size, balance, chosen)
         facts = _facts(query, key, value)
         same = {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **chosen.to_dict()}
+        same |= kind_of_index(index)
     except (TypeError, ValueError, RuntimeError) as error:
         refusal = error
     if size > 1:
@@ -451,5 +476,6 @@ def tree_attention_varlen_cp(
     share = share_of(offsets, query.shape[0] // len(parts), parts, chosen.selection_stride)
     groups = query.shape[1] // key.shape[1] if chosen.scope == "q_head" else 1
     plan = (members.group_name, size, balance, groups, share, chosen.store_parents)
-    out, lse = _Attention.apply(query, key, value, *plan, *chosen.packed())
+    of_index = (None, None) if index is None else (index[0].detach(), index[1].detach())
+    out, lse = _Attention.apply(query, key, value, *of_index, *plan, *chosen.packed())
     return (out, lse) if return_lse else out

@@ -148,6 +148,10 @@ class FittedAttention:
         others.pop("selection_span", None)  # whose place the index takes
         resolve_index_dim("fit_index", index_dim, self.layer.head_dim, TreeOptions(**others))
 
+    def over_ranks(self, x: torch.Tensor, summed: bool) -> torch.Tensor:
+        """x: no ranks share the tokens of these models."""
+        return x
+
     def take(self, query_weight: torch.Tensor, key_weight: torch.Tensor) -> None:
         """Gives the layer its index, and its config the width."""
         width = key_weight.shape[2]

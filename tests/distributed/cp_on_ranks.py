@@ -266,19 +266,6 @@ def layer(size: int, balance: str, device: str = "cpu", by_index: bool = False) 
     return {"out": float(difference.abs().max()), "gradients": max(errors)}
 
 
-def refused(what: str) -> None:
-    """What a layer with an index does not do on ranks that share its tokens."""
-    _, many = layers(2, "zigzag", True, "cpu")
-    x = torch.zeros(1, 64, 24)
-    if what == "documents":
-        many(x, cu_seqlens=torch.tensor([0, 9, 128], dtype=torch.int32))
-    elif what == "losses":
-        with htree_ops.index_losses():
-            many(x)
-    elif what == "fit":
-        htree_ops.fit_index(many, [x], steps=1, index_dim=16)
-
-
 def compiled(size: int, balance: str, device: str = "cpu", by_index: bool = False) -> dict[str, Any]:
     """Forward and backward under torch.compile, by the first group of this size alone: compiling takes seconds.
 

@@ -28,6 +28,16 @@ def lse_gradient(sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor:
     return normal(sizes[:2], torch.promote_types(dtype, torch.float32), device, 9)
 
 
+def index_of(
+    sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str
+) -> tuple[Tensor, ...] | None:
+    """The index of all tokens where ``options`` have its heads and width; it requires grad, as in a layer."""
+    if "index" not in options:
+        return None
+    shape = (sizes[0], *options["index"])
+    return tuple(normal(shape, dtype, device, seed).requires_grad_() for seed in (10, 11))
+
+
 def one_process(
     sizes: Sizes, offsets: list[int], dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> list[Tensor]:
@@ -36,6 +46,7 @@ def one_process(
     q, k, v = (x.requires_grad_() for x in qkv)
     ends = torch.tensor(offsets, dtype=torch.int32, device=device)
     given = {name: value for name, value in options.items() if name not in ("scope", "store_parents")}
+    given["index"] = index_of(sizes, dtype, options, device)
     wide = (k, v)
     if options.get("scope") == "q_head":
         wide = tuple(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -60,6 +71,10 @@ def many_processes(
     tensors = (*inputs(sizes, dtype, device), lse_gradient(sizes, dtype, device))
     *qkv, dout, dlse = (shard_sequence(x, group, 0, balance=balance) for x in tensors)
     q, k, v = (x.requires_grad_() for x in qkv)
+    index = index_of(sizes, dtype, options, device)
+    if index is not None:
+        index = tuple(shard_sequence(x, group, 0, balance=balance) for x in index)
+    options = options | {"index": index}
     out, lse = tree_attention_varlen_cp(q, k, v, offsets, group, balance=balance, return_lse=True, **options)
     found = (out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
     return [unshard_sequence(x.detach(), group, 0, balance=balance) for x in found]
@@ -104,13 +119,17 @@ def some_gradients(size: int, wanted: tuple[bool, ...]) -> list[bool]:
     return [torch.equal(a.grad, b.grad) if wants else a.grad is None for a, b, wants in pairs]
 
 
-def layer(size: int, balance: str, scope: str, device: str = "cpu") -> dict[str, Any]:
+def layer(size: int, balance: str, scope: str, device: str = "cpu", by_index: bool = False) -> dict[str, Any]:
     """HTreeAttention on a share of packed documents with padding that is no number, and one layer on all of them."""
     group = group_of(size)
     torch.manual_seed(1)
     options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": scope}
-    one = htree_ops.HTreeAttention(24, 4, 2, 6, device=device, **options)
-    many = htree_ops.HTreeAttention(24, 4, 2, 6, cp_group=group, cp_balance=balance, device=device, **options)
+    width = 16 if by_index else 6  # heads of 6 have none
+    one = htree_ops.HTreeAttention(24, 4, 2, width, device=device, **options)
+    assert one.index_dim == (16 if by_index else 0)
+    many = htree_ops.HTreeAttention(
+        24, 4, 2, width, cp_group=group, cp_balance=balance, device=device, **options
+    )
     many.load_state_dict(one.state_dict())
     ends = torch.tensor([0, 5, 64, 64, 119], dtype=torch.int32, device=device)
     x = normal((128, 24), torch.float32, device, 5)
@@ -121,6 +140,9 @@ def layer(size: int, balance: str, scope: str, device: str = "cpu") -> dict[str,
     out.square().sum().backward()
     errors = []
     for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
+        if theirs.grad is None:  # of an index that no loss has seen
+            assert ours.grad is None
+            continue
         dist.all_reduce(ours.grad, group=group)
         errors.append(float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
     difference = unshard_sequence(out, group, 0, balance=balance) - expected

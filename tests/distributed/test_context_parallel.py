@@ -383,27 +383,6 @@ def test_autocast(ranks: Pool) -> None:
     assert ranks.run(cp_on_ranks.autocast, 2) == [{"dtype": "torch.bfloat16", "equal": True}] * 4
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        (
-            "documents",
-            "HTreeAttention: cu_seqlens is not supported beside cp_group and an index, which index_dim = 0 leaves out",
-        ),
-        (
-            "losses",
-            "HTreeAttention: index_losses is not supported beside cp_group: let a layer without a group learn",
-        ),
-        (
-            "fit",
-            "fit_index: a layer with cp_group is not supported: fit it without a group, and load its state dict",
-        ),
-    ],
-)
-def test_what_a_layer_with_an_index_refuses(what: str, message: str, ranks: Pool) -> None:
-    assert ranks.refusals(cp_on_ranks.refused, what) == [("NotImplementedError", message)] * 4
-
-
 # ---- faults
 
 

@@ -6,15 +6,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from htree_ops.ops.arguments import check_int
-from htree_ops.ops.index_loss.function import draw_among, index_loss
+from htree_ops.ops.index_loss.function import draw_among, draw_positions, index_loss
 from htree_ops.ops.index_loss.layers import WEIGHTS, index_of, know, take_pending
 from htree_ops.ops.ranks import drawn_once, here, of_all_heads
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from htree_ops.ops.tree_attention.attention import Balance
 
 __all__ = [
     "Attended",
@@ -25,6 +31,10 @@ __all__ = [
     "is_collecting",
     "is_fitting",
 ]
+
+
+#: Of queries and of keys.
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,8 @@ class Attended:
         block_size: tokens of a block.
         lengths: of the sequences, whose padding stands behind; None where there is none.
         cu_seqlens: int32 [documents + 1] of packed documents.
+        group: ranks that share the tokens, of which q and k are this rank's; the documents are of all ranks.
+        balance: how they share them.
     """
 
     function: str
@@ -47,6 +59,8 @@ class Attended:
     block_size: int
     lengths: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    group: ProcessGroup | DeviceMesh | None = None
+    balance: Balance = "zigzag"
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class IndexLosses:
     A layer that is called several times has the mean over its calls.
     """
 
-    def __init__(self, rows: int, fitted: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
+    def __init__(self, rows: int, fitted: Mapping[int, Pair] | None = None) -> None:
         self.rows = rows
         self._fitted = fitted  # by the id of its layer, the weights that fit_index moves
         self._of_layers: dict[int, list[Tensor]] = {}
@@ -125,12 +139,15 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
     Under non-reentrant checkpointing (``use_reentrant=False``) a layer that is run again draws the same positions and
     adds nothing.
 
+    In a layer with ``cp_group`` the positions are those that the group's first rank draws, the loss is that of all of
+    them on every rank, and the gradients are a rank's share: their sum over the ranks is that of one process. Where
+    they are averaged, as by DistributedDataParallel and FSDP2, multiply the loss by the number of these ranks.
+
     Args:
         rows: positions of a sequence.
 
     Raises:
         TypeError, ValueError: rows is not an int of at least 1.
-        NotImplementedError: in a layer with ``cp_group``.
         RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss; in a layer
             whose index does not require grad yet where torch.compile, DistributedDataParallel or fully_shard has the
             model: they must know it before.
@@ -165,7 +182,7 @@ def _active(losses: IndexLosses) -> Iterator[IndexLosses]:
 
 
 @contextmanager
-def fitting(rows: int, weights: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[IndexLosses]:
+def fitting(rows: int, weights: Mapping[int, Pair]) -> Iterator[IndexLosses]:
     """As :func:`index_losses`, of layers whose index has ``weights`` in place of their own, by the ids of the layers.
 
     These layers attend densely, and only what follows from ``weights`` is recorded for a backward.
@@ -184,34 +201,42 @@ def is_fitting() -> bool:
     return len(_ACTIVE) > 0 and _ACTIVE[-1]._fitted is not None
 
 
-def collect(layer: nn.Module, attended: Attended) -> None:
-    """Adds the loss of a layer's call to the innermost :func:`index_losses`, where there is one."""
+def collect(layer: nn.Module, attended: Attended) -> Pair | None:
+    """Adds the loss of a layer's call to the innermost :func:`index_losses`, where there is one.
+
+    Returns:
+        The index queries and keys of the layer, where they were made for the loss.
+    """
     if torch.compiler.is_compiling():
-        if len(_ACTIVE) > 0:  # which Dynamo can trace
-            _check_known(layer, "torch.compile")
-            pending: list[Tensor] = getattr(layer, "_index_pending")  # noqa: B009
-            pending.append(_loss(attended, _weights(layer), _ACTIVE[-1].rows))
-        return
+        if len(_ACTIVE) == 0:  # which Dynamo can trace
+            return None
+        _check_known(layer, "torch.compile")
+        loss, index = _loss(attended, _weights(layer), _ACTIVE[-1].rows)
+        pending: list[Tensor] = getattr(layer, "_index_pending")  # noqa: B009
+        pending.append(loss)
+        return index
     if torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again, inside a backward
         forward: Forward | None = getattr(layer, LATEST, None)
-        if forward is not None:
-            if not forward.with_grad:
-                raise RuntimeError(
-                    "index_losses: a layer must not run under reentrant checkpointing, whose first forward records "
-                    "nothing: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                )
-            _loss(attended, _weights(layer), forward.rows)  # what the first forward has saved, once more
-        return
+        if forward is None:
+            return None
+        if not forward.with_grad:
+            raise RuntimeError(
+                "index_losses: a layer must not run under reentrant checkpointing, whose first forward records "
+                "nothing: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        return _loss(attended, _weights(layer), forward.rows)[
+            1
+        ]  # what the first forward has saved, once more
     if not _ACTIVE:
         if getattr(layer, LATEST, None) is not None:
             setattr(layer, LATEST, None)
-        return
+        return None
     losses = _ACTIVE[-1]
     if losses._fitted is not None:
         if id(layer) in losses._fitted:
             with torch.enable_grad():
-                losses._add(layer, _loss(attended, losses._fitted[id(layer)], losses.rows))
-        return
+                losses._add(layer, _loss(attended, losses._fitted[id(layer)], losses.rows)[0])
+        return None
     if wrapper := _wrapper(layer):
         _check_known(layer, wrapper)
     layer._index_chose = True  # type: ignore[assignment]  # it learns: no reason to warn
@@ -219,7 +244,9 @@ def collect(layer: nn.Module, attended: Attended) -> None:
     setattr(layer, LATEST, Forward(losses.rows, torch.is_grad_enabled()))
     for weight in _weights(layer):
         weight.requires_grad_(True)
-    losses._add(layer, _loss(attended, _weights(layer), losses.rows))
+    loss, index = _loss(attended, _weights(layer), losses.rows)
+    losses._add(layer, loss)
+    return index
 
 
 def _wrapper(layer: nn.Module) -> str | None:
@@ -246,36 +273,42 @@ def _check_known(layer: nn.Module, wrapper: str) -> None:
         )
 
 
-def _weights(layer: nn.Module) -> tuple[Any, Any]:
+def _weights(layer: nn.Module) -> Pair:
     """The weights of index queries and of index keys."""
     return getattr(layer, WEIGHTS[0]), getattr(layer, WEIGHTS[1])
 
 
-def _loss(attended: Attended, weights: tuple[Tensor, Tensor], rows: int) -> Tensor:
-    """The loss of one call, of the heads of all ranks; 0 where no token has an earlier block."""
+def _loss(attended: Attended, weights: Pair, rows: int) -> tuple[Tensor, Pair | None]:
+    """The loss of one call, of the heads of all ranks; and the index of its tokens, where this rank has these."""
+    if attended.group is not None:
+        from htree_ops.distributed.index_loss import shared_index_loss  # only where it is asked for
+
+        return shared_index_loss(
+            attended, weights, lambda key, ends: _draw(key, ends, rows, attended.block_size)
+        ), None
     q, k = (of_all_heads(x.detach(), weights[0]) for x in (attended.q, attended.k))
-    loss: Any = _loss_of_heads(attended, q, k, weights, rows)
-    return loss.full_tensor() if hasattr(loss, "device_mesh") else loss
+    index = index_of(attended.function, q, k, *weights)
+    loss: Any = _loss_of_heads(attended, q, k, index, rows)
+    found = index[0].detach(), index[1].detach()
+    if not hasattr(attended.q, "device_mesh"):
+        found = here(found[0]), here(found[1])
+    return (loss.full_tensor() if hasattr(loss, "device_mesh") else loss), found
 
 
-def _loss_of_heads(
-    attended: Attended, q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], rows: int
-) -> Tensor:
-    """The loss of q and k, which are those of ``attended`` without a gradient."""
+def _loss_of_heads(attended: Attended, q: Tensor, k: Tensor, index: Pair, rows: int) -> Tensor:
+    """The loss of q and k, which are those of ``attended`` without a gradient; 0 where no token has an earlier block."""
     r, ends = attended.block_size, attended.cu_seqlens
-    index_query, index_key = index_of(attended.function, q, k, *weights)
-    tensors: tuple[Tensor, ...] = (q, k, index_query, index_key)
+    tensors: tuple[Tensor, ...] = (q, k, *index)
     options: dict[str, Any] = {"scale": attended.scale, "block_size": r}
     if ends is not None:
-        starts, lengths = here(ends)[:-1], here(ends).diff()
-        if _none(lengths, r):
-            return _zero(index_query, index_key)
-        positions = drawn_once(draw_among(starts, lengths, rows, r), q)
-        return index_loss(*tensors, positions=positions, cu_seqlens=ends, **options)
+        positions = _draw(k, here(ends), rows, r)
+        if positions is None:
+            return _zero(*index)
+        return index_loss(*tensors, positions=drawn_once(positions, q), cu_seqlens=ends, **options)
     if attended.lengths is not None:
         B, T = q.shape[:2]
         if _none(attended.lengths, r):
-            return _zero(index_query, index_key)
+            return _zero(*index)
         # Real rows and padding are documents in turn; only the former have positions.
         starts = torch.arange(B, device=q.device) * T
         ends = torch.stack((starts, starts + attended.lengths), 1).flatten()
@@ -284,8 +317,17 @@ def _loss_of_heads(
         packed = (x.flatten(0, 1) for x in tensors)
         return index_loss(*packed, positions=positions, cu_seqlens=ends, **options)
     if q.shape[1] <= r or q.shape[0] == 0:
-        return _zero(index_query, index_key)
+        return _zero(*index)
     return index_loss(*tensors, rows=rows, **options)
+
+
+def _draw(key: Tensor, ends: Tensor | None, rows: int, block_size: int) -> Tensor | None:
+    """Positions of sequences, or of documents that have offsets; None where no token has an earlier block."""
+    if ends is None:
+        few = key.shape[1] <= block_size or key.shape[0] == 0
+        return None if few else draw_positions(key, key, rows, block_size)
+    lengths = ends.diff()
+    return None if _none(lengths, block_size) else draw_among(ends[:-1], lengths, rows, block_size)
 
 
 def _none(lengths: Tensor, block_size: int) -> bool:

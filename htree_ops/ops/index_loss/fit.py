@@ -36,6 +36,9 @@ class Fitted(Protocol):
     def check(self, index_dim: int) -> None:
         """Raises unless the layer can have an index of this width."""
 
+    def over_ranks(self, x: Tensor, summed: bool) -> Tensor:
+        """The sum of x over the ranks that share the layer's tokens, or what the first of them has."""
+
     def take(self, query_weight: Tensor, key_weight: Tensor) -> None:
         """Gives it to the layer."""
 
@@ -83,7 +86,7 @@ def fit_index(
         ValueError: a number out of range, an index of another width, options that choose in another way (importance,
             scope); a model without such layers, or a layer that it does not call; fewer batches than ``steps``; a loss
             that is not finite.
-        NotImplementedError: weights that are sharded over ranks, or a layer with ``cp_group``.
+        NotImplementedError: weights that are sharded over ranks.
 
     Example:
         >>> import htree_ops
@@ -124,9 +127,12 @@ def fit_index(
                     f"fit_index: model must call each of its layers, got a {kind} that it does not call"
                 )
             adam.zero_grad()
-            for loss in found:
+            for one, loss, pair in zip(fitted, found, weights, strict=True):
                 assert loss is not None
                 loss.backward()
+                for weight in pair:
+                    assert weight.grad is not None
+                    weight.grad = one.over_ranks(weight.grad, summed=True)
             with torch.device("cpu"):  # it counts its steps on the default device
                 adam.step()
             latest = [*latest[1 - REPORTED :], [x.detach() for x in found if x is not None]]
@@ -184,7 +190,8 @@ def _start(one: Fitted, scale: float, index_dim: int) -> tuple[Tensor, Tensor]:
         found = (getattr(one.layer, name).detach() for name in WEIGHTS)
         of_queries, of_keys = (w.to(torch.promote_types(w.dtype, torch.float32)) for w in found)
     else:
-        of_queries, of_keys = draw_index(*one.sizes, index_dim, device, torch.float32)
+        drawn = draw_index(*one.sizes, index_dim, device, torch.float32)
+        of_queries, of_keys = (one.over_ranks(w, summed=False) for w in drawn)
     return (of_queries * scale).requires_grad_(), of_keys.clone().requires_grad_()
 
 

@@ -28,14 +28,19 @@ class FittedLayer:
         """Raises unless the layer can have an index of this width.
 
         Raises:
-            ValueError: its heads or options have no such index. NotImplementedError: ranks share its tokens.
+            ValueError: its heads or options have no such index.
         """
-        if self.layer.cp_group is not None:
-            raise NotImplementedError(
-                "fit_index: a layer with cp_group is not supported: fit it without a group, and load its state dict"
-            )
         options = replace(self.layer.options, selection_span=None)  # whose place the index takes
         resolve_index_dim("fit_index", index_dim, self.layer.head_dim, options)
+
+    def over_ranks(self, x: Tensor, summed: bool) -> Tensor:
+        """The sum of x over the ranks that share the layer's tokens, or what the first of them has."""
+        if self.layer.cp_group is None:
+            return x
+        from htree_ops.distributed.collectives import all_gather, group_of, waited
+
+        of_ranks = waited(all_gather(x, group_of("fit_index", self.layer.cp_group).group_name))
+        return of_ranks.sum(0) if summed else of_ranks[0]
 
     def take(self, query_weight: Tensor, key_weight: Tensor) -> None:
         """Gives the layer its index."""

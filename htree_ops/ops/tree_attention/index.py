@@ -15,7 +15,7 @@ from htree_ops.ops.tree_attention.attention import expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import TreeOptions, check_index_dim, other_choices
 from htree_ops.ops.tree_attention.stages import rope, rope_cache
 
-__all__ = ["TreeOf", "resolve_index_dim"]
+__all__ = ["TreeOf", "every_node", "resolve_index_dim"]
 
 
 def resolve_index_dim(function: str, index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
@@ -53,14 +53,15 @@ class TreeOf:
             q: [B, T_q, H, K]; k: [B, T, H_kv, K]; v: [B, T, H_kv, V].
             lengths: of the sequences, whose padding stands behind; None where there is none.
         """
-        is_dense = is_fitting()
+        is_dense, index = is_fitting(), None
         if (self.by_index or is_dense) and q.shape[1] == k.shape[1]:
-            collect(self.layer, self._attended(q, k, lengths=lengths))
+            index = collect(self.layer, self._attended(q, k, lengths=lengths))
         if is_dense:
             return dense_attention(q, k, v, self.options)
         if not self.by_index:
             return tree_attention(q, k, v, options=self.options)
-        index = choose_by_index(self.function, self.layer, q, k)
+        if index is None:
+            index = choose_by_index(self.function, self.layer, q, k)
         return tree_attention(q, k, v, index=index, options=self.options)
 
     def documents(
@@ -68,23 +69,30 @@ class TreeOf:
     ) -> Tensor:
         """Packed documents, as :func:`htree_ops.tree_attention_varlen` takes them."""
         is_dense, options = is_fitting(), self.options
-        index: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        index: tuple[Tensor, Tensor] | None = None
         if (self.by_index or is_dense) and q.shape[0] == k.shape[0]:
-            collect(self.layer, self._attended(q, k, cu_seqlens=cu_k))
-        if is_dense:  # where every node is opened, the tree is dense attention
-            most = -(-max(1, max_k) // options.compression_rate)
-            every: dict[str, Any] = {"top_k": most, "max_top_nodes": most * options.compression_rate}
-            options = replace(options, selection_span=None, **every)
+            index = collect(self.layer, self._attended(q, k, cu_seqlens=cu_k))
+        if is_dense:
+            options = every_node(options, max_k)
         elif self.by_index:
-            index, options = choose_by_index(self.function, self.layer, q, k), options.beside_index()
+            options = options.beside_index()
+            if index is None:
+                index = choose_by_index(self.function, self.layer, q, k)
         k, v = expand_heads(options, q, k, v)
         documents = (cu_q, cu_k, max_q, max_k, "auto", *options.packed())
         # The op, whose words the caller replaces by its own.
-        out, _ = torch.ops.htree._attention_varlen(q, k, v, *index, *documents)
+        out, _ = torch.ops.htree._attention_varlen(q, k, v, *(index or (None, None)), *documents)
         return out
 
-    def _attended(self, q: Tensor, k: Tensor, **rows: Tensor | None) -> Attended:
+    def _attended(self, q: Tensor, k: Tensor, **rows: Any) -> Attended:
         return Attended(self.function, q, k, self.options.scale, self.options.compression_rate, **rows)
+
+
+def every_node(options: TreeOptions, tokens: int) -> TreeOptions:
+    """The same with every node opened in sequences of at most ``tokens``, where the tree is dense attention."""
+    most = -(-max(1, tokens) // options.compression_rate)
+    every: dict[str, Any] = {"top_k": most, "max_top_nodes": most * options.compression_rate}
+    return replace(options, selection_span=None, **every)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, options: TreeOptions) -> Tensor:

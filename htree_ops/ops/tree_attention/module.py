@@ -24,7 +24,7 @@ from htree_ops.ops.arguments import (
     option_device,
     validate_arguments_as,
 )
-from htree_ops.ops.index_loss.collector import is_collecting
+from htree_ops.ops.index_loss.collector import Attended, collect, is_fitting
 from htree_ops.ops.index_loss.layers import (
     WEIGHTS,
     add_index_,
@@ -37,7 +37,7 @@ from htree_ops.ops.index_loss.layers import (
 from htree_ops.ops.paging import is_recorded
 from htree_ops.ops.ranks import beside
 from htree_ops.ops.tree_attention.attention import Balance, check_balance, expand_heads
-from htree_ops.ops.tree_attention.index import TreeOf, resolve_index_dim
+from htree_ops.ops.tree_attention.index import TreeOf, every_node, resolve_index_dim
 from htree_ops.ops.tree_attention.options import (
     NAMES,
     Goal,
@@ -112,8 +112,8 @@ class HTreeAttention(nn.Module):
             beside selection_span, another importance than "lse_causal" or scope="q_head". The index is linear in q and
             k as the attention takes them: of a K/V head the sum of ``q @ index_query_weight`` over its query heads, and
             ``k @ index_key_weight``. The layer selects by it as ``tree_attention(..., index=...)`` does. It learns by
-            :func:`htree_ops.fit_index` or :func:`htree_ops.index_losses`, with ``cp_group`` by neither; until then it
-            is a random projection, which warns once.
+            :func:`htree_ops.fit_index` or :func:`htree_ops.index_losses`; until then it is a random projection, which
+            warns once.
         options, keywords: as in :func:`tree_attention`, with rope_base and inv_freq for either kind of positions. Where
             ``options`` is None, keywords that are not given are the recommended ones: ``top_k=128`` and
             ``max_top_nodes=8192``. Without an index it is ``selection_span=2`` in their place, where ``importance`` is
@@ -491,11 +491,33 @@ class HTreeAttention(nn.Module):
             return self.o_proj(_joined(self._tree().sequences(q, k, v, lengths)))
         from htree_ops.distributed import tree_attention_cp  # only where it is asked for
 
-        options, balance = self._of_attention(), self.cp_balance
-        index = choose_by_index("HTreeAttention", self, q, k) if self.index_dim else None
-        out = tree_attention_cp(q, k, v, self.cp_group, index=index, balance=balance, options=options)
+        shared = self._shared(q, k, x.shape[1])
+        out = tree_attention_cp(q, k, v, self.cp_group, **shared)
         assert isinstance(out, Tensor)  # a pair only with return_lse
+        self._learn_shared(q, k)
         return self.o_proj(_joined(out))
+
+    def _shared(self, q: Tensor, k: Tensor, tokens: int) -> dict[str, Any]:
+        """How the ranks of ``cp_group``, of which this one has so many tokens, attend to a sequence that they share."""
+        options, index = self._of_attention(), None
+        if is_fitting():
+            from htree_ops.distributed.collectives import group_of
+
+            options = every_node(options, tokens * group_of("HTreeAttention", self.cp_group).size())
+        elif self.index_dim:
+            index = choose_by_index("HTreeAttention", self, q, k)
+        return {"index": index, "balance": self.cp_balance, "options": options}
+
+    def _learn_shared(self, q: Tensor, k: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Adds the loss of a call on ranks that share tokens: after the attention, which compares what they have."""
+        if self.index_dim or is_fitting():
+            scale, rate = self.options.scale, self.options.compression_rate
+            of_ranks: dict[str, Any] = {
+                "cu_seqlens": cu_seqlens,
+                "group": self.cp_group,
+                "balance": self.cp_balance,
+            }
+            collect(self, Attended("HTreeAttention", q, k, scale, rate, **of_ranks))
 
     def _tree(self) -> TreeOf:
         """The attention between the projections."""
@@ -552,14 +574,17 @@ class HTreeAttention(nn.Module):
 
         places = positions_of(x.shape[0], self.cp_group, self.cp_balance, x.device)
         behind = (places >= cu_seqlens[-1])[:, None]
+        q, k, v = self._project_documents(x.masked_fill(behind, 0), places, cu_seqlens)
         out = tree_attention_varlen_cp(
-            *self._project_documents(x.masked_fill(behind, 0), places, cu_seqlens),
+            q,
+            k,
+            v,
             cu_seqlens,
             self.cp_group,
-            balance=self.cp_balance,
-            options=self._of_attention(),
+            **self._shared(q, k, x.shape[0]),
         )
         assert isinstance(out, Tensor)  # a pair only with return_lse
+        self._learn_shared(q, k, cu_seqlens)
         return self.o_proj(_joined(out)).masked_fill(behind, 0)
 
     def _padding_of(self, x: Tensor, mask: Tensor) -> Padding:
@@ -659,8 +684,7 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``; beside that and an index
-                cu_seqlens, or a call inside of :func:`htree_ops.index_losses`.
+            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
@@ -683,16 +707,6 @@ class HTreeAttention(nn.Module):
             )
         if lengths is not None and cache is None:
             raise ValueError("HTreeAttention: lengths must be None where cache is None")
-        if self.index_dim and self.cp_group is not None:
-            if cu_seqlens is not None:
-                raise NotImplementedError(
-                    "HTreeAttention: cu_seqlens is not supported beside cp_group and an index, which index_dim = 0 "
-                    "leaves out"
-                )
-            if is_collecting():
-                raise NotImplementedError(
-                    "HTreeAttention: index_losses is not supported beside cp_group: let a layer without a group learn"
-                )
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:
