@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch import Tensor
 try:
     import train_lm
     from lm import generation, settings, text, training
-    from lm.model import Block, ByteLM
+    from lm.model import Block, ByteLM, rotate
     from tqdm import tqdm
 
     from htree_ops import tree_attention
@@ -93,7 +93,7 @@ class FromCache:
 
 
 class Rebuild:
-    """Keys and values of every layer; each call builds the tree over all of them."""
+    """Rotated keys and values of every layer; each call builds the tree over all of them."""
 
     def __init__(self, model: ByteLM, capacity: int) -> None:
         self.model, self.length = model, 0
@@ -108,14 +108,15 @@ class Rebuild:
         x = model.embedding(tokens[None])
         for block, rows in zip(blocks_of(model), self.rows, strict=True):
             layer, h = block.attention, block.attention_norm(x)
-            rows[0, :, self.length : end] = layer.k_proj(h).unflatten(-1, rows.shape[-2:])
+            k = rotate(layer.k_proj(h).unflatten(-1, rows.shape[-2:]), start=self.length)
+            rows[0, :, self.length : end] = k
             rows[1, :, self.length : end] = layer.v_proj(h).unflatten(-1, rows.shape[-2:])
-            q = layer.q_proj(h).unflatten(-1, (layer.num_heads, layer.head_dim))
-            options = {
-                **layer.options.to_dict(),
-                "selection_stride": 1,
-            }  # a stride would forbid a single byte
-            out = tree_attention(q, *rows[:, :, :end], **options)
+            q = rotate(layer.q_proj(h).unflatten(-1, (layer.num_heads, layer.head_dim)), start=self.length)
+            q, keys, values = q.to(rows.dtype), rows[0, :, :end], rows[1, :, :end]
+            # Its own positions are rotated above; a stride would forbid a single byte.
+            options = replace(layer.options, rope_base=None, selection_stride=1)
+            index = layer.index_of(q, keys) if layer.index_dim else None
+            out = tree_attention(q, keys, values, index=index, options=options)
             assert isinstance(out, Tensor)
             x = x + layer.o_proj(out.flatten(2))
             x = x + block.down(torch.nn.functional.gelu(block.up(block.mlp_norm(x)), approximate="tanh"))

@@ -3,8 +3,8 @@
 Run: ``torchrun --nproc-per-node 2 examples/train_distributed.py --context-parallel 2`` (``--help`` lists the flags).
 The ranks form a mesh of data, context and tensor parallelism: sequences, the tokens of a sequence, and heads and
 columns are shared out; FSDP2 cuts parameters and optimizer among all ranks of the first two. But for the order of
-sums the losses do not depend on the mesh. A checkpoint under ``runs/train_distributed`` goes on under any mesh with
-``--resume``.
+sums, and the positions at which an index learns, the losses do not depend on the mesh. A checkpoint under
+``runs/train_distributed`` goes on under any mesh with ``--resume``.
 """
 
 from __future__ import annotations

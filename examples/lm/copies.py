@@ -3,12 +3,14 @@
 The model is one layer of attention without rotary positions. A byte is seen together with the three before it, so that
 one layer is enough to find where a string stood before and to read on from there. On texts of at most
 ``max_top_nodes`` bytes tree attention is dense attention (docs/semantics/tree_attention.md §1.5), so that one training
-serves all selections; on longer texts they differ only in what they find.
+serves all selections; on longer texts they differ only in what they find. An index learns afterwards, from the dense
+attention of the model in long texts.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from htree_ops import HTreeAttention
-from htree_ops.ops.tree_attention.options import RECOMMENDED
+from htree_ops import HTreeAttention, fit_index
 
 __all__ = ["CopyModel", "PlantedTexts", "copies_found", "copies_table", "draw_planted", "train_copies"]
 
@@ -33,12 +34,16 @@ LEARNED, ATTEMPTS = 0.1, 4  # loss of a letter behind the cue, ln 26 = 3.3 where
 NEWLINE, FIRST_LETTER, LAST_LETTER = 10, 97, 122
 #: Tree options of the evaluation by the name of their row. k = 16 nodes of 16 bytes are 256 of the 4096.
 BUDGET = {"top_k": 16, "max_top_nodes": 256}
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "dense": {"top_k": LONG_CONTEXT // 16, "max_top_nodes": LONG_CONTEXT},
-    "tree, recommended for quality": BUDGET | RECOMMENDED["quality"],
-    "tree, recommended for speed": BUDGET | RECOMMENDED["speed"],
+BY_INDEX: dict[str, dict[str, Any]] = {
+    "tree, index, stride 1 (recommended)": BUDGET,
+    "tree, index, stride 4": BUDGET | {"selection_stride": 4},
+}
+BY_KEYS: dict[str, dict[str, Any]] = {
+    "tree, span 2": BUDGET | {"selection_span": 2},
     "tree, nodes scored by their mean": BUDGET,
 }
+DENSE: dict[str, Any] = {"top_k": LONG_CONTEXT // 16, "max_top_nodes": LONG_CONTEXT}
+INDEX_STEPS, INDEX_ROWS = 60, 128
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,8 @@ class CopyModel(nn.Module):
         width = SEEN * WIDTH
         self.embedding = nn.Embedding(256, WIDTH)
         self.norm = nn.RMSNorm(width)
-        self.attention = HTreeAttention.recommended(
-            width, 2, 1, rope_base=None, top_k=16, max_top_nodes=NUM_CONTEXT
+        self.attention = HTreeAttention(
+            width, 2, 1, rope_base=None, top_k=16, max_top_nodes=NUM_CONTEXT, index_dim=0
         )
         self.output = nn.Linear(width, 256, bias=False)
 
@@ -141,10 +146,23 @@ def _train_once(source: Tensor, steps: int, seed: int) -> tuple[CopyModel, float
 def copies_found(model: CopyModel, texts: PlantedTexts, options: dict[str, Any]) -> float:
     """Share of the repeated letters that get a probability above one half, without the first four of a string."""
     kept = model.attention.options
-    model.attention.options = replace(kept, **({"selection_span": None, "selection_stride": 1} | options))
+    model.attention.options = replace(kept, **({"selection_span": None} | options))
     losses = texts.losses(model)
     model.attention.options = kept
     return float((losses[..., CUE:] < torch.tensor(2.0).log()).double().mean())
+
+
+def learn_index(model: CopyModel, source: Tensor, steps: int, seed: int) -> float:
+    """Gives the model an index, which learns on long texts; returns its loss in nats."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def texts() -> Iterator[Tensor]:
+        for _ in tqdm(range(steps), desc="learning an index", unit="step"):
+            yield draw_planted(source, 2, LONG_CONTEXT, LONG_STRINGS, generator).tokens[:, :-1]
+
+    torch.manual_seed(seed)
+    (nats,) = fit_index(model, texts(), steps=steps, rows=INDEX_ROWS)
+    return nats
 
 
 def copies_table(train: Tensor, validation: Tensor, steps: int, seed: int) -> tuple[dict[str, float], str]:
@@ -152,7 +170,12 @@ def copies_table(train: Tensor, validation: Tensor, steps: int, seed: int) -> tu
     model = train_copies(train, steps, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     texts = draw_planted(validation, LONG_TEXTS, LONG_CONTEXT, LONG_STRINGS, generator)
-    found = {name: copies_found(model, texts, options) for name, options in SELECTIONS.items()}
+    found = {
+        name: copies_found(model, texts, options) for name, options in ({"dense": DENSE} | BY_KEYS).items()
+    }
+    learn_index(model, train, min(steps, INDEX_STEPS), seed)
+    by_index = {name: copies_found(model, texts, options) for name, options in BY_INDEX.items()}
+    found = {"dense": found.pop("dense"), **by_index, **found}
     lines = [
         f"copies found by one layer of attention that learned to copy in texts of {NUM_CONTEXT} bytes, in texts of "
         f"{LONG_CONTEXT}",

@@ -36,12 +36,12 @@ def rotary_table(num_rows: int, half: int, base: float, device: torch.device) ->
     return angle.cos().float(), angle.sin().float()
 
 
-def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
-    """Half-split rotary positions on x [B, T, H, K]: row t turns by t * base^(-2i / K) (docs/semantics §1.4).
+def rotate(x: Tensor, base: float = 10000.0, start: int = 0) -> Tensor:
+    """Half-split rotary positions on x [B, T, H, K]: row t turns by (start + t) * base^(-2i / K) (docs/semantics §1.4).
 
     The product is taken in float32 and rounded once to the dtype of x.
     """
-    cos, sin = rotary_table(x.shape[1], x.shape[3] // 2, base, x.device)
+    cos, sin = (part[start:] for part in rotary_table(start + x.shape[1], x.shape[3] // 2, base, x.device))
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 
@@ -91,6 +91,7 @@ class Block(nn.Module):
             top_k=settings.top_k,
             selection_stride=settings.selection_stride,
             selection_span=settings.selection_span or None,
+            index_dim=settings.index_dim,
         )
         self.mlp_norm = nn.RMSNorm(settings.dim, eps=1e-6)
         self.up = nn.Linear(settings.dim, 4 * settings.dim, bias=False)

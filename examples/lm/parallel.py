@@ -29,13 +29,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from tqdm import tqdm
 
-from htree_ops import HTreeAttention
+from htree_ops import HTreeAttention, index_losses
 from htree_ops.distributed import ColwiseParallel, RowwiseParallel, shard_sequence
 
 from .model import ByteLM
 from .settings import Settings, UserError
 from .text import Text, training_batch, validation_windows
-from .training import CLIP_NORM, learning_rate
+from .training import CLIP_NORM, INDEX_ROWS, learning_rate
 
 __all__ = ["DIMENSIONS", "Trainer", "check_mesh", "leave", "make_mesh", "read_latest"]
 
@@ -105,6 +105,9 @@ def build_model(settings: Settings, mesh: DeviceMesh, bf16: bool) -> ByteLM:
     torch.manual_seed(settings.seed)  # the same numbers on every rank, whatever the mesh
     attention = functools.partial(HTreeAttention, cp_group=mesh["context"])
     model = ByteLM(settings, attention).to(mesh.device_type)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        if "index" in name:
+            parameter.requires_grad_(True)  # FSDP looks once at what does
     plan: dict[str, ParallelStyle] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     replicas = replicas_of(mesh)
@@ -121,7 +124,10 @@ def clip_gradients(model: ByteLM, mesh: DeviceMesh, most: float) -> None:
     """Scales all gradients so that their norm is at most ``most``; parameters lie on one or two mesh dimensions."""
     whole = torch.zeros((), device=mesh.device_type)  # of parameters that every tensor rank has
     parts = torch.zeros((), device=mesh.device_type)
-    gradients = [p.grad for p in model.parameters() if isinstance(p.grad, DTensor)]
+    of_model = [
+        p.grad for name, p in model.named_parameters() if "index" not in name
+    ]  # which learns by itself
+    gradients = [gradient for gradient in of_model if isinstance(gradient, DTensor)]
     for gradient in gradients:
         squares = gradient.to_local().float().square().sum()
         if gradient.device_mesh.ndim > 1:
@@ -214,8 +220,12 @@ class Trainer:
 
     def learn(self, sequences: Tensor) -> Tensor:
         """The gradients of this rank's sequences, and what :meth:`bits` says of them."""
-        loss = self.bits(sequences)
-        loss.backward()
+        torch.manual_seed(self.settings.seed + self.steps_done)  # of the positions at which the index learns
+        with index_losses(INDEX_ROWS) as losses:
+            loss = self.bits(sequences)
+        # FSDP averages over the ranks that share a sequence, whose parts of this gradient are to be added.
+        of_index = self.mesh["context"].size() * losses.mean() if len(losses) else 0.0
+        (loss + of_index).backward()
         return loss.detach()
 
     def over_ranks(self, *numbers: Tensor | float) -> list[float]:

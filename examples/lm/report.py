@@ -52,6 +52,8 @@ def tree_words(settings: Settings) -> str:
         f"on average {counts.double().mean():.0f} and {dense_mean:.0f}"
     )
     means = span_means_of_last_query(settings.context, settings)
+    if settings.index_dim:
+        words += f"\n(to select, a query also multiplies an index of {settings.index_dim} numbers with every token)"
     if means:
         words += (
             f"\n(to select, the last query also scores {means} means of {settings.selection_span} tokens)"
@@ -104,41 +106,57 @@ def attention_times(settings: Settings, lengths: Sequence[int], dense: bool = Tr
         name: getattr(settings, name)
         for name in ("compression_rate", "top_k", "max_top_nodes", "selection_stride")
     } | {"selection_span": settings.selection_span or None}
-    kinds: dict[str, Callable[..., Any]] = {"tree": lambda q, k, v: tree_attention(q, k, v, **options)}
+    kinds: dict[str, Callable[..., Any]] = {
+        "tree": lambda q, k, v, index: tree_attention(q, k, v, index=index, **options)
+    }
     if dense:
-        kinds["dense"] = dense_attention
+        kinds["dense"] = lambda q, k, v, _: dense_attention(q, k, v)
     on_gpu = torch.device(settings.device).type == "cuda"
     generator = torch.Generator().manual_seed(settings.seed)
     table: list[Times] = []
     if not lengths:
         return table
+
+    def normal(length: int, heads: int, width: int) -> Tensor:
+        drawn = torch.randn(1, length, heads, width, generator=generator)
+        return drawn.to(settings.device, torch.bfloat16 if on_gpu else torch.float32)
+
+    width = settings.dim // settings.heads
     for length in tqdm(lengths, desc="timing attention", unit="length"):
         q, k, v = (
-            torch.randn(1, length, heads, settings.dim // settings.heads, generator=generator)
-            .to(settings.device, torch.bfloat16 if on_gpu else torch.float32)
-            .requires_grad_()
+            normal(length, heads, width).requires_grad_()
             for heads in (settings.heads, settings.kv_heads, settings.kv_heads)
         )
+        index = None
+        if settings.index_dim:
+            index = tuple(normal(length, settings.kv_heads, settings.index_dim) for _ in range(2))
         row: Times = {"T": length}
         for name, attention in kinds.items():
-            call = _forward(attention, q, k, v)
+            call = _forward(attention, q, k, v, index)
             row[f"{name}_forward"] = _seconds(call, settings.device)
-            row[f"{name}_training"] = _seconds(_training(attention, q, k, v), settings.device)
+            row[f"{name}_training"] = _seconds(_training(attention, q, k, v, index), settings.device)
         table.append(row)
     return table
 
 
-def _forward(attention: Callable[..., Any], *inputs: Tensor) -> Callable[[], object]:
+Index = tuple[Tensor, ...] | None
+
+
+def _forward(
+    attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, index: Index
+) -> Callable[[], object]:
     def call() -> None:
         with torch.no_grad():
-            attention(*inputs)
+            attention(q, k, v, index)
 
     return call
 
 
-def _training(attention: Callable[..., Any], *inputs: Tensor) -> Callable[[], object]:
+def _training(
+    attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, index: Index
+) -> Callable[[], object]:
     def call() -> None:
-        torch.autograd.grad(attention(*inputs).sum(), inputs)
+        torch.autograd.grad(attention(q, k, v, index).sum(), (q, k, v))
 
     return call
 

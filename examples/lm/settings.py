@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from htree_ops.ops.tree_attention import HTreeAttention
-from htree_ops.ops.tree_attention.options import RECOMMENDED
+from htree_ops.ops.tree_attention.options import WITHOUT_INDEX
 
 __all__ = ["MOST", "Settings", "UserError", "check_size", "is_out_of_memory", "make_parser", "resolve"]
 
@@ -31,7 +31,7 @@ class Settings:
     """Everything that decides the numbers of a run; stored in its checkpoint.
 
     Sizes are in bytes of text (context, sample), in bytes per step = batch * context, or plain counts. A
-    ``selection_span`` of 0 stands for None.
+    ``selection_span`` of 0 stands for None, an ``index_dim`` of 0 for no index.
     """
 
     device: str
@@ -53,6 +53,7 @@ class Settings:
     eval_every: int
     eval_windows: int
     dense: bool
+    index_dim: int = 0
 
 
 #: Largest size, count or seed of a flag.
@@ -62,7 +63,9 @@ COMMON: dict[str, Any] = {
     "compression_rate": 16,
     "top_k": 32,
     "max_top_nodes": 256,
-    **RECOMMENDED["quality"],
+    "selection_stride": 1,
+    "selection_span": 0,
+    "index_dim": 32,
     "learning_rate": 0.03,
     "seed": 0,
     "eval_every": 20,
@@ -165,11 +168,18 @@ def make_parser() -> argparse.ArgumentParser:
         f"({both('selection_stride')})",
     )
     tree.add_argument(
+        "--index-dim",
+        type=int,
+        metavar="N",
+        help="numbers of an index that learns to select nodes, a multiple of 16; 0 selects by the means of keys "
+        f"({both('index_dim')}, less in narrow heads)",
+    )
+    tree.add_argument(
         "--selection-span",
         type=int,
         metavar="N",
-        help="tokens of a mean by which nodes are selected, a divisor of r; 0 takes one mean of the whole node "
-        f"({both('selection_span')})",
+        help="without an index: tokens of a mean by which nodes are selected, a divisor of r; 0 takes one mean of the "
+        f"whole node (default {WITHOUT_INDEX['quality']['selection_span']})",
     )
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -239,7 +249,13 @@ def resolve(arguments: argparse.Namespace, device: str, text: str, stored: Setti
     given = {f.name: getattr(arguments, f.name) for f in fields(Settings) if f.name not in ("device", "text")}
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
-        chosen = Settings(**(PRESETS[torch.device(device).type] | given), device=device, text=text)
+        sizes = PRESETS[torch.device(device).type] | given
+        if "index_dim" not in given:  # none beside spans, and none wider than a head
+            most = sizes["dim"] // max(1, sizes["heads"]) // 16 * 16
+            sizes["index_dim"] = 0 if sizes["selection_span"] else min(sizes["index_dim"], most)
+        if not sizes["index_dim"] and "selection_span" not in given and sizes["compression_rate"] % 2 == 0:
+            sizes |= {"selection_span": WITHOUT_INDEX["quality"]["selection_span"]}
+        chosen = Settings(**sizes, device=device, text=text)
     else:
         kept = asdict(stored)
         for name, value in (given | ({"text": text} if arguments.text else {})).items():
@@ -263,7 +279,7 @@ def check(settings: Settings) -> None:
     """Raises UserError for the first value outside its range; tree options are checked by the package."""
     smallest = {"context": 2, "batch": 1, "steps": 1, "layers": 1, "dim": 2, "heads": 1, "kv_heads": 1}
     smallest |= {"seed": 0, "eval_every": 1, "eval_windows": 1, "compression_rate": 2, "top_k": 1}
-    smallest |= {"max_top_nodes": 1, "selection_stride": 1, "selection_span": 0}
+    smallest |= {"max_top_nodes": 1, "selection_stride": 1, "selection_span": 0, "index_dim": 0}
     for name, least in smallest.items():
         check_size(f"--{name.replace('_', '-')}", getattr(settings, name), least)
     check_size("--batch * --context", settings.batch * settings.context, 2)
@@ -274,9 +290,15 @@ def check(settings: Settings) -> None:
         raise UserError(f"--selection-stride must be a power of two that divides {r}, got {s}")
     if settings.selection_span and r % settings.selection_span:
         raise UserError(f"--selection-span must be 0 or a divisor of {r}, got {settings.selection_span}")
+    sizes = {name: getattr(settings, name) for name in ("dim", "heads", "kv_heads", "index_dim")}
     try:
-        HTreeAttention(settings.dim, settings.heads, settings.kv_heads, device="meta")
+        HTreeAttention(
+            *list(sizes.values())[:3],
+            index_dim=settings.index_dim,
+            selection_span=settings.selection_span or None,
+            compression_rate=r,
+            device="meta",
+        )
     except ValueError as error:
-        raise UserError(
-            f"--dim {settings.dim}, --heads {settings.heads}, --kv-heads {settings.kv_heads}: {error}"
-        ) from error
+        words = ", ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+        raise UserError(f"{words}: {error}") from error

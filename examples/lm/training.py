@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from htree_ops import index_losses
+
 from .model import ByteLM, DenseAttention
 from .settings import Settings, UserError
 from .text import Text, training_batch, validation_windows
@@ -28,6 +30,7 @@ __all__ = ["Learner", "Run", "bits_per_byte", "precision", "read_checkpoint"]
 CLIP_NORM = 1.0
 WARMUP_STEPS = 10
 EMBEDDING_RATE = 0.2  # AdamW's learning rate as a share of Muon's
+INDEX_ROWS = 128  # positions of a sequence at which an index learns
 
 
 def precision(device: str) -> contextlib.AbstractContextManager[object]:
@@ -68,7 +71,7 @@ class Learner:
         self.name = name
         self.model = model.to(settings.device)
         self.settings = settings
-        # Muon learns in fewer steps than AdamW, which keeps the embedding and the norms.
+        # Muon learns in fewer steps than AdamW, which keeps the embedding, the norms and the index.
         matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -88,10 +91,15 @@ class Learner:
                 group["lr"] = rate * factor
             optimizer.zero_grad(set_to_none=True)
         self.model.train()
-        with precision(self.settings.device):
+        torch.manual_seed(
+            self.settings.seed + len(self.train)
+        )  # of the positions: a resumed run goes on exactly
+        with precision(self.settings.device), index_losses(INDEX_ROWS) as losses:
             loss = bits_per_byte(self.model, sequences)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        (loss + losses.mean() if len(losses) else loss).backward()
+        # The index learns by itself: its gradients do not count for those of the model.
+        of_model = [p for name, p in self.model.named_parameters() if "index" not in name]
+        nn.utils.clip_grad_norm_(of_model, CLIP_NORM)
         for optimizer in self.optimizers:
             optimizer.step()
         self.train.append(float(loss.detach()))

@@ -83,6 +83,19 @@ def test_the_losses_on_meshes_of_two_dimensions(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
+@pytest.mark.parametrize("way", ["context", "tensor"])
+def test_an_index_learns_on_a_mesh(way: str, text: Path, alone: Pool, pair: Pool, tmp_path: Path) -> None:
+    """In four steps at the positions of one process; what it has learned decides what the validation reads."""
+    found = []
+    for pool, more in ((alone, []), (pair, [f"--{way}-parallel", "2"])):
+        many = [*flags(text, tmp_path / str(len(found)), *more), "--dim", "64", "--steps", "4"]
+        found.append(pool.run(training_on_ranks.train, many)[0])
+        assert (found[-1]["status"], found[-1]["settings"]["index_dim"]) == (0, 16)
+    one, many = found
+    for curve in ("train_bits_per_byte", "validation_bits_per_byte"):
+        assert many[curve] == [pytest.approx(x, abs=1e-3) for x in one[curve]]
+
+
 def test_rounding_and_a_wrong_gradient_are_told_apart(
     text: Path, alone: Pool, pair: Pool, tmp_path: Path
 ) -> None:

@@ -71,8 +71,9 @@ def test_it_learns_real_text(lm, tmp_path, capsys):
         row[f"{kind}_training"] > 0 for row in found["attention_seconds"] for kind in ("tree", "dense")
     )
     assert "tree over 256 tokens: 3 layers of 256, 64, 16 nodes" in shown
-    assert list(found["copies_found"].values()) == [0.0] * 4  # two steps teach nothing
-    assert "tree, recommended for quality          0.0 %" in shown
+    assert list(found["copies_found"].values()) == [0.0] * 5  # two steps teach nothing
+    assert "tree, index, stride 1 (recommended)    0.0 %" in shown
+    assert "an index of 16 numbers with every token" in shown
     assert "validation, bits per byte" in shown
     assert "tokens per second" in shown
     assert (tmp_path / "sample.txt").read_text()
@@ -132,6 +133,8 @@ def test_an_interrupted_run_continues_exactly(lm, tmp_path, capsys, monkeypatch)
         ("--heads 4 --kv-heads 3", "--kv-heads 3"),
         ("--max-top-nodes 0", "--max-top-nodes must be at least 1, got 0"),
         ("--selection-span 3", "--selection-span must be 0 or a divisor of 16, got 3"),
+        ("--selection-span 2 --index-dim 16", "index_dim must be 0 beside selection_span = 2, got 16"),
+        ("--index-dim 24", "--index-dim 24: HTreeAttention: index_dim must be a multiple of 16 up to 128"),
         ("--copy-steps -1", "--copy-steps must be at least 0, got -1"),
         ("--selection-stride 3", "--selection-stride must be a power of two that divides 16, got 3"),
         ("--learning-rate nan", "--learning-rate must be positive and finite, got nan"),
@@ -228,7 +231,9 @@ def test_both_models_agree_while_nothing_is_selected(lm):
 def test_the_printed_candidates_are_those_of_the_algorithm(lm, context, top_nodes):
     from htree_ops.reference.tree_attention import htree_forward_naive
 
-    settings = settings_of(lm, f"{MODEL} --max-top-nodes {top_nodes} --context {context} --device cpu")
+    flags = f"{MODEL} --max-top-nodes {top_nodes} --context {context} --index-dim 0 --device cpu"
+    settings = settings_of(lm, flags)
+    assert settings.selection_span == 2
     q, k = torch.randn(1, context, 1, 4), torch.randn(1, context, 1, 4)
     trace = htree_forward_naive(q, k, k, compression_rate=4, top_k_per_layer=8, max_top_nodes=top_nodes).trace
     expected = sum(layer.candidates.present.sum(-1).flatten() for layer in trace)
@@ -259,17 +264,18 @@ def test_the_text_is_split_by_file(lm, tmp_path):
 
 
 def test_the_demo_finds_copies_as_it_says(lm):
-    """A model that learned to copy where nothing is selected loses copies to the mean, less to the recommendation.
+    """A model that learned to copy where nothing is selected loses copies to the mean, and none to an index.
 
     How many it finds depends on the text, which is another one with each version of Python.
     """
     text = lm.text.load_text(lm.text.default_folder(), lm.copies.LONG_CONTEXT)
     found, table = lm.copies.copies_table(text.train, text.validation, 300, seed=0)
-    dense, quality, speed, mean = found.values()
+    dense, index, by_four, span, mean = found.values()
     assert dense > 0.7
-    assert quality > 0.75 * dense
-    assert quality + 0.01 > speed > mean + 0.2
-    assert f"{100 * quality:.1f} %" in table
+    assert index > 0.95 * dense
+    assert index + 0.01 > by_four > mean + 0.2
+    assert index + 0.01 > span > 0.75 * dense
+    assert f"{100 * index:.1f} %" in table
 
 
 def test_a_training_that_did_not_learn_to_copy_begins_again(lm, monkeypatch):
