@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -28,6 +29,7 @@ except ImportError as error:
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = "quality"  # name of the files under the folder of results
+LISTS = "lists.npz"  # of an index
 SHOWN = {
     "conversion": "quality_conversion",
     "scratch": "quality_scratch",
@@ -136,6 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         pictures.draw(rows, arguments.pictures)
     if arguments.publish:
         write_published(results, rows)
+        for folder in arguments.folders:
+            if (folder / LISTS).is_file():
+                shutil.copy(folder / LISTS, results / LISTS)
         full = [row for row in rows if row.scale == "full"]
         pictures.draw(full, arguments.root / "docs" / "images")
         page.write_text(page_with(page.read_text(), rows))

@@ -12,6 +12,7 @@ from benchmarks.quality.study import (
     choices,
     corpus,
     evaluation,
+    lists,
     model,
     pictures,
     pieces,
@@ -32,7 +33,7 @@ def loaded_study():
     torch.set_num_threads(1)
     yield SimpleNamespace(
         main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation,
-        model=model, pictures=pictures, pieces=pieces, recall=recall, record=record, session=session,
+        lists=lists, model=model, pictures=pictures, pieces=pieces, recall=recall, record=record, session=session,
         settings=settings, tables=tables, training=training,
     )  # fmt: skip
     torch.set_num_threads(threads)

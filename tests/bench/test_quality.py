@@ -10,12 +10,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from quality_study import loaded_study, session_of, small_text
 
-from htree_ops.ops.tree_attention.options import RECOMMENDED
+from htree_ops.ops.tree_attention.options import WITHOUT_INDEX
 
 ROOT = Path(__file__).resolve().parents[2]
 study = pytest.fixture(scope="module")(loaded_study)
@@ -43,7 +44,7 @@ def test_every_run_ends_with_its_row(study, whole):
         assert row.torch == torch.__version__
         assert row.commit
         assert row.baseline
-        assert row.accuracy is not None or row.copies_found is not None
+        assert (row.accuracy, row.copies_found, row.series) != (None, None, None)
         assert (row.text == "random tokens") == (row.piece == "recall")
     kinds = Counter((row.kind, row.span, row.positions) for row in rows)
     assert {
@@ -61,6 +62,39 @@ def test_every_run_ends_with_its_row(study, whole):
     long = [row for row in rows if row.piece == "long-128k" and row.status == "final"]
     assert {row.steps for row in long} == {0}
     assert all(row.train_seconds >= 0.3 and row.step > 3 and len(row.series) == 32 for row in long)
+
+
+def test_a_dense_model_gets_an_index(study, whole):
+    """The first is that of (a); the index is no part of the dense one, and its lists are kept."""
+    rows = {row.run: row for row in study.record.read_rows(whole) if row.piece == "index"}
+    of_conversion = {row.run: row for row in study.record.read_rows(whole) if row.piece == "conversion"}
+    dense, fitted = rows["evaluated: dense, seed 0"], rows["evaluated: index 16, s=1, k=2, own, seed 0"]
+    assert dense.bits_per_byte == of_conversion["evaluated: dense"].bits_per_byte
+    assert rows["train: dense, seed 0"].note == "the weights of (a)"
+    assert fitted.bits_per_byte not in (dense.bits_per_byte, of_conversion["evaluated: mean, s=1, k=2, own"])
+    assert (fitted.index_dim, fitted.step, fitted.steps) == (16, 3, 3)
+    assert "nats from the masses of the blocks" in fitted.note
+    unions = rows["lists"].series
+    assert len(unions) == 6
+    assert 1.0 <= unions[0] <= min(2.0, *unions[1:])
+    kept = np.load(whole / "lists.npz")
+    assert kept["lists"].shape == (2, 4, 64, 1, 2)
+    assert kept["lists"].dtype == np.int16
+    assert kept["starts"].tolist() == [0, 64, 128, 192]
+    diagonal = (kept["starts"][:, None] + np.arange(64)) // 16
+    assert (
+        kept["lists"][..., 0, :].max(-1) == diagonal
+    ).all()  # the block of the query itself is the last one
+
+
+def test_unions_of_neighbours(study):
+    """Rows that share one of two blocks, then nothing of another head."""
+    lists = torch.tensor([[[0, 1]], [[0, 2]], [[0, 3]], [[0, 4]]])
+    assert study.lists.union_sizes(lists, [1, 2, 4]) == [1.0, 1.5, 2.5]
+    heads = torch.cat((lists, lists.flip(0) + 10), 1)
+    assert study.lists.union_sizes(heads, [2]) == [1.5]
+    short = torch.tensor([[[0, -1]], [[0, 1]]])
+    assert study.lists.union_sizes(short, [2]) == [2 / 1.5]
 
 
 def test_conversion_keeps_the_weights(study, whole):
@@ -465,7 +499,7 @@ def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys,
         assert f"images/{name}_dark.png" in page
         assert (tmp_path / "docs" / "images" / f"{name}_light.png").is_file()
     again = study.report.merge(rows, [replace(row, note="again") for row in rows if row.piece == "recall"])
-    assert Counter(row.note == "again" for row in again) == {False: len(rows) - 28, True: 28}
+    assert Counter(row.note == "again" for row in again) == {False: len(rows) - 32, True: 32}
     assert study.publish(flags) == 0
     assert (tmp_path / "docs" / "quality.md").read_text() == page
 
@@ -481,7 +515,7 @@ def test_runs_of_one_name_on_two_texts_are_two_runs(study, whole):
         alone = write(rows).splitlines()
         both = study.report.merge(rows, others)
         assert set(alone) <= set(write(both).splitlines()), name
-        in_full = ("conversion", "conversion-32k", "choices", "search", "needle")
+        in_full = ("conversion", "conversion-32k", "choices", "index", "search", "needle")
         again = text if name in in_full else "0123456789ab"
         assert (again in write(both)) == (name != "recall"), name
     last = study.tables.last_rows(both, "scratch")
@@ -595,7 +629,7 @@ def test_the_recommended_settings_are_those_of_the_rows(study):
         return " and ".join(in_words(100 * model[run] / model["evaluated: dense"]) for model in models) + " %"
 
     said = [kept(size.tree(None))]
-    said += [kept(size.tree(o["selection_span"], o["selection_stride"])) for o in RECOMMENDED.values()]
+    said += [kept(size.tree(o["selection_span"], o["selection_stride"])) for o in WITHOUT_INDEX.values()]
     assert kept(size.tree(1)) == "99.9 and 99.9 %"
     of_seed_0 = {
         row.run: row for row in study.tables.last_rows(rows, "scratch") if row.seed == 0 and row.seen == 4
@@ -605,7 +639,7 @@ def test_the_recommended_settings_are_those_of_the_rows(study):
         for row in study.tables.last_rows(rows, "conversion")
         if row.run == "train: dense" and row.seen == 4
     )
-    options = RECOMMENDED["quality"]
+    options = WITHOUT_INDEX["quality"]
     best = size.tree(options["selection_span"], options["selection_stride"], "compact")
     trained = of_seed_0[f"{best.label}, seed 0"]
     by_default = of_seed_0[f"{size.tree(None, 1, 'compact').label}, seed 0"]

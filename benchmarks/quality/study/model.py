@@ -13,8 +13,9 @@ from lm.settings import Settings
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from htree_ops import tree_attention
+from htree_ops import HTreeAttention, TreeOptions, tree_attention
 from htree_ops.ops.tree_attention import rope, rope_cache
+from htree_ops.ops.tree_attention.index import TreeOf
 
 from .settings import RATE, Attention, Substitute, Training
 
@@ -113,18 +114,21 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """The attention of q [B, T, H, D] on k, v [B, T, H_kv, D], as q; rotated unless positions are compact."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, attention: Attention, layer: HTreeAttention | None = None
+) -> Tensor:
+    """The attention of q [B, T, H, D] on k, v [B, T, H_kv, D], as q; rotated unless positions are compact.
+
+    Args:
+        layer: which has the index, or gets it from ``fit_index``.
+    """
     if isinstance(attention, Substitute):
         return attention.function(q, k, v)
     if attention.kind == "dense":
         return dense_attention(q, k, v)
     if attention.kind == "window":
         return sliding_window(q, k, v, attention.window)
-    out = tree_attention(
-        q,
-        k,
-        v,
+    options = TreeOptions(
         compression_rate=RATE,
         max_top_nodes=attention.max_top_nodes,
         top_k=attention.top_k,
@@ -132,16 +136,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
         rope_base=ROTARY_BASE if attention.positions == "compact" else None,
         selection_span=attention.span,
     )
+    if attention.index_dim:
+        assert layer is not None
+        return TreeOf("quality", options, layer, by_index=True).sequences(q, k, v)
+    out = tree_attention(q, k, v, options=options)
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out
 
 
-def settings_of(size: Training) -> Settings:
+def settings_of(size: Training, index_dim: int) -> Settings:
     """Sizes of the examples' model; what its attention's own options are does not matter here."""
     return Settings(
         device="cpu", text="", context=size.context, batch=size.batch, steps=size.steps, layers=size.layers,
         dim=size.width, heads=size.heads, kv_heads=size.kv_heads, compression_rate=RATE, top_k=max(size.top_k, 1),
-        max_top_nodes=size.max_top_nodes or RATE, selection_stride=1, selection_span=0,
+        max_top_nodes=size.max_top_nodes or RATE, selection_stride=1, selection_span=0, index_dim=index_dim,
         learning_rate=size.learning_rate, seed=0, eval_every=0, eval_windows=0, dense=False,
     )  # fmt: skip
 
@@ -154,14 +162,18 @@ class LanguageModel(nn.Module):
 
     Args:
         size: layers, width, heads and ``seen``. vocabulary: 256 for bytes. seed: of the initial weights.
-        fused: compile what stands between the attentions, while gradients are recorded.
+        fused: compile what stands between the attentions, while gradients are recorded. index_dim: of its layers.
     """
 
-    def __init__(self, size: Training, vocabulary: int = 256, seed: int = 0, fused: bool = False) -> None:
+    def __init__(
+        self, size: Training, vocabulary: int = 256, seed: int = 0, fused: bool = False, index_dim: int = 0
+    ) -> None:
         super().__init__()
         self.head_dim, self.rotary_base = size.width // size.heads, size.rotary_base
         self.vocabulary, self.fused = vocabulary, fused
-        self.body = ByteLM(settings_of(size), vocabulary=vocabulary)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # for the index; all other weights are drawn below
+            self.body = ByteLM(settings_of(size, index_dim), vocabulary=vocabulary)
         self.before = nn.ParameterList(torch.empty(vocabulary, size.width) for _ in range(size.seen - 1))
         draw_weights(self, size.layers, torch.Generator().manual_seed(seed))
 
@@ -181,7 +193,8 @@ class LanguageModel(nn.Module):
             projections = block.attention
             qkv = torch.cat([p.weight for p in (projections.q_proj, projections.k_proj, projections.v_proj)])
             heads = (projections.num_heads, projections.num_kv_heads)
-            attended = attend(*before(x, block.attention_norm.weight, qkv, *heads, table), attention)
+            q, k, v = before(x, block.attention_norm.weight, qkv, *heads, table)
+            attended = attend(q, k, v, attention, projections)
             weights = (projections.o_proj, block.mlp_norm, block.up, block.down)
             x = after(x, attended, *(module.weight for module in weights))
         return self.body.norm(x)

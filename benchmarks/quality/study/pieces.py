@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import evaluation, record
+from htree_ops import fit_index, index_losses
+
+from . import evaluation, lists, record
 from .choices import Choice, Indexer, fit_indexers, make_indexers, with_choice
 from .corpus import Texts, draw_texts
 from .model import LanguageModel, SearchModel
@@ -81,9 +85,21 @@ def text_loss(
         texts = draw_texts(
             session.corpus.train, size.batch, size.context, size.strings, size.letters, seed * STEP_SEEDS + step, reach
         )  # fmt: skip
-        return evaluation.byte_losses(model, attention_of(step), texts.tokens).mean()
+        attention = attention_of(step)
+        return learning(
+            session, attention, lambda: evaluation.byte_losses(model, attention, texts.tokens).mean()
+        )
 
     return loss_of
+
+
+def learning(session: Session, attention: Attention, loss_of: Callable[[], Tensor]) -> Tensor:
+    """A loss of a model, with those of its indexes where the attention has one."""
+    if not attention.index_dim:
+        return loss_of()
+    with index_losses(session.scale.index_rows) as losses:
+        loss = loss_of()
+    return loss + losses.mean()
 
 
 def train_on_text(
@@ -305,12 +321,91 @@ def train_indexers(
     return Progress(steps, steps, steps * batch * size.context, time.monotonic() - begin), apart
 
 
+def index_conversion(scale: Scale) -> list[Run]:
+    """(a) Dense models that get an index by ``fit_index`` and are evaluated with it; a training of each."""
+    return [index_run(scale, seed) for seed in range(scale.dense_models)]
+
+
+def index_run(scale: Scale, seed: int) -> Run:
+    """One of them. The first is that of (a), whose weights are read where they are kept."""
+    size, name = scale.conversion, f"train: dense, seed {seed}"
+    half = size.top_k // 2
+    settings = [dense(), size.by_index(), size.by_index(top_k=half), size.by_index(4)]
+    settings += [size.tree(span) for span in (2, 1)]
+
+    def setup_of(model: LanguageModel, run: str, attention: Attention, note: str = "") -> Setup:
+        parameters, same = model.num_parameters(), "dense, same weights"
+        return Setup("index", run, attention, size, seed, parameters, note, same)
+
+    def evaluate(session: Session, model: LanguageModel) -> dict[str, Any]:
+        """What the dense model has."""
+        texts, fitted = held_out_texts(session, size), size.by_index()
+        for number, attention in enumerate(settings):
+            if number == 1:  # the dense model is as it was
+                progress, note = fit(session, model, fitted)
+            found = evaluation.measure_texts(session, model, attention, texts)
+            said = (progress, note) if attention.index_dim else (Progress(), "")
+            run = f"evaluated: {attention.label}, seed {seed}"
+            session.write(setup_of(model, run, attention, said[1]), "final", said[0], **found)
+            if attention.kind == "dense":
+                of_dense = found
+        if seed == 0:
+            lists.write(session, setup_of(model, "lists", fitted), model, texts)
+        return of_dense
+
+    def fit(session: Session, model: LanguageModel, attention: Attention) -> tuple[Progress, str]:
+        steps, batch = scale.indexer_steps, min(4, size.batch)
+
+        def batches() -> Iterator[dict[str, object]]:
+            for step in range(steps):
+                session.check()
+                texts = draw_texts(
+                    session.corpus.train, batch, size.context, size.strings, size.letters, STEP_SEEDS + step
+                )
+                yield {"tokens": texts.tokens[:, :-1], "attention": attention}
+
+        torch.manual_seed(seed)
+        begin = time.monotonic()
+        with session.precision():
+            nats = fit_index(
+                model, batches(), steps=steps, rows=scale.indexer_queries, index_dim=attention.index_dim
+            )
+        seconds = time.monotonic() - begin
+        note = f"{sum(nats) / len(nats):.4f} nats from the masses of the blocks"
+        return Progress(steps, steps, steps * batch * size.context, seconds), note
+
+    def work(session: Session) -> None:
+        if seed == 0:
+            try:
+                model = session.load_model(size, session.checkpoint)
+            except FileNotFoundError:
+                session.say("no weights of the dense model: it is trained here")
+            else:
+                found = evaluate(session, model)
+                session.write(
+                    setup_of(model, name, dense(), "the weights of (a)"), "final", Progress(), **found
+                )
+                return
+        model = session.make_model(size, seed)
+
+        def after(progress: Progress, status: str) -> None:
+            if seed == 0:
+                record.save_checkpoint(
+                    session.out, session.checkpoint, model.state_dict(), session.part_bytes
+                )
+            evaluate(session, model)
+
+        train_on_text(session, replace(setup_of(model, name, dense()), baseline="itself"), model, after)
+
+    return Run(name, work)
+
+
 def scratch_run(piece: str, size: Training, attention: Attention, seed: int = 0) -> Run:
     """(b) One model trained from the beginning with ``attention``."""
     name = f"{attention.label}, seed {seed}"
 
     def work(session: Session) -> None:
-        model = session.make_model(size, seed)
+        model = session.make_model(size, seed, index_dim=attention.index_dim)
         baseline = "itself" if attention.kind == "dense" else "dense, same training"
         setup = Setup(
             piece, name, attention, size, seed=seed, parameters=model.num_parameters(), baseline=baseline
@@ -397,6 +492,18 @@ def scratch_seed(scale: Scale) -> list[Run]:
     return [scratch_run("scratch", scale.scratch, scale.scratch.tree(2, 1, "compact"), 1)]
 
 
+def scratch_index(scale: Scale) -> list[Run]:
+    """(b) An index that learns beside the model: own positions and two seeds, compact ones, a shared selection."""
+    size = scale.scratch
+    settings = [
+        (size.by_index(), 0),
+        (size.by_index(4), 0),
+        (size.by_index(), 1),
+        (size.by_index(1, "compact"), 0),
+    ]
+    return [scratch_run("scratch", size, attention, seed) for attention, seed in settings]
+
+
 def recall(scale: Scale) -> list[Run]:
     """(c) Multi-query associative recall."""
     size = scale.recall
@@ -406,21 +513,30 @@ def recall(scale: Scale) -> list[Run]:
     return [recall_run(size, scale, attention) for attention in settings]
 
 
+def recall_index(scale: Scale) -> list[Run]:
+    """(c) An index that learns beside the model."""
+    return [recall_run(scale.recall, scale, scale.recall.by_index())]
+
+
 def recall_run(size: Training, scale: Scale, attention: Attention) -> Run:
     """One model, trained on texts of all numbers of pairs, short ones first, and evaluated on each number."""
 
     def work(session: Session) -> None:
-        model = session.make_model(size, vocabulary=scale.vocabulary)
+        model = session.make_model(size, vocabulary=scale.vocabulary, index_dim=attention.index_dim)
         setup = Setup("recall", attention.label, attention, size, parameters=model.num_parameters())
 
         def loss_of(step: int) -> Tensor:
             context, pairs = lesson(step, size.steps, size.context, scale.pairs)
             texts = size.batch * size.context // context
             task = draw_recall(texts, context, pairs, scale.vocabulary, step, session.device)
-            hidden = model(task.tokens, attention)
-            places = task.questions[..., None].expand(-1, -1, hidden.shape[2])
-            logits = model.logits(hidden.gather(1, places))
-            return F.cross_entropy(logits.flatten(0, 1), task.answers.flatten())
+
+            def loss() -> Tensor:
+                hidden = model(task.tokens, attention)
+                places = task.questions[..., None].expand(-1, -1, hidden.shape[2])
+                logits = model.logits(hidden.gather(1, places))
+                return F.cross_entropy(logits.flatten(0, 1), task.answers.flatten())
+
+            return learning(session, attention, loss)
 
         def measure(status: str, progress: Progress) -> None:
             found = {
@@ -441,6 +557,13 @@ def long_texts(piece: str, size: Training, scale: Scale) -> list[Run]:
     return [scratch_run(piece, size, attention) for attention in settings]
 
 
+def long_index(scale: Scale) -> list[Run]:
+    """(d) The tree with an index for as many seconds, with M as it is recommended."""
+    size = scale.longest
+    nodes = min(8192, size.context)
+    return [scratch_run("long-128k", size, size.by_index(stride, nodes=nodes)) for stride in (1, 4)]
+
+
 def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
     """(e) The weights of (a) trained further on texts of one length, then strings looked for in longer texts.
 
@@ -453,7 +576,7 @@ def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
         return replace(attention, max_top_nodes=scale.wide)
 
     def work(session: Session) -> None:
-        model = session.load_model(scale.conversion, session.checkpoint)
+        model = session.load_model(scale.conversion, session.checkpoint, attention.index_dim)
         setup = Setup("needle", attention.label, attention, size, parameters=model.num_parameters())
         texts = held_out_texts(session, size, reach=1.0)
 
@@ -489,6 +612,11 @@ def needle_fine(scale: Scale) -> list[Run]:
     return [needle_run(scale.needle, scale, scale.needle.tree(1, 1, "compact"))]
 
 
+def needle_index(scale: Scale) -> list[Run]:
+    """(e) An index that learns beside the model."""
+    return [needle_run(scale.needle, scale, scale.needle.by_index(1, "compact"))]
+
+
 def needle_others(scale: Scale) -> list[Run]:
     """(e) Own positions and dense attention, which do not extrapolate by themselves."""
     size = scale.needle
@@ -513,5 +641,12 @@ PIECES = (
     Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
     Piece("choices", "the dense model of 4096 bytes with other rules for the nodes", 4, choices),
     Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
+    Piece("index", "dense models that get an index, and its lists", 9, index_conversion),
+    Piece(
+        "scratch-index", "from scratch: an index that learns beside the model", 14, scratch_index, "scratch"
+    ),
+    Piece("recall-index", "multi-query associative recall by an index", 1.5, recall_index, "recall"),
+    Piece("needle-index", "the same by an index", 6, needle_index, "needle"),
+    Piece("long-128k-index", "131 072 bytes, equal time, by an index", 6, long_index, "long-128k"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
 )

@@ -43,7 +43,8 @@ class Row:
         piece, run: which experiment, and which of its runs.
         status: "step" on the way, "final", "partial" (interrupted) or "error".
         scale: sizes of the run: full, quick or tiny. baseline: what the row is to be compared with.
-        kind, positions, top_k, compression_rate, max_top_nodes, tree_layers, stride, span, window: of the attention.
+        kind, positions, top_k, compression_rate, max_top_nodes, tree_layers, stride, span, window, index_dim: of the
+            attention.
         context: tokens of a text of the evaluation. trained_context, batch, width, layers, seen, parameters: of the
             model.
         seed: of weights and texts. step, steps: done and planned. tokens: trained on. learning_rate: the highest.
@@ -105,6 +106,7 @@ class Row:
     series_of: str | None = None
     choice: str = ""
     products: float | None = None
+    index_dim: int = 0
     note: str = ""
 
 

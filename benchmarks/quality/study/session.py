@@ -159,13 +159,15 @@ class Session:
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
 
-    def make_model(self, size: Training, seed: int = 0, vocabulary: int = 256) -> LanguageModel:
+    def make_model(
+        self, size: Training, seed: int = 0, vocabulary: int = 256, index_dim: int = 0
+    ) -> LanguageModel:
         """A new model on the device."""
-        return LanguageModel(size, vocabulary, seed, self.fused).to(self.device)
+        return LanguageModel(size, vocabulary, seed, self.fused, index_dim).to(self.device)
 
-    def load_model(self, size: Training, name: str) -> LanguageModel:
-        """A model with the weights of a checkpoint."""
-        model = self.make_model(size)
+    def load_model(self, size: Training, name: str, index_dim: int = 0) -> LanguageModel:
+        """A model with the weights of a checkpoint; an index is new."""
+        model = self.make_model(size, index_dim=index_dim)
         state = record.load_checkpoint(self.folders, name)
         model.load_state_dict({key: tensor.float() for key, tensor in state.items()})
         return model
@@ -190,6 +192,7 @@ class Session:
             tree_layers=attention.layers(context),
             stride=attention.stride,
             span=attention.span,
+            index_dim=attention.index_dim,
             window=attention.window,
             context=context,
             trained_context=size.context,

@@ -10,6 +10,7 @@ from torch import Tensor
 __all__ = ["SCALES", "Attention", "Scale", "Substitute", "Training", "dense", "tree", "window"]
 
 RATE = 16  # tokens per node, r
+INDEX_DIM = 32  # numbers of a learned index, where heads have as many
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Attention:
         positions: "own": queries and keys are rotated at their positions in the text before the attention.
             "compact": the tree rotates them at their positions in the list of candidates.
         top_k, max_top_nodes, stride, span: k, M, ``selection_stride`` and ``selection_span`` of the tree.
+        index_dim: numbers of the learned index by which it selects, 0 for none.
     """
 
     kind: str
@@ -30,6 +32,7 @@ class Attention:
     max_top_nodes: int = 0
     stride: int = 1
     span: int | None = None
+    index_dim: int = 0
 
     @property
     def label(self) -> str:
@@ -38,7 +41,7 @@ class Attention:
             return "dense"
         if self.kind == "window":
             return f"window {self.window}"
-        score = "mean" if self.span is None else f"span {self.span}"
+        score = f"index {self.index_dim}" if self.index_dim else f"span {self.span}" if self.span else "mean"
         return f"{score}, s={self.stride}, k={self.top_k}, {self.positions}"
 
     def layers(self, context: int) -> int:
@@ -69,10 +72,15 @@ def window(width: int) -> Attention:
 
 
 def tree(
-    top_k: int, max_top_nodes: int, span: int | None = None, stride: int = 1, positions: str = "own"
+    top_k: int,
+    max_top_nodes: int,
+    span: int | None = None,
+    stride: int = 1,
+    positions: str = "own",
+    index_dim: int = 0,
 ) -> Attention:
     """Every query sees ``top_k`` nodes of 16 tokens one by one and the rest as means."""
-    return Attention("tree", positions, 0, top_k, max_top_nodes, stride, span)
+    return Attention("tree", positions, 0, top_k, max_top_nodes, stride, span, index_dim)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,12 @@ class Training:
         """The tree of this experiment."""
         return tree(self.top_k, self.max_top_nodes, span, stride, positions)
 
+    def by_index(self, stride: int = 1, positions: str = "own", top_k: int = 0, nodes: int = 0) -> Attention:
+        """The tree of this experiment with a learned index, with another k or M where one is given."""
+        width = min(INDEX_DIM, self.width // self.heads)
+        k, M = top_k or self.top_k, nodes or self.max_top_nodes
+        return tree(k, M, None, stride, positions, width)
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -123,7 +137,9 @@ class Scale:
         corpus_bytes: of text, at most. pairs: of the recall task. needle_lengths: of the texts with needles.
         long_settings: span and stride of the trees of the long texts.
         wide: an upper layer more in every other step of the needle's training: its ``max_top_nodes``.
-        indexer_steps, indexer_queries: of the training of indexers, the latter of each text.
+        indexer_steps, indexer_queries: of the training of indexers and of ``fit_index``, the latter of each text.
+        index_rows: positions of a text at which an index learns beside its model.
+        dense_models: that get an index.
     """
 
     name: str
@@ -144,6 +160,8 @@ class Scale:
     wide: int = 64
     indexer_steps: int = 400
     indexer_queries: int = 256
+    index_rows: int = 128
+    dense_models: int = 3
 
 
 FULL = Scale(
@@ -223,6 +241,8 @@ TINY = replace(
     wide=8,
     indexer_steps=3,
     indexer_queries=8,
+    index_rows=8,
+    dense_models=1,
 )
 
 SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

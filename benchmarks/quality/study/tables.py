@@ -24,7 +24,7 @@ def label(row: Row) -> str:
         return "dense"
     if row.kind == "window":
         return f"window {row.window}"
-    score = "mean" if row.span is None else f"span {row.span}"
+    score = f"index {row.index_dim}" if row.index_dim else f"span {row.span}" if row.span else "mean"
     return f"tree, {score}, s={row.stride}" + (", compact" if row.positions == "compact" else "")
 
 
@@ -144,6 +144,37 @@ def choices_of(used: Sequence[Row]) -> str:
     )
     texts = f"{used[0].context} bytes, `seen` {used[0].seen}, {used[0].texts} texts from {used[0].text}"
     return f"{texts}; {place(used)}.\n\n{table(head, lines)}"
+
+
+def index(rows: Sequence[Row]) -> str:
+    """(a) Dense models that got an index, a table for each text."""
+    used = [row for row in last_rows(rows, "index") if not row.run.startswith("train")]
+    return "\n\n".join(index_of(mine) for mine in by_model(used))
+
+
+def index_of(used: Sequence[Row]) -> str:
+    """The table of one text, and what neighbouring queries read together."""
+    evaluated = [row for row in used if row.copies_found is not None]
+    dense = {row.seed: row for row in evaluated if row.kind == "dense"}
+    lines = []
+    for row in evaluated:
+        other = dense[row.seed]
+        share = percent((row.copies_found or 0) / other.copies_found) if other.copies_found else ""
+        beyond = f"{(row.bits_per_byte or 0.0) - (other.bits_per_byte or 0.0):+.4f}"
+        budget, took = str(row.top_k * row.compression_rate or row.context), f"{row.train_seconds:.0f}"
+        cells = [budget, str(row.seed), bits(row.bits_per_byte), beyond, found(row), share]
+        lines.append([label(row), *cells, took if row.index_dim else ""])
+    head = (
+        "attention", "tokens per query", "model", "bits per byte", "beyond dense", "copies found", "of the dense ones",
+        "fit, s",
+    )  # fmt: skip
+    texts = f"{used[0].context} bytes, `seen` {used[0].seen}, {used[0].texts} texts from {used[0].text}"
+    words = [f"{texts}; {place(used)}.", table(head, lines)]
+    for row in used:
+        if row.copies_found is None and row.series:
+            numbers = ", ".join(f"{x or 0.0:.2f}" for x in row.series)
+            words.append(f"{row.series_of} of {row.top_k} blocks: {numbers}.")
+    return "\n\n".join(words)
 
 
 def jump(rows: Sequence[Row], last: Row) -> str:
@@ -298,6 +329,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "conversion": conversion,
     "conversion-32k": conversion_long,
     "choices": choices,
+    "index": index,
     "search": search,
     "scratch": scratch,
     "recall": recall,

@@ -130,6 +130,7 @@ def train(
     size = setup.size
     schedule = Schedule(size.steps, size.seconds, size.learning_rate)
     optimizer = make_optimizer(model, size, session.device)
+    of_model = [p for name, p in model.named_parameters() if "index" not in name]  # which learns by itself
     states = session.states(setup)
     progress = resume(states, model, optimizer, session) or Progress(steps=size.steps)
     earlier, first, kept = progress.seconds, progress.step, time.monotonic()
@@ -170,7 +171,7 @@ def train(
             with session.precision():
                 loss = loss_of(progress.step)
             loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        nn.utils.clip_grad_norm_(of_model, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
