@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import index_on_ranks
 import pytest
+import torch
 from process_pool import Pool, started
 
 
@@ -17,6 +18,12 @@ def pair() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def four() -> Iterator[Pool]:
     yield from started(4)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    """A process for each of two GPUs; with one GPU a group of one."""
+    yield from started(min(2, torch.cuda.device_count()), "nccl")
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -84,6 +91,17 @@ def test_an_index_is_fitted_on_shared_tokens(had: bool, four: Pool) -> None:
         assert found["count"] == 4
         assert found["nats"] < 1e-5, found
         assert found["weights"] < 1e-4, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_shared_tokens_learn_on_gpus(packed: bool, gpus: Pool) -> None:
+    """Two GPUs, or one with a group of one."""
+    size = len(gpus.processes)
+    for found in gpus.run(index_on_ranks.shared_tokens, size, "zigzag", packed, False, 7, "cuda"):
+        assert found["out"] < 1e-3, found
+        assert found["losses"] < 1e-3, found
+        assert found["gradients"] < 1e-2, found
 
 
 def test_shared_documents_without_positions_have_no_loss(four: Pool) -> None:

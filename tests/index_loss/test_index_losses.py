@@ -167,6 +167,28 @@ def test_the_loss_is_that_of_the_queries_and_keys_of_the_attention(positions: st
     torch.testing.assert_close(losses.mean(), wanted)
 
 
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_an_index_is_made_once(use_reentrant: bool | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selection takes what the loss has, in a checkpoint that runs again too; padded sequences and documents."""
+
+    def second(function: str, layer: object, q: Tensor, k: Tensor) -> Any:
+        raise AssertionError("made for the selection alone")
+
+    monkeypatch.setattr("htree_ops.ops.tree_attention.index.choose_by_index", second)
+    model, x = Model(device, use_reentrant), tokens(device)
+    mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
+    mask[:, :20] = True
+    ends = torch.tensor([0, 30, 50], dtype=torch.int32, device=device)
+    with index_losses(rows=6) as losses:
+        out = model(x)
+        if use_reentrant is None:
+            model.layers[0](x, key_padding_mask=mask)
+            model.layers[0](x[:1], cu_seqlens=ends)
+    (out.sum() + losses.mean()).backward()
+    with pytest.raises(AssertionError, match="made for the selection alone"):
+        model(x)
+
+
 def test_a_model_learns_its_indexes_and_nothing_else(device: str) -> None:
     model, x = Model(device), tokens(device)
     with index_losses(rows=6) as losses:
