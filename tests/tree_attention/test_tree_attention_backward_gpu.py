@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import assert_small_error
+from tree_attention_fast import assert_batch_like_alone, assert_small_error, assert_small_errors
 
 import htree_ops
 from tests.support.tree_attention_cases import TreeAttentionCase
@@ -40,13 +40,7 @@ def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     q, k = (q.double() / size).bfloat16(), (k.double() * size).bfloat16()
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    dout = torch.randn_like(out)
-    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    wanted = reference_gradients(q, k, v, dout, parents, options)
-    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-        assert_small_error(gradient, expected, name)
+    assert_small_errors((q, k, v), case.reference_options())
 
 
 @pytest.mark.parametrize(
@@ -61,13 +55,9 @@ def test_values_and_gradients_of_any_size(
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     v *= 2.0**of_values
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    dout = torch.randn_like(out) * 2.0**of_gradients
-    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    wanted = reference_gradients(q, k, v, dout, parents, options)
-    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-        assert_small_error(gradient, expected, name)
+    assert_small_errors(
+        (q, k, v), case.reference_options(), lambda out: torch.randn_like(out) * 2.0**of_gradients
+    )
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -78,15 +68,8 @@ def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
     k[:, 1::3] *= 2.0**-11
     k[:, 5::13] = 0.0
     q[:, 2::5] *= 2.0**-9
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    dout = torch.randn_like(out)
-    dq, dk, dv = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    wanted = reference_gradients(q, k, v, dout, parents, options)
     kinds = [slice(None), slice(1, None, 3), slice(5, None, 13), slice(2, None, 5)]
-    for name, gradient, expected in zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, strict=True):
-        for kind in kinds:
-            assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+    assert_small_errors((q, k, v), case.reference_options(), kinds=kinds)
 
 
 # A case for each family of kernels, and whether each query gathers for itself.
@@ -152,14 +135,7 @@ def test_keys_of_zeros_alone(
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
     q, k, v = case.make_qkv("cuda")
     k[:, :zeros] = 0.0
-    options = case.reference_options()
-    dout = torch.randn_like(q)
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    wanted = reference_gradients(q, k, v, dout, parents, options)
-    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-        assert gradient.isfinite().all(), name
-        assert_small_error(gradient, expected, name)
+    assert_small_errors((q, k, v), case.reference_options())
 
 
 @pytest.mark.parametrize("t", [112, 645, 899])
@@ -276,13 +252,7 @@ def test_queries_that_start_within_a_node(stride: int, group: int, width: int, n
         )
         q, k, v = case.make_qkv("cuda")
         q = q[:, 37 // stride * stride :].contiguous()
-        options = case.reference_options()
-        out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-        dout = torch.randn_like(out)
-        gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-        wanted = reference_gradients(q, k, v, dout, parents, options)
-        for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
-            assert_small_error(gradient, expected, f"{name}, {nodes} nodes")
+        assert_small_errors((q, k, v), case.reference_options())
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 16])
@@ -335,16 +305,7 @@ def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
 def test_more_batches_and_heads_than_a_grid_is_wide(width: int) -> None:
     """Each batch has the gradients it has alone, on the tensor cores and on the general kernels."""
     case = model(B=33_000, T=20, H=4, H_kv=2, K=width, V=width, top_k=1, M=16)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    dout = torch.randn_like(out)
-    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    for part in (slice(0, 3), slice(32_766, 32_769), slice(32_997, None)):
-        few = [x[part] for x in (dout, q, k, v, out, gmax, gsum)]
-        alone = op.attention_backward(*few, [x[part] for x in parents], **options)
-        for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, alone, strict=True):
-            assert torch.equal(gradient[part], expected), name
+    assert_batch_like_alone(case, slice(0, 3), slice(32_766, 32_769), slice(32_997, None))
 
 
 @pytest.mark.parametrize("top_k", [1025, 3000])

@@ -7,7 +7,14 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output, assert_small_error
+from tree_attention_fast import (
+    TENSOR_CORE_TOLERANCE,
+    assert_batch_like_alone,
+    assert_errors_of_sizes,
+    assert_fast_output,
+    assert_small_error,
+    assert_small_errors,
+)
 from tree_attention_fast import model as fast_model
 
 import htree_ops  # noqa: F401
@@ -257,14 +264,7 @@ def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int, stride: int) ->
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_gradients_of_a_batch_have_the_bits_it_has_alone(group: int) -> None:
     case = model("rows", T=1100, B=3, H=2 * group, K=128, V=128)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    saved = (torch.randn_like(out), q, k, v, out, gmax, gsum)
-    gradients = op.attention_backward(*saved, parents, **options)
-    alone = op.attention_backward(*(x[1:2] for x in saved), [x[1:2] for x in parents], **options)
-    for name, gradient, expected in zip(NAMES, gradients, alone, strict=True):
-        assert torch.equal(gradient[1:2], expected), name
+    assert_batch_like_alone(case, slice(1, 2))
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
@@ -275,32 +275,13 @@ def test_gradients_where_tiles_are_left_out(group: int) -> None:
     same = q[:, :1, :1].clone()
     q[:] = same
     k[:, 130:400] += same
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    dout = torch.randn_like(out)
-    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    wanted = reference_gradients(q, k, v, dout, parents, options)
-    for name, gradient, expected in zip(NAMES, gradients, wanted, strict=True):
-        assert_small_error(gradient, expected, name)
+    assert_small_errors((q, k, v), case.reference_options())
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_gradients_of_rows_whose_sizes_differ(width: int, nan_memory: None) -> None:
-    """Powers of two of single rows of q, k and dO, in several tiles."""
     case = model("sizes", T=1000, H=16, K=width, V=width)
-    q, k, v = case.make_qkv("cuda")
-    k[:, 1::3] *= 2.0**-11
-    k[:, 300] *= 2.0**-40
-    q[:, 2::5] *= 2.0**-12
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    dout = torch.randn_like(out)
-    dout[:, 3::7] *= 2.0**-6
-    gradients = op.attention_backward(dout, q, k, v, out, gmax, gsum, parents, **options)
-    wanted = reference_gradients(q, k, v, dout, parents, options)
-    for name, gradient, expected in zip(NAMES, gradients, wanted, strict=True):
-        for kind in (slice(None), slice(1, None, 3), slice(2, None, 5), slice(3, None, 7)):
-            assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+    assert_errors_of_sizes(*case.make_qkv("cuda"), case.reference_options())
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from tests.support.compare import assert_close_spec
 from tests.support.tree_attention_cases import TreeAttentionCase
-from tests.support.tree_attention_checks import assert_output
+from tests.support.tree_attention_checks import assert_output, reference_gradients
 
 # Scores from half-precision tensor cores (docs/semantics §1.11); bf16 storage has the wider figure anyway.
 TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}
@@ -47,3 +51,50 @@ def assert_small_error(got: torch.Tensor, expected: torch.Tensor, name: str, bou
     assert got.isfinite().all(), name
     error = (got.double() - expected).norm() / expected.norm().clamp(min=1e-300)
     assert error < bound, f"{name}: relative norm of the error {error:.2e}"
+
+
+def assert_small_errors(
+    inputs: Sequence[Tensor],
+    options: Mapping[str, Any],
+    make_dout: Callable[[Tensor], Tensor] = torch.randn_like,
+    kinds: Sequence[slice] = (slice(None),),
+) -> None:
+    """Gradients beside those of the reference under the same lists, those of each kind of rows by their own size."""
+    __tracebackhide__ = True
+    op = torch.ops.htree
+    out, gmax, gsum, parents = op.attention_forward(*inputs, **options)
+    dout = make_dout(out)
+    gradients = op.attention_backward(dout, *inputs, out, gmax, gsum, parents, **options)
+    wanted = reference_gradients(*inputs, dout, parents, dict(options))
+    for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        for kind in kinds:
+            assert_small_error(gradient[:, kind], expected[:, kind], f"{name} of {kind}")
+
+
+def assert_errors_of_sizes(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:
+    """Gradients where powers of two stand before single rows of q, k and dO, in several tiles."""
+    k[:, 1::3] *= 2.0**-11
+    k[:, 300] *= 2.0**-40
+    q[:, 2::5] *= 2.0**-12
+
+    def make_dout(out: Tensor) -> Tensor:
+        dout = torch.randn_like(out)
+        dout[:, 3::7] *= 2.0**-6
+        return dout
+
+    kinds = (slice(None), slice(1, None, 3), slice(2, None, 5), slice(3, None, 7))
+    assert_small_errors((q, k, v), options, make_dout, kinds)
+
+
+def assert_batch_like_alone(case: TreeAttentionCase, *parts: slice) -> None:
+    """Sequences of a batch have the gradients that they have alone, bit for bit."""
+    __tracebackhide__ = True
+    op, options = torch.ops.htree, case.reference_options()
+    inputs = case.make_qkv("cuda")
+    *results, parents = op.attention_forward(*inputs, **options)
+    saved = (torch.randn_like(results[0]), *inputs, *results)
+    gradients = op.attention_backward(*saved, parents, **options)
+    for part in parts:
+        alone = op.attention_backward(*(x[part] for x in saved), [x[part] for x in parents], **options)
+        for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, alone, strict=True):
+            assert torch.equal(gradient[part], expected), name
