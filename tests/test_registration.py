@@ -368,20 +368,24 @@ def test_kernels(name: str) -> None:
     assert kernel_keys(name) == wanted
 
 
+#: They write into arguments.
+MUTATING = (
+    "causal_softmax.out",
+    "causal_softmax_",
+    "hadamard_transform_",
+    "mask_topk_scores_",
+    "merge_to_global_",
+    "_tree_cache_append_",
+    "tree_cache_copy_",
+    "_tree_cache_pack_prompt_",
+    "_tree_cache_step_",
+    "_tree_cache_truncate_",
+)
+
+
 def test_mutating_ops_return_nothing_but_fresh_tensors() -> None:
     mutating = {name for name in SCHEMAS if overload(name)._schema.is_mutable}
-    assert mutating == {
-        "causal_softmax.out",
-        "causal_softmax_",
-        "hadamard_transform_",
-        "mask_topk_scores_",
-        "merge_to_global_",
-        "_tree_cache_append_",
-        "tree_cache_copy_",
-        "_tree_cache_pack_prompt_",
-        "_tree_cache_step_",
-        "_tree_cache_truncate_",
-    }
+    assert mutating == set(MUTATING)
     returns = {name: overload(name)._schema.returns for name in mutating if overload(name)._schema.returns}
     assert set(returns) == {"_tree_cache_step_"}
     assert all(x.alias_info is None for x in returns["_tree_cache_step_"])

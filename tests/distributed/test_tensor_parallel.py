@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from htree_ops.distributed import sharding
 from htree_ops.info import op_names
+from tests.test_registration import MUTATING
 
 #: Why an op has no sharding rule. An op that stands neither here nor in ``sharding.RULES`` fails a test.
 WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
@@ -26,18 +27,7 @@ WITHOUT_A_RULE: dict[str, tuple[str, ...]] = {
         "attention_forward",
         "tree_attention",
     ),
-    "writes into an argument and returns nothing, which the interface for rules cannot say": (
-        "causal_softmax.out",
-        "causal_softmax_",
-        "hadamard_transform_",
-        "mask_topk_scores_",
-        "merge_to_global_",
-        "_tree_cache_append_",
-        "tree_cache_copy_",
-        "_tree_cache_pack_prompt_",
-        "_tree_cache_step_",
-        "_tree_cache_truncate_",
-    ),
+    "writes into an argument and returns nothing, which the interface for rules cannot say": MUTATING,
     "has no tensor that could be sharded": ("rope_cache", "top_parents", "_check_tree_options"),
     "raises": ("_refuse_backward",),
     "a stage of tree attention; a model calls the whole": (
