@@ -9,12 +9,10 @@ reported, never asserted.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,10 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache
-from htree_ops.info import source_commit
 from htree_ops.tuning.clock import clock_for
 
 INDEX_DIM = 32
@@ -64,12 +60,9 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeRow:
+class DecodeRow(Measured):
     """One setting; times in microseconds by graph replay; ``of_dense`` is attend_us by dense_us."""
 
-    gpu: str
-    torch: str
-    commit: str
     B: int
     T: int
     H: int
@@ -154,9 +147,7 @@ def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
             )
             dense_us = replayed(dense, effort)
     yield DecodeRow(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        commit=source_commit(),
+        **where(),
         B=setting.B,
         T=setting.T,
         H=setting.H,
@@ -175,22 +166,19 @@ def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
 
 def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] = SETTINGS) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(
-        description="time of a step of decoding with an index, beside dense attention"
+    parser = make_parser(
+        "time of a step of decoding with an index, beside dense attention",
+        rounds=3,
+        quick="the first setting alone, few repetitions",
     )
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of a row (default 3)")
-    parser.add_argument("--quick", action="store_true", help="the first setting alone, few repetitions")
     arguments = parse_for_gpu(parser, argv)
     effort = timing.QUICK if arguments.quick else timing.Effort(rounds=arguments.rounds)
-    chosen = settings[:1] if arguments.quick else settings
-    rows = (
-        row
-        for setting in progress(chosen, lambda x: f"B={x.B} T={x.T} k={x.k} {x.index_dtype}")
-        for row in measure(setting, effort)
+    return measure_each(
+        settings[:1] if arguments.quick else settings,
+        lambda x: f"B={x.B} T={x.T} k={x.k} {x.index_dtype}",
+        lambda x: measure(x, effort),
+        arguments.csv,
     )
-    print_rows(rows, arguments.csv)
-    return 0
 
 
 if __name__ == "__main__":

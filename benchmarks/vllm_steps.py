@@ -9,22 +9,18 @@ compared with those of the cache, bit by bit. Figures are reported, never assert
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
-from benchmarks.harness.progress import progress
+from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache, TreeOptions
-from htree_ops.info import source_commit
 from htree_ops.integrations.vllm.pages import LayerPools, page_sizes, pools_of, table_width
 from htree_ops.integrations.vllm.steps import Index, Step, Steps, attend_step
 from htree_ops.ops.tree_cache import tree_cache_append_
@@ -69,12 +65,9 @@ SETTINGS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRow:
+class StepRow(Measured):
     """Microseconds of a layer's step, or of all steps of a prompt; ``ratio`` is the backend's by the cache's."""
 
-    gpu: str
-    torch: str
-    commit: str
     what: str
     choice: str
     B: int
@@ -285,9 +278,7 @@ def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[St
             times[name].median_us / count for name, (_, count) in (("pages", mine), ("cache", theirs))
         )
         return StepRow(
-            gpu=torch.cuda.get_device_name() if device == "cuda" else "none",
-            torch=torch.__version__,
-            commit=source_commit(),
+            **where(device),
             what=what,
             choice=setting.choice,
             B=setting.B,
@@ -314,16 +305,13 @@ def name_of(setting: Setting) -> str:
 
 def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
-    parser = argparse.ArgumentParser(description="a layer's step on vLLM's pages, beside a tree cache")
-    parser.add_argument("--csv", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser = make_parser(
+        "a layer's step on vLLM's pages, beside a tree cache", quick="few repetitions", cpu=True
+    )
     arguments = parse_for_gpu(parser, argv)
     effort = timing.QUICK if arguments.quick else timing.Effort()
-    chosen = progress(settings or SETTINGS[arguments.device], name_of)
-    rows = (row for setting in chosen for row in measure(setting, arguments.device, effort))
-    print_rows(rows, arguments.csv)
-    return 0
+    chosen = settings or SETTINGS[arguments.device]
+    return measure_each(chosen, name_of, lambda x: measure(x, arguments.device, effort), arguments.csv)
 
 
 if __name__ == "__main__":
