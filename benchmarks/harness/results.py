@@ -142,8 +142,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 def format_table(rows: Sequence[Row]) -> str:
     """The rows for a terminal: our time, its share of the ceiling, the baseline's time and the speed-up."""
     header = ("op", "case", "dtype", "us", "graph us", "GB/s", "TFLOP/s", "% copy", "% floor", "verdict")
-    header += ("baseline", "us", "graph us", "speed-up")
-    table = [header]
+    table: list[tuple[str, ...]] = [(*header, "baseline", "us", "graph us", "speed-up")]
     for row in rows:
         graph, baseline_graph = (
             "-" if value is None else f"{value:.1f}" for value in (row.graph_us, row.baseline_graph_us)
