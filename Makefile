@@ -16,13 +16,6 @@ WORKERS ?= 2
 # A PY of one's own needs no environment here: it has torch, and a library is in place or in build/cuda.
 READY = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.built)
 
-# Without a GPU the CUDA kernels are left out unless HTREE_CUDA says otherwise: half the time of compiling.
-ifndef HTREE_CUDA
-ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
-export HTREE_CUDA := 0
-endif
-endif
-
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml htree_ops/version.py
 
 .PHONY: help demo docs test test-gpu test-two-gpus test-vllm vllm-environment bench bits sanitize lint format sdist wheel kernels-folder cuda-build clean preflight
@@ -88,7 +81,7 @@ sdist: $(VENV)/.installed ## a source distribution in dist/
 	@ls -l dist
 
 wheel: preflight ## one wheel for several versions of torch in dist/, installed and checked: TORCHES="2.11.0 2.15.0"
-	PYTHON="$(PYTHON)" MAX_JOBS="$(or $(MAX_JOBS),2)" .ci/wheel.sh
+	PYTHONS="$(or $(PYTHONS),$(PYTHON))" MAX_JOBS="$(or $(MAX_JOBS),2)" .ci/wheel.sh
 
 # The ops of a folder have a namespace of their own, so its thin layer is compiled for it. With HTREE_COMMON, a folder
 # with common libraries that stand compiled, it alone.
@@ -122,6 +115,13 @@ $(VENV)/.installed: pyproject.toml | preflight
 	  text = pathlib.Path("pyproject.toml").read_text(); \
 	  print(*re.findall(r"\"([^\"]+)\"", " ".join(re.findall(r"^(?:dev|docs) = \[(.*?)^\]", text, re.M | re.S))))')
 	touch $@
+
+# Without a GPU a checkout leaves the CUDA kernels out unless HTREE_CUDA says otherwise: half the time of compiling.
+ifndef HTREE_CUDA
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
+$(VENV)/.built: export HTREE_CUDA := 0
+endif
+endif
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	@echo "compiling htree_ops; build/install.log has every line"

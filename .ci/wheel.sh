@@ -2,13 +2,14 @@
 # One wheel for several versions of torch: `make wheel` calls this. Everything is kept in build/wheel, so a second run
 # compiles what changed.
 #
-# Environment: PYTHON makes the environments; TORCHES, the versions of torch to compile a layer for, one at a time;
-# CHECKED, those to install the wheel beside; FLAVOURS, "cpu" and "cuda" layers; TORCH_CUDA_ARCH_LIST, the architectures
-# of the kernels; HTREE_COMMON, a folder with common libraries that stand compiled.
+# Environment: TORCHES, the versions of torch to compile a layer for, one at a time; CHECKED, those to install the wheel
+# beside; PYTHONS make the environments of both in turn, and each that compiles a layer compiles its `_host`; FLAVOURS,
+# "cpu" and "cuda" layers; TORCH_CUDA_ARCH_LIST, the architectures of the kernels; HTREE_COMMON, a folder with common
+# libraries that stand compiled.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-PYTHON=${PYTHON:-python3}
+read -ra pythons <<<"${PYTHONS:-python3}"
 TORCHES=${TORCHES:-2.11.0 2.12.1 2.13.0 2.14.1 2.15.0}
 CHECKED=${CHECKED:-${TORCHES%% *} ${TORCHES##* }}
 FLAVOURS=${FLAVOURS:-cpu cuda}
@@ -19,11 +20,11 @@ lib=$work/lib
 
 say() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS"; }
 
-# An environment with a torch and what a build needs: environment NAME TORCH
+# The environment `made` with a torch and what a build needs: environment NAME TORCH
 environment() {
-  local folder=$work/envs/$1
+  local folder=$work/envs/$1 python=${pythons[made++ % ${#pythons[@]}]}
   [ -e "$folder/.installed" ] && return
-  "$PYTHON" -m venv "$folder"
+  "$python" -m venv "$folder"
   "$folder/bin/pip" install --quiet "torch==$2" numpy "setuptools>=77,<82" wheel ninja
   touch "$folder/.installed"
 }
@@ -31,7 +32,7 @@ environment() {
 first=${TORCHES%% *}
 builder=$work/envs/$first/bin/python
 say "environment of torch $first"
-environment "$first" "$first"
+made=0 environment "$first" "$first"
 
 rm -rf "$lib"
 common=${HTREE_COMMON:-$work/common}
@@ -41,6 +42,7 @@ if [ -z "${HTREE_COMMON:-}" ]; then
   HTREE_CUDA=$wanted "$builder" setup.py -q build_common --build-lib "$common" --build-temp "$work/temp-common"
 fi
 
+made=0
 for torch in $TORCHES; do
   environment "$torch" "$torch"
   for flavour in $FLAVOURS; do
@@ -60,7 +62,7 @@ HTREE_PREBUILT=$lib HTREE_CUDA=$wanted "$work/envs/$torch/bin/python" setup.py -
 plain=$(basename dist/htree_ops-*.whl)
 say "what its libraries ask of a system"
 auditor=$work/envs/audit
-[ -e "$auditor" ] || { "$PYTHON" -m venv "$auditor" && "$auditor/bin/pip" install --quiet auditwheel; }
+[ -e "$auditor" ] || { "${pythons[0]}" -m venv "$auditor" && "$auditor/bin/pip" install --quiet auditwheel; }
 "$auditor/bin/auditwheel" show "dist/$plain" | tee "$work/auditwheel.txt"
 # The libraries of torch and CUDA are those of the environment; only the symbols of the system's C and C++ count.
 asked=$(for so in "$lib"/htree_ops/*.so; do objdump -T "$so"; done | grep -oE '\b(GLIBC|GLIBCXX|CXXABI)_[0-9.]+' | sort -uV)
@@ -73,6 +75,7 @@ tagged=$("$builder" -m wheel tags --remove --python-tag py3 --abi-tag none --pla
   "dist/$plain" | tail -1)
 ls -l "dist/$tagged"
 
+made=0
 for torch in $CHECKED; do
   say "installed beside torch $torch"
   environment "checked-$torch" "$torch"
