@@ -46,6 +46,7 @@ class Setting:
 SETTINGS = (
     Setting(1, 131_072),
     Setting(1, 131_072, index_dtype=torch.bfloat16),
+    Setting(1, 8192),
     Setting(1, 32_768),
     Setting(1, 1_048_576),
     Setting(8, 131_072),
@@ -97,9 +98,10 @@ def filled(setting: Setting, index_dim: int) -> TreeKVCache:
         shape = (setting.B, n, setting.H_kv, width)
         return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    for _ in range(0, setting.T, CHUNK):
-        index_key = rows(CHUNK, INDEX_DIM) if index_dim else None
-        cache.append(rows(CHUNK, setting.D), rows(CHUNK, setting.D), index_key=index_key)
+    for first in range(0, setting.T, CHUNK):
+        tokens = min(CHUNK, setting.T - first)
+        index_key = rows(tokens, INDEX_DIM) if index_dim else None
+        cache.append(rows(tokens, setting.D), rows(tokens, setting.D), index_key=index_key)
     cache.reserve(ROOM)
     return cache
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.harness import results_page
 from benchmarks.harness.published import (
     NOTHING,
@@ -32,12 +34,14 @@ from htree_ops.cli import run_program
 __all__ = [
     "DENSE",
     "DENSE_TO",
+    "RECOMMENDED",
     "SECTIONS",
     "SETTINGS",
     "Results",
     "attention_times",
     "markers",
     "read_results",
+    "recommended_times",
     "replace_section",
     "write_sections",
 ]
@@ -61,7 +65,13 @@ class Setting:
     title: str
 
 
-#: The recommended setting, that for speed, and the score without spans at both ends of the strides.
+#: The recommended settings, those of an index: the stride, the most top nodes, the column.
+RECOMMENDED = (
+    (1, 8192, "quality: stride 1"),
+    (4, 8192, "speed: stride 4"),
+    (16, 2048, "stride 16"),
+)
+#: Settings without an index: spans for quality and for speed, and no spans at both ends of the strides.
 SETTINGS = (
     Setting(1, 2, "quality: span 2, stride 1"),
     Setting(4, 2, "speed: span 2, stride 4"),
@@ -118,6 +128,64 @@ def attention_times(results: Results, op: str) -> dict[int, dict[str, Cell]]:
                 cells = times.setdefault(int(line["T"]), {})
                 cells.setdefault(name, Cell.of(float(line["sustained_ms"]) * 1000, line["commit"]))
     return times
+
+
+def recommended_times(results: Results, direction: str) -> dict[int, dict[str, Cell]]:
+    """By length the sustained time of the settings of an index and of dense attention in the same run."""
+    titles = {(stride, top_nodes): title for stride, top_nodes, title in RECOMMENDED}
+    times: dict[int, dict[str, Cell]] = {}
+    for line in results.tables.get("tree_index_h200", ()):
+        title = titles.get((int(line["selection_stride"]), int(line["max_top_nodes"])))
+        shape = (line["direction"], line["H"], line["top_k"], line["open_next"])
+        if title is None or shape != (direction, "32", "128", str(line["selection_stride"] == "16")):
+            continue
+        cells, commit = times.setdefault(int(line["T"]), {}), line["commit"]
+        cells[title] = Cell.of(float(line["sustained_ms"]) * 1e3, commit)
+        theirs = float(line["dense_ms"]) * 1e3
+        words = time_words(theirs) + (" (32 × one head)" if line["dense_heads"] == "1" else "")
+        cells.setdefault(DENSE, Cell(theirs, words, commit))
+    return times
+
+
+def render_recommended(results: Results) -> str:
+    """The recommended settings beside dense attention, by length and direction."""
+    names = [*(title for *_, title in RECOMMENDED), DENSE]
+    lines = [
+        (count_words(length), direction, *_bold(cells, names))
+        for direction in ("forward", "backward")
+        for length, cells in sorted(recommended_times(results, direction).items())
+    ]
+    if not lines:
+        return NOTHING
+    table = results.tables["tree_index_h200"]
+    measured = " and ".join(
+        sorted({f"{line['gpu']}, torch {line['torch']}, commit {line['commit'][:7]}" for line in table})
+    )
+    return "\n\n".join((grid(("tokens", "call", *names), lines, 2), f"Measured on {measured}."))
+
+
+def render_costs(results: Results) -> str:
+    """Time of a forward and of a decoding step, and the memory of 32 caches, with an index at four lengths."""
+    forward = recommended_times(results, "forward")
+    steps = {
+        int(line["T"]): line
+        for line in results.tables.get("tree_index_decode_h200", ())
+        if (line["B"], line["H"], line["H_kv"], line["top_k"], line["max_top_nodes"], line["index_dtype"])
+        == ("1", "32", "4", "128", "8192", "float8_e4m3fn")
+    }
+    lines = []
+    for length in (8192, 32768, 131072, 1048576):
+        cells, step = forward.get(length, {}), steps.get(length)
+        memory = _cache_gib(length, kv_heads=4, span=None, index_dim=32)
+        dense_memory = 32 * length * 4 * 128 * 2 * 2 / 2**30
+        for title, column, gib in (
+            *((title, "attend_us", memory) for *_, title in RECOMMENDED),
+            (DENSE, "dense_us", dense_memory),
+        ):
+            shown = cells[title].shown if title in cells else MISSING
+            decoding = MISSING if step is None else time_words(float(step[column]))
+            lines.append((count_words(length), title, shown, decoding, f"{gib:.1f}"))
+    return grid(("tokens", "setting", "forward", "decoding step", "GiB, 32 layers"), lines, 2)
 
 
 def render_summary(results: Results) -> str:
@@ -192,11 +260,23 @@ def render_settings(results: Results) -> str:
     return grid(titles, lines, 2)
 
 
-def _cache_gib(tokens: int, *, kv_heads: int, span: int | None, leaf_bits: int | None = None) -> float:
+def _cache_gib(
+    tokens: int, *, kv_heads: int, span: int | None, leaf_bits: int | None = None, index_dim: int = 0
+) -> float:
     """GiB of 32 tree caches for one sequence, heads of 128, bf16: counted, not measured, on the device meta."""
     from htree_ops import TreeKVCache
 
-    cache = TreeKVCache(1, kv_heads, 128, tokens, selection_span=span, leaf_bits=leaf_bits, device="meta")
+    cache = TreeKVCache(
+        1,
+        kv_heads,
+        128,
+        tokens,
+        selection_span=span,
+        leaf_bits=leaf_bits,
+        index_dim=index_dim,
+        index_dtype=torch.float8_e4m3fn if index_dim else None,
+        device="meta",
+    )
     return 32 * cache.num_bytes().allocated / 2**30
 
 
@@ -518,7 +598,7 @@ def replace_section(document: str, section: str, name: str = "results") -> str:
 
 #: Every generated table: the page, its name there, and what renders it.
 SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
-    ("README.md", "results", render_summary),
+    ("README.md", "results", render_recommended),
     ("docs/performance.md", "forward", render_summary),
     ("docs/performance.md", "index", render_index),
     ("docs/performance.md", "spans", render_spans),
@@ -531,6 +611,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/performance.md", "lists", render_lists),
     ("docs/performance.md", "bits", render_bits),
     ("docs/performance.md", "cpu", render_cpu),
+    ("docs/choosing_settings.md", "costs", render_costs),
     ("docs/choosing_settings.md", "settings", render_settings),
     ("docs/choosing_settings.md", "training", render_training),
     ("docs/serving.md", "cache", render_cache),

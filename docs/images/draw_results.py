@@ -20,7 +20,7 @@ def settings(results: readme_table.Results, rows: Sequence[plots.Measured], path
     """The forward times of the README's table as multiples of dense attention's: below the line they are faster."""
     plt, colours = plots.load_matplotlib(theme), plots.THEMES[theme]
     figure, axes = plt.subplots(figsize=(8.8, 5.0))
-    times = readme_table.attention_times(results, "tree_attention")
+    times = readme_table.recommended_times(results, "forward")
     short: dict[int, list[float]] = {}
     for line in results.tables["short_texts_h200"]:
         if line["what"] == "forward":
@@ -29,8 +29,8 @@ def settings(results: readme_table.Results, rows: Sequence[plots.Measured], path
     bounds = [[pick(short[length]) for length in lengths] for pick in (min, max)]
     words = f"every setting, up to {readme_table.DENSE_TO} tokens (range over batches)"
     axes.fill_between(lengths, *bounds, color=colours.muted, alpha=0.5, linewidth=0, label=words)
-    for place, setting in enumerate(readme_table.SETTINGS):
-        title, dense = setting.title, readme_table.DENSE
+    for place, (*_, title) in enumerate(readme_table.RECOMMENDED):
+        dense = readme_table.DENSE
         found = {n: t[title][0] / t[dense][0] for n, t in sorted(times.items()) if title in t and dense in t}
         axes.plot(
             list(found),
