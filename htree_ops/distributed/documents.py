@@ -373,9 +373,9 @@ def _check(
     with _disable_current_modes():  # a trace, a profile of calls or a count holds what computes
         meta = [x.new_empty(x.shape, device="meta") for x in (query, key, value, *of_index.values())]
         ends = torch.empty(len(offsets), dtype=torch.int32, device="meta")
-        qkv, of_index = meta[:3], meta[3:] or [None, None]
+        chosen_by: list[Tensor | None] = [*meta[3:]] or [None, None]
         packed = (tokens, tokens, "auto", *options.packed())
-        torch.ops.htree._attention_varlen(*qkv, *of_index, ends, ends, *packed)
+        torch.ops.htree._attention_varlen(*meta[:3], *chosen_by, ends, ends, *packed)
     stride = options.selection_stride
     length = query.shape[0] // parts
     for i in _crossing(offsets, length):
