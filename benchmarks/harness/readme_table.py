@@ -150,18 +150,23 @@ def recommended_times(results: Results, direction: str) -> dict[int, dict[str, C
 def render_recommended(results: Results) -> str:
     """The recommended settings beside dense attention, by length and direction."""
     names = [*(title for *_, title in RECOMMENDED), DENSE]
+    ways = {direction: recommended_times(results, direction) for direction in ("forward", "backward")}
     lines = [
         (count_words(length), direction, *_bold(cells, names))
-        for direction in ("forward", "backward")
-        for length, cells in sorted(recommended_times(results, direction).items())
+        for direction, times in ways.items()
+        for length, cells in sorted(times.items())
     ]
     if not lines:
         return NOTHING
-    table = results.tables["tree_index_h200"]
-    measured = " and ".join(
-        sorted({f"{line['gpu']}, torch {line['torch']}, commit {line['commit'][:7]}" for line in table})
+    commits = {cell.commit for way in ways.values() for cells in way.values() for cell in cells.values()}
+    measured = {
+        f"{line['gpu']}, torch {line['torch']}, commit {line['commit'][:7]}"
+        for line in results.tables["tree_index_h200"]
+        if line["commit"] in commits
+    }
+    return "\n\n".join(
+        (grid(("tokens", "call", *names), lines, 2), f"Measured on {' and '.join(sorted(measured))}.")
     )
-    return "\n\n".join((grid(("tokens", "call", *names), lines, 2), f"Measured on {measured}."))
 
 
 def render_costs(results: Results) -> str:
@@ -466,6 +471,35 @@ def render_index(results: Results) -> str:
     return grid(("tokens", "H", "stride", "k", "M", "with an index", DENSE), lines)
 
 
+def render_index_decode(results: Results) -> str:
+    """The attention of a decoding step by an index, by scores and dense, and with the append of its token."""
+    lines = []
+    for line in results.tables.get("tree_index_decode_h200", ()):
+        times = [time_words(float(line[f"{x}_us"])) for x in ("attend", "step", "mean", "dense")]
+        sizes = (count_words(line[x]) for x in ("T", "H", "H_kv", "top_k", "max_top_nodes"))
+        lines.append((line["B"], *sizes, line["index_dtype"], *times))
+    titles = ("sequences", "tokens", "H", "H_kv", "k", "M", "index keys", "by an index", "with the append")
+    return grid((*titles, "by scores", DENSE), lines)
+
+
+def render_vllm(results: Results) -> str:
+    """Calls on vLLM's pages as a multiple of the time on those of a cache."""
+    lines = [
+        (
+            line["what"],
+            line["choice"],
+            line["B"],
+            count_words(line["T"]),
+            count_words(line["rows"]),
+            f"{float(line['ratio']):.2f}",
+        )
+        for line in results.tables.get("vllm_steps_h200", ())
+    ]
+    return grid(
+        ("call", "chosen by", "sequences", "tokens", "new tokens of each", "time, multiple"), lines, 2
+    )
+
+
 def render_prompts(results: Results) -> str:
     """Prompts that enter a cache in chunks, as a multiple of the time of one call."""
     lines = [
@@ -607,6 +641,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/performance.md", "sparse", render_sparse),
     ("docs/performance.md", "models", render_models),
     ("docs/performance.md", "decode", render_decode),
+    ("docs/performance.md", "index_decode", render_index_decode),
     ("docs/performance.md", "prompts", render_prompts),
     ("docs/performance.md", "lists", render_lists),
     ("docs/performance.md", "bits", render_bits),
@@ -615,6 +650,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], str]], ...] = (
     ("docs/choosing_settings.md", "settings", render_settings),
     ("docs/choosing_settings.md", "training", render_training),
     ("docs/serving.md", "cache", render_cache),
+    ("docs/vllm.md", "steps", render_vllm),
     ("docs/quality.md", "copies", render_copies),
     ("docs/results.md", "headlines", results_page.render_headlines),
     ("docs/results.md", "results", results_page.render),

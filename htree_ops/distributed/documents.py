@@ -250,7 +250,9 @@ def _documents(
     # A copy that blocks would wait for the work before it.
     ends = torch.tensor(offsets, dtype=torch.int32, device="cpu").to(q.device, non_blocking=True)
     longest = max(end - begin for begin, end in pairwise(offsets))
-    of_index = (None, None) if index_query is None or index_key is None else (index_query[rows], index_key[rows])
+    of_index = (
+        (None, None) if index_query is None or index_key is None else (index_query[rows], index_key[rows])
+    )
     keys, values = _repeated(k[rows], ctx), _repeated(v[rows], ctx)
     return q[rows], keys, values, *of_index, ends, ends, longest, longest
 

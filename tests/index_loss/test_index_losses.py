@@ -168,7 +168,9 @@ def test_the_loss_is_that_of_the_queries_and_keys_of_the_attention(positions: st
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False])
-def test_an_index_is_made_once(use_reentrant: bool | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_made_once(
+    use_reentrant: bool | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The selection takes what the loss has, in a checkpoint that runs again too; padded sequences and documents."""
 
     def second(function: str, layer: object, q: Tensor, k: Tensor) -> Any:

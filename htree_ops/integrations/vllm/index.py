@@ -35,7 +35,9 @@ def add_weights(layer: nn.Module, heads: tuple[int, int], head_dim: int, index_d
         heads: query heads and K/V heads of this rank.
     """
     for name, count in zip(WEIGHTS, heads, strict=True):
-        weight: Any = torch.full((count, head_dim, index_dim), torch.nan)  # where and as vLLM makes weights
+        weight: Any = torch.full(
+            (count, head_dim, index_dim), torch.nan, device=None
+        )  # where and as vLLM makes weights
         weight.weight_loader = _load
         layer.register_buffer(name, weight)
 

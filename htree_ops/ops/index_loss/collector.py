@@ -296,7 +296,7 @@ def _loss(attended: Attended, weights: Pair, rows: int) -> tuple[Tensor, Pair | 
 
 
 def _loss_of_heads(attended: Attended, q: Tensor, k: Tensor, index: Pair, rows: int) -> Tensor:
-    """The loss of q and k, which are those of ``attended`` without a gradient; 0 where no token has an earlier block."""
+    """The loss of q and k, those of ``attended`` without a gradient; 0 where no token has an earlier block."""
     r, ends = attended.block_size, attended.cu_seqlens
     tensors: tuple[Tensor, ...] = (q, k, *index)
     options: dict[str, Any] = {"scale": attended.scale, "block_size": r}
