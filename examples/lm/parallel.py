@@ -110,6 +110,8 @@ def build_model(settings: Settings, mesh: DeviceMesh, bf16: bool) -> ByteLM:
             parameter.requires_grad_(True)  # FSDP looks once at what does
     plan: dict[str, ParallelStyle] = {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    if settings.index_dim:
+        plan["attention"] = ColwiseParallel()
     replicas = replicas_of(mesh)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
