@@ -171,7 +171,7 @@ def choose_by_index(function: str, layer: nn.Module, q: Tensor, k: Tensor) -> tu
     """:func:`index_of` for a selection, without a gradient. A layer whose index is as it was drawn warns, once."""
     of_queries, of_keys = (getattr(layer, name) for name in WEIGHTS)
     with torch.no_grad():
-        index = _index_of_ranks(function, layer, q, k, (of_queries, of_keys))
+        index = index_of(function, q, k, of_queries, of_keys)
     if torch.compiler.is_compiling() or layer._index_chose or is_recorded(q.device):
         return index
     layer._index_chose = True  # type: ignore[assignment]
@@ -184,28 +184,6 @@ def choose_by_index(function: str, layer: nn.Module, q: Tensor, k: Tensor) -> tu
             stacklevel=4,
         )
     return index
-
-
-def _index_of_ranks(
-    function: str, layer: nn.Module, q: Any, k: Any, weights: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """:func:`index_of`, also of DTensors and of the heads that a rank of tensor parallelism has."""
-    if hasattr(q, "device_mesh"):
-        from torch.distributed.tensor import DTensor, Replicate
-
-        if q.placements != k.placements:
-            q, k = (x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) for x in (q, k))
-        found = _index_of_ranks(function, layer, q.to_local(), k.to_local(), weights)
-        index_query, index_key = (
-            DTensor.from_local(x, q.device_mesh, q.placements, run_check=False) for x in found
-        )
-        return index_query, index_key
-    heads, here = weights[0].shape[0], q.shape[-2]
-    mesh = getattr(getattr(layer.q_proj, "weight", None), "device_mesh", None)
-    if here != heads and mesh is not None and mesh.ndim == 1 and here * mesh.size() == heads:
-        of_queries, of_keys = (weight.chunk(mesh.size())[mesh.get_local_rank()] for weight in weights)
-        return index_of(function, q, k, of_queries, of_keys)
-    return index_of(function, q, k, *weights)
 
 
 @torch.no_grad()
