@@ -254,6 +254,13 @@ def test_a_compiled_layer_has_the_same_losses(local: bool, ranks: Pool) -> None:
     assert max(ranks.run(tp_on_ranks.compiled_losses, 2, local)) < 1e-6
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_index_learns_from_shared_tokens_and_heads(packed: bool, ranks: Pool) -> None:
+    for found in ranks.run(tp_on_ranks.losses_of_tokens_and_heads, packed):
+        assert found["loss"] < 1e-5, found
+        assert found["gradients"] < 1e-4, found
+
+
 def test_tokens_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:
     for by_index in (False, True):
         assert max(ranks.run(tp_on_ranks.tokens_and_heads, by_index)) < 1e-5

@@ -83,11 +83,14 @@ def test_the_losses_on_meshes_of_two_dimensions(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
-@pytest.mark.parametrize("way", ["context", "tensor"])
-def test_an_index_learns_on_a_mesh(way: str, text: Path, alone: Pool, pair: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [("context",), ("tensor",), ("context", "tensor")], ids="-".join)
+def test_an_index_learns_on_a_mesh(
+    ways: tuple[str, ...], text: Path, alone: Pool, pair: Pool, four: Pool, tmp_path: Path
+) -> None:
     """In four steps at the positions of one process; what it has learned decides what the validation reads."""
+    mesh = [word for way in ways for word in (f"--{way}-parallel", "2")]
     found = []
-    for pool, more in ((alone, []), (pair, [f"--{way}-parallel", "2"])):
+    for pool, more in ((alone, []), (four if len(ways) > 1 else pair, mesh)):
         many = [*flags(text, tmp_path / str(len(found)), *more), "--dim", "64", "--steps", "4"]
         found.append(pool.run(training_on_ranks.train, many)[0])
         assert (found[-1]["status"], found[-1]["settings"]["index_dim"]) == (0, 16)

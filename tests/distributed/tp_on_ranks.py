@@ -745,3 +745,29 @@ def functions_of_an_index(
             "placed": [str(y.placements[0]) for y in many],
         }
     return found
+
+
+def losses_of_tokens_and_heads(packed: bool) -> dict[str, float]:
+    """The largest differences of an index whose tokens lie on two ranks and whose heads on two from one process."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("context", "tensor"))
+    torch.manual_seed(3)
+    one = htree_ops.HTreeAttention(24, 8, 4, 16, **TREE)
+    many = htree_ops.HTreeAttention(24, 8, 4, 16, cp_group=mesh["context"], **TREE)
+    many.load_state_dict(one.state_dict())
+    plan = {name: ColwiseParallel() for name in ("", "q_proj", "k_proj", "v_proj")}
+    parallelize_module(many, mesh["tensor"], {**plan, "o_proj": RowwiseParallel()})
+    x = normal((1 if packed else 2, 64, 24), torch.float32, "cpu", 0)
+    call = {"cu_seqlens": torch.tensor([0, 21, 21, 57], dtype=torch.int32)} if packed else {}
+    found = []
+    for model, mine in ((one, x), (many, shard_sequence(x, mesh["context"]))):
+        torch.manual_seed(5)
+        with htree_ops.index_losses(rows=9) as losses:
+            model(mine, **call)
+        losses.mean().backward()
+        found.append(losses.mean().item())
+    errors = []
+    for name in ("index_query_weight", "index_key_weight"):
+        theirs, ours = (whole(getattr(model, name).grad) for model in (one, many))
+        dist.all_reduce(ours, group=mesh.get_group("context"))
+        errors.append(float((ours - theirs).abs().max() / theirs.abs().max()))
+    return {"loss": abs(found[0] - found[1]), "gradients": max(errors)}
