@@ -200,13 +200,22 @@ __device__ __forceinline__ void prefetch_row(const Params& p, const RowNumbers& 
   }
 }
 
+// Of the streaming kernel on a multiprocessor: 128 of its 65536 registers for each. The compiler keeps to
+// that up to Hopper. For sm_100 and sm_120 it takes 255 and spills, unless it is told.
+constexpr int kStreamedThreads = 65536 / 128;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define HTREE_STREAMED_BOUNDS __launch_bounds__(Tr::kBlock, kStreamedThreads / Tr::kBlock)
+#else
+#define HTREE_STREAMED_BOUNDS __launch_bounds__(Tr::kBlock)
+#endif
+
 // For rows so long that few blocks fit on a multiprocessor. Each block goes from row to row, and the next row
 // is copied to shared memory while this one is exchanged and stored. Shared memory holds the exchange and one
 // staged row. x.access must not be kElements.
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kBlock)
-    streaming_kernel(const __grid_constant__ TransformParams<typename Tr::T, typename Tr::A> p,
-                     const __grid_constant__ RowNumbers rows) {
+__global__ void HTREE_STREAMED_BOUNDS
+streaming_kernel(const __grid_constant__ TransformParams<typename Tr::T, typename Tr::A> p,
+                 const __grid_constant__ RowNumbers rows) {
   using P = Pack<typename Tr::T, Tr::kPackElems>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* exchanged = reinterpret_cast<typename Tr::A*>(shared);

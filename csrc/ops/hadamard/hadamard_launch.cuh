@@ -28,11 +28,10 @@ cudaError_t fits(int shared) {
   return error == cudaSuccess && shared > most ? cudaErrorNotSupported : error;
 }
 
-// Blocks of the streaming kernel per multiprocessor of Hopper, which has 65536 registers and 227
-// KB of shared memory.
+// Blocks of the streaming kernel per multiprocessor of Hopper, which has 227 KB of shared memory.
 template <typename Tr>
 constexpr int streaming_blocks(int shared) {
-  const int by_registers = 65536 / 128 / Tr::kBlock;
+  const int by_registers = kStreamedThreads / Tr::kBlock;
   const int by_shared = 227 * 1024 / (shared + 1024);
   return by_registers < by_shared ? by_registers : by_shared;
 }
