@@ -86,8 +86,8 @@ wheel: preflight ## one wheel for several versions of torch in dist/, installed 
 # The ops of a folder have a namespace of their own, so its thin layer is compiled for it. With HTREE_COMMON, a folder
 # with common libraries that stand compiled, it alone.
 kernels-folder: $(VENV)/.installed ## what HF kernels loads without a hub, for the torch of PY: FOLDER=build/kernels/folder
-	@[ -n "$(HTREE_COMMON)" ] || \
-	  $(PY) setup.py -q build_common --build-lib build/kernels/common --build-temp build/kernels/temp-common
+	@[ -n "$(HTREE_COMMON)" ] || { rm -rf build/kernels/common; \
+	  $(PY) setup.py -q build_common --build-lib build/kernels/common --build-temp build/kernels/temp-common; }
 	common=$(or $(HTREE_COMMON),build/kernels/common)/htree_ops; rm -rf build/kernels/lib; \
 	HTREE_PREBUILT=$$common HTREE_NAMESPACE=$$($(PY) .ci/kernels_folder.py $$common) \
 	  $(PY) setup.py -q build_ext --build-lib build/kernels/lib --build-temp build/kernels/temp

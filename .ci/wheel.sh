@@ -39,6 +39,7 @@ common=${HTREE_COMMON:-$work/common}
 if [ -z "${HTREE_COMMON:-}" ]; then
   say "kernels for $TORCH_CUDA_ARCH_LIST, and the CPU loops"
   [[ $FLAVOURS == *cuda* ]] && wanted=1 || wanted=0
+  rm -rf "$common" # libraries of other sources; the objects stay
   HTREE_CUDA=$wanted "$builder" setup.py -q build_common --build-lib "$common" --build-temp "$work/temp-common"
 fi
 
