@@ -152,6 +152,26 @@ def test_codes_are_keys_rounded_by_a_power_of_two(data: st.DataObject, seed: int
     assert torch.equal(stored[..., None].float() - 127, exponent[0])
 
 
+def test_no_kind_of_nan_changes_the_scale_of_a_row(device: str) -> None:
+    """A signalling NaN too, which fmax of the C library passes on."""
+    cache = make(device, batch=1, index_dtype=CODES, index_heads=1)
+    rows, (query, key) = tokens(cache, 16)
+    key.fill_(8.0)
+    bits = key.view(torch.int16)
+    for i, kind in enumerate((0x7F81, 0x7FC0, 0x7FFF, -0x7F, -0x40)):  # the last two have a sign
+        bits[0, 3 * i, 0, 5] = bits[0, 3 * i + 1, 0, -1] = kind
+    nan = key.isnan()
+    assert int(nan.sum()) == 10
+    served(cache, rows, (query, key), [16])
+    held = held_keys(cache, 16)
+    assert torch.equal(held.isnan(), nan)
+    assert bool((held[~nan] == 8).all())
+    assert cache.pools.index is not None
+    scales = cache.pools.index.scales
+    assert scales is not None
+    assert bool((scales[cache.block_table[0, :2].long()] == 127 - 5).all())  # 8 = 256 / 2^5
+
+
 def test_rows_of_coded_keys_are_those_of_the_decoded_ones(device: str) -> None:
     """Chosen by rounded keys, whose lists are not those of the keys themselves."""
     cache = make(device, index_dtype=CODES, selection_stride=4, open_next=True)

@@ -275,7 +275,8 @@ void append_index_codes(const NewTokens& tokens, const Tensor& rows, const PageL
       const auto* from = given + (tokens.first + i) * rows.stride(0) + head * rows.stride(1);
       float largest = 0.0f;
       for (int64_t c = 0; c < width; ++c) {
-        largest = std::fmax(largest, std::fabs(static_cast<float>(from[c])));  // NaN loses
+        const float magnitude = std::fabs(static_cast<float>(from[c]));
+        largest = magnitude > largest ? magnitude : largest;  // NaN loses, one that std::fmax passes on too
       }
       const int64_t row = (table[token / page_size] * heads + head) * page_size + token % page_size;
       const uint8_t scale = index_scale(largest);
