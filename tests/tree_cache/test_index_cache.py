@@ -352,6 +352,18 @@ def test_prompts_that_the_kernels_of_tree_attention_compute(
     cache.check()
 
 
+def test_memory_of_a_step_follows_the_length_where_top_k_is_huge() -> None:
+    rows, index = tokens(make(), 90)
+    wide, enough = make(top_k=10**6), make(top_k=30)
+    served(wide, rows, index, [1])  # makes what is kept
+    rest = [x[:, 1:90] for x in (*rows, *index)]
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
+        found = wide.decode(*rest[:3], index=rest[3:])  # type: ignore[arg-type]
+    taken = [event.self_cpu_memory_usage for event in profile.function_events]
+    assert 0 < max(taken) < 2**20
+    assert torch.equal(found, served(enough, rows, index, [90])[:, 1:])  # type: ignore[arg-type]
+
+
 # ---- what a cache holds
 
 

@@ -278,7 +278,7 @@ class StrideTask {
   // The lists below the top that an index has chosen for the leader of a stride.
   void take_lists(const IndexLists& chosen, int64_t stride, int64_t head, int64_t top) {
     for (int64_t layer = 0; layer < top; ++layer)
-      chosen.copy(layer, stride, head, list(layer));
+      chosen.copy(layer, stride, head, width_, list(layer));
   }
 
   void store_lists(int64_t b, int64_t leader, int64_t head) {

@@ -83,7 +83,7 @@ IndexLists index_lists_cpu(const Pools& pools, const PageLayout& layout, const I
       index.query.narrow(0, rows.first_row + leader - rows.first_token, rows.length - leader).unsqueeze(0);
   const Tensor keys = sequence_keys(pools, layout, index.pool, rows.sequence, rows.length);
   tree_attention::BlockOptions blocks;
-  blocks.count = args.top_k;
+  blocks.count = std::min(args.top_k, ceil_div(rows.length, rate));
   blocks.stride = stride;
   blocks.open_next = args.selection.open_next;
   std::vector<tree_attention::BlockLists> found;

@@ -16,14 +16,15 @@ struct IndexedRows {
 // The lists of the leaders among them, for the layers below the top of the sequence: above, every node is opened.
 struct IndexLists {
   int64_t first_stride = 0;       // that of the first leader
-  std::vector<Tensor> of_layers;  // int32 [leaders, H_i, k]
+  std::vector<Tensor> of_layers;  // int32 [leaders, H_i, k or what a list of the sequence can hold]
 
-  // Copies the list of a layer that the leader of `stride` has for a K/V head.
-  void copy(int64_t layer, int64_t stride, int64_t head, int32_t* to) const {
+  // Writes the list [k] of a layer that the leader of `stride` has for a K/V head.
+  void copy(int64_t layer, int64_t stride, int64_t head, int64_t k, int32_t* to) const {
     const Tensor& lists = of_layers[static_cast<size_t>(layer)];
     const int64_t heads = lists.size(1), width = lists.size(2);
     const int64_t row = (stride - first_stride) * heads + (heads == 1 ? 0 : head);
     std::copy_n(lists.const_data_ptr<int32_t>() + row * width, width, to);
+    std::fill(to + width, to + k, -1);
   }
 };
 
