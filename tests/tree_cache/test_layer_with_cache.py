@@ -71,6 +71,19 @@ def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> N
             torch.testing.assert_close(torch.cat(parts, dim=1), layer(x), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float8_e4m3fn, None], ids=str)
+def test_the_cache_of_a_layer_with_an_index(kind: torch.dtype | None, device: str) -> None:
+    layer = HTreeAttention(32, 2, 1, device=device, index_dim=16, selection_span=None, **OPTIONS)
+    x = torch.randn(2, 30, 32, device=device)
+    cache = layer.make_cache(2, 30, index_dtype=kind)
+    assert cache.index_dtype == (kind or torch.bfloat16)
+    with torch.no_grad():
+        found, wanted = served(layer, x, cache), layer(x)
+    torch.testing.assert_close(found[:, :8], wanted[:, :8], atol=1e-4, rtol=1e-4)  # of M tokens: everything is opened
+    if kind == torch.float32:
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_without_a_cache_the_message_says_what_to_do() -> None:
     q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 7, 2, 8)
     with pytest.raises(

@@ -320,6 +320,7 @@ class HTreeAttention(nn.Module):
         num_pages: int | None = None,
         leaf_bits: int | None = None,
         prompt_bytes: int | None = None,
+        index_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> TreeKVCache:
@@ -328,7 +329,8 @@ class HTreeAttention(nn.Module):
         Where the projections are sharded over ranks by heads, it holds those of this rank.
 
         Args:
-            page_size, num_pages, leaf_bits, prompt_bytes: as in :class:`htree_ops.TreeKVCache`.
+            page_size, num_pages, leaf_bits, prompt_bytes, index_dtype: as in :class:`htree_ops.TreeKVCache`. In float32
+                the layer with the cache selects as without one only where index_dtype is float32 too.
             dtype, device: None is that of the keys that the layer will give: the dtype of autocast where it is on, else
                 that of the parameters. A cache serves calls under the autocast that it was made under. Where ``k_proj``
                 was replaced by a layer without a floating weight, such as FP8Linear, dtype must be given outside of
@@ -365,6 +367,7 @@ class HTreeAttention(nn.Module):
             leaf_bits=leaf_bits,
             prompt_bytes=prompt_bytes,
             index_dim=self.index_dim,
+            index_dtype=index_dtype,
             dtype=dtype,
             device=device,
         )
