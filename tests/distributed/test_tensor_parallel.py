@@ -293,6 +293,10 @@ def test_an_index_that_does_not_lie_as_the_heads_is_refused(ranks: Pool) -> None
         assert (
             "q and k must have the 4 and 4 heads of the index, got 1 and 1: heads that are sharded" in message
         )
+    for kind, message in ranks.refusals(tp_on_ranks.projections_of_all_heads, 4):
+        assert kind == "ValueError"
+        assert "the 1 and 1 heads of the index, got 4 and 4: heads that are sharded over" in message
+        assert message.endswith("need ColwiseParallel for the layer and for q_proj, k_proj and v_proj")
     for kind, message in ranks.refusals(tp_on_ranks.index_of_two_heads):
         assert kind == "ValueError"
         assert "the index of HTreeAttention must have K/V heads that 4 ranks divide, got 2" in message

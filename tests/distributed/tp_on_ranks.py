@@ -507,6 +507,13 @@ def index_of_all_heads(size: int) -> None:
     many(normal((2, 40, 64), torch.float32, "cpu", 0))
 
 
+def projections_of_all_heads(size: int) -> None:
+    """Heads of the index are sharded, and those of the projections are not."""
+    many = htree_ops.HTreeAttention(64, 4, 4, index_dim=16, **TREE, selection_span=None)
+    parallelize_module(many, mesh_of(size), {"": ColwiseParallel()})
+    many(normal((1, 20, 64), torch.float32, "cpu", 1))
+
+
 def index_of_two_heads() -> None:
     """An index whose heads four ranks do not divide."""
     many = htree_ops.HTreeAttention(64, 4, 2, index_dim=16, **TREE, selection_span=None)

@@ -155,7 +155,8 @@ def index_of(
     if (q.shape[-2], k.shape[-2]) != (heads, kv_heads):
         raise ValueError(
             f"{function}: q and k must have the {heads} and {kv_heads} heads of the index, got {q.shape[-2]} and "
-            f"{k.shape[-2]}: heads that are sharded over ranks need ColwiseParallel for the layer too"
+            f"{k.shape[-2]}: heads that are sharded over ranks need ColwiseParallel for the layer and for "
+            "q_proj, k_proj and v_proj"
         )
     grouped = query_weight.to(q.dtype).unflatten(0, (kv_heads, -1))
     index_query = torch.einsum("...sgk,sgkd->...sd", q.unflatten(-2, (kv_heads, -1)), grouped)
