@@ -674,7 +674,15 @@ def test_a_layer_decodes_what_it_computes_at_once(device: str, stride: int, posi
     same = torch.isclose(rounded, wanted, atol=1e-3, rtol=1e-3).all(-1)
     assert same.float().mean() > 0.8
     without = HTreeAttention(
-        64, 4, 2, selection_span=None, selection_stride=stride, positions=positions, device=device, **OPTIONS
+        64,
+        4,
+        2,
+        index_dim=0,
+        selection_span=None,
+        selection_stride=stride,
+        positions=positions,
+        device=device,
+        **OPTIONS,
     )
     with pytest.raises(ValueError, match="cache must have the index_dim of the layer = 16, got 0"):
         layer(x, cache=without.make_cache(2, 60))
