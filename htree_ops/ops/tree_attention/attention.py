@@ -204,6 +204,12 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
+def pair_words(index: object) -> str:
+    """What was given in place of a pair."""
+    length = f" of length {len(index)}" if isinstance(index, (tuple, list)) else ""
+    return type(index).__name__ + length
+
+
 def check_index(function: str, index: Index, options: TreeOptions) -> None:
     """Raises unless ``index`` is a pair of tensors and ``options`` have a list for each K/V head."""
     if options.scope != "kv_head":
@@ -212,7 +218,7 @@ def check_index(function: str, index: Index, options: TreeOptions) -> None:
             f"{options.scope}"
         )
     if not (isinstance(index, (tuple, list)) and len(index) == 2):
-        raise TypeError(f"{function}: index must be (index_query, index_key), got {type(index).__name__}")
+        raise TypeError(f"{function}: index must be (index_query, index_key), got {pair_words(index)}")
     for name, x in zip(("index_query", "index_key"), index, strict=True):
         check_tensor(function, name, x)
 

@@ -26,7 +26,7 @@ from htree_ops.ops.arguments import (
     option_device,
 )
 from htree_ops.ops.paging import Pages, is_recorded, on_device
-from htree_ops.ops.tree_attention.attention import Index
+from htree_ops.ops.tree_attention.attention import Index, pair_words
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
 from htree_ops.ops.tree_cache.functions import cache_options, rope_positions
@@ -353,7 +353,7 @@ class TreeKVCache(CacheSequences):
         name = f"{OP}.decode"
         n = _num_rows(name, "q", q)
         if index is not None and not (isinstance(index, (tuple, list)) and len(index) == 2):
-            raise TypeError(f"{name}: index must be (index_query, index_key), got {type(index).__name__}")
+            raise TypeError(f"{name}: index must be (index_query, index_key), got {pair_words(index)}")
         query, key = (
             self._index_rows(name, argument, x)
             for argument, x in zip(("index_query", "index_key"), index or (None, None), strict=True)

@@ -9,7 +9,6 @@ from htree_ops.ops.arguments import (
     FLOATING,
     FLOATING_AND_DOUBLE,
     check_dtype,
-    check_int,
     check_kind,
     check_option_dtype,
 )
@@ -44,7 +43,7 @@ def index_sizes(
             if value is not None:
                 raise ValueError(f"{function}: {name} must be None where index_dim is 0, got {value}")
     heads = num_kv_heads if index_heads is None else index_heads
-    check_int(function, "index_heads", heads, 1)
+    check_kind(function, "index_heads", heads, "int")
     if heads not in (1, num_kv_heads):
         raise ValueError(f"{function}: index_heads must be 1 or num_kv_heads = {num_kv_heads}, got {heads}")
     if index_dtype is None:

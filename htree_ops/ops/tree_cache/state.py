@@ -108,10 +108,12 @@ def check_state(
     _check_entries(name, state, own, sizes)
     size, capacity, num_pages = into.page_size, into.capacity, into.num_pages
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
-    fits = all(len(state[key]) == len(pages) for key in PAGED if key in state)
+    sizes_of = {key: len(state[key]) for key in PAGED if key in state}
+    fits = all(size == len(pages) for size in sizes_of.values())
     if not fits or len(set(pages)) != len(pages) or min(pages, default=0) < 0:
         raise ValueError(
-            f"{name}: pages must be distinct and at least 0, with as many keys and values, got {pages}"
+            f"{name}: pages must be distinct and at least 0, entries with pages as long, got {pages} and lengths "
+            f"{sizes_of}"
         )
     held = []
     for row, length in zip(table, lengths, strict=True):
