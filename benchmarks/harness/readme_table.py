@@ -173,20 +173,21 @@ def render_costs(results: Results) -> str:
     """Time of a forward and of a decoding step, and the memory of 32 caches, with an index at four lengths."""
     forward = recommended_times(results, "forward")
     steps = {
-        int(line["T"]): line
+        (int(line["T"]), int(line["max_top_nodes"])): line
         for line in results.tables.get("tree_index_decode_h200", ())
-        if (line["B"], line["H"], line["H_kv"], line["top_k"], line["max_top_nodes"], line["index_dtype"])
-        == ("1", "32", "4", "128", "8192", "float8_e4m3fn")
+        if (line["B"], line["H"], line["H_kv"], line["top_k"], line["index_dtype"])
+        == ("1", "32", "4", "128", "float8_e4m3fn")
     }
     lines = []
     for length in (8192, 32768, 131072, 1048576):
-        cells, step = forward.get(length, {}), steps.get(length)
+        cells = forward.get(length, {})
         memory = _cache_gib(length, kv_heads=4, span=None, index_dim=32)
         dense_memory = 32 * length * 4 * 128 * 2 * 2 / 2**30
-        for title, column, gib in (
-            *((title, "attend_us", memory) for *_, title in RECOMMENDED),
-            (DENSE, "dense_us", dense_memory),
+        for title, top_nodes, column, gib in (
+            *((title, top_nodes, "attend_us", memory) for _, top_nodes, title in RECOMMENDED),
+            (DENSE, 8192, "dense_us", dense_memory),
         ):
+            step = steps.get((length, top_nodes))
             shown = cells[title].shown if title in cells else MISSING
             decoding = MISSING if step is None else time_words(float(step[column]))
             lines.append((count_words(length), title, shown, decoding, f"{gib:.1f}"))

@@ -80,10 +80,10 @@ class TreeKVCache(CacheSequences):
     ``cache.append(k, v); out = cache.attend(q)`` gives the rows of :func:`htree_ops.tree_attention` over all tokens so
     far. A step's cost follows from what it reads, not from the sequence's length. Only finished nodes are stored, so
     tokens can be taken back by a new length. Sequences share full pages and own the page that is still open:
-    :meth:`fork` and :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``truncate``, ``reorder_``
-    and ``reserve`` can be captured in a graph, whose cost follows the lengths at replay, and do not wait for the
-    device. One thing does: a prompt, 256 or more rows of a sequence in one ``attend``, reads the lengths where the host
-    does not know them (after ``truncate``, ``reorder_`` or a captured step), because the kernels of ``tree_attention``
+    :meth:`fork` and :meth:`reorder_` copy that one alone. On CUDA, ``append``, ``attend``, ``decode`` and ``truncate``
+    can be captured in a graph, whose cost follows the lengths at replay, and do not wait for the device. One thing
+    does: a prompt, 256 or more rows of a sequence in one ``attend``, reads the lengths where the host does not know
+    them (after ``truncate``, ``reorder_`` or a captured step), because the kernels of ``tree_attention``
     compute it. What only the device can see is left undone and reported by :meth:`check`. On the CPU the call raises
     before it changes anything. No gradient flows through a cache.
     Source: docs/semantics/tree_cache.md §7.
@@ -277,9 +277,10 @@ class TreeKVCache(CacheSequences):
 
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
-            ValueError: index_key is missing, or there is no index. On the CPU, if the capacity or the pages do not
-                suffice. On CUDA such a sequence does not change and the others get their tokens; :meth:`check` reports
-                it.
+            OutOfPagesError, ValueError: the pages or the capacity do not suffice, as far as the host knows the
+                lengths; nothing has changed. Where only a GPU knows them, such a sequence does not change, the others
+                get their tokens, and :meth:`check` reports it.
+            ValueError: index_key is missing, or there is no index.
         """
         name = f"{OP}.append"
         n = _num_rows(name, "k", k)
