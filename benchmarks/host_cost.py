@@ -143,7 +143,7 @@ def steps(device: str) -> dict[str, Step]:
         )
     for positions in ("compact", "own"):
         layer = HTreeAttention(
-            128, 4, 1, 64, positions=positions, selection_span=None, **options, **sizes
+            128, 4, 1, 64, positions=positions, selection_span=None, index_dim=0, **options, **sizes
         ).requires_grad_(False)
         caches = [layer.make_cache(2, 1024) for _ in range(2)]
         begins = [_filled(cache, 64) for cache in caches]
