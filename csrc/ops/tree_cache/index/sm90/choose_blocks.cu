@@ -46,7 +46,7 @@ struct ChoiceBlock {
   uint32_t* gathered;  // in the place of the rings
   Choice::Shared& shared;
 
-  // `units` of all layers lie behind one another, from layer 0 on.
+  // Keys of all layers lie behind one another, from layer 0 on.
   __device__ __forceinline__ LayerShare layer(int layer) const {
     const int cluster = params.plan.cluster, chooses = walk.query.top;
     const int units = walk.query.token / kUnit + 1,
