@@ -168,6 +168,16 @@ def test_any_fit_leaves_the_rest(
     assert torch.equal(other.index_query_weight, layer.index_query_weight)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "had", "width"), [(16, None, 16), (64, None, 32), (64, 16, 16), (64, 0, 32), (24, 0, 16)]
+)
+def test_the_width_is_that_of_the_index_or_what_fits(head_dim: int, had: int | None, width: int) -> None:
+    keywords: dict[str, Any] = {} if had is None else {"index_dim": had}
+    layer = HTreeAttention(2 * head_dim, num_heads=2, top_k=2, max_top_nodes=32, **keywords)
+    fit_index(layer, [torch.randn(1, 40, 2 * head_dim)], steps=1, rows=2)
+    assert layer.index_dim == width
+
+
 def test_an_index_takes_the_place_of_a_span(device: str) -> None:
     layer = HTreeAttention(64, num_heads=2, top_k=4, max_top_nodes=64, index_dim=0, device=device)
     assert layer.options.selection_span == 2
@@ -284,7 +294,11 @@ def test_a_fit_that_fails_changes_nothing(device: str) -> None:
             ValueError,
             "index_dim must be a multiple of 16 up to 128 and up to head_dim = 16",
         ),
-        ({}, ValueError, "index_dim must be a multiple of 16 up to 128 and up to head_dim = 16, got 32"),
+        (
+            {"index_dim": 32},
+            ValueError,
+            "index_dim must be a multiple of 16 up to 128 and up to head_dim = 16, got 32",
+        ),
         ({"model": nn.Linear(2, 2)}, ValueError, "model must have layers of HTreeAttention"),
         ({"model": 1}, TypeError, r"model must be a torch\.nn\.Module, got int"),
         ({"batches": torch.zeros(2, 70, 64)}, TypeError, "batches must be tensors of tokens or dicts"),

@@ -50,7 +50,7 @@ def fit_index(
     steps: int = 400,
     rows: int = 256,
     learning_rate: float = 3e-3,
-    index_dim: int = 32,
+    index_dim: int | None = None,
 ) -> list[float]:
     """Gives a dense model the index by which it then selects; everything else stays as it is.
 
@@ -74,7 +74,8 @@ def fit_index(
         steps: of Adam.
         rows: positions of a sequence, drawn by torch's default generator.
         learning_rate: in the first step.
-        index_dim: d, a multiple of 16 up to 128 and up to the width of a head.
+        index_dim: d, a multiple of 16 up to 128 and up to the width of a head. None is that of the index that a layer
+            has, else 32, or 16 where a head is narrower.
 
     Returns:
         For each layer, in the order of ``model.modules()``, its loss in nats: the mean over the last 10 steps.
@@ -97,7 +98,11 @@ def fit_index(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fit_index: model must be a torch.nn.Module, got {type(model).__name__}")
-    for name, number in (("steps", steps), ("rows", rows), ("index_dim", index_dim)):
+    for name, number in (
+        ("steps", steps),
+        ("rows", rows),
+        ("index_dim", 1 if index_dim is None else index_dim),
+    ):
         check_int("fit_index", name, number, 1)
     check_kind("fit_index", "learning_rate", learning_rate, "float")
     if not 0 < learning_rate < math.inf:
@@ -108,7 +113,7 @@ def fit_index(
         )
     fitted = _layers(model, index_dim)
     scales = [query_scale(one.sizes[2], one.sizes[0] // one.sizes[1]) for one in fitted]
-    weights = [_start(one, scale, index_dim) for one, scale in zip(fitted, scales, strict=True)]
+    weights = [_start(one, scale, _width(one, index_dim)) for one, scale in zip(fitted, scales, strict=True)]
     adam = torch.optim.Adam([w for pair in weights for w in pair], lr=learning_rate)
     latest: list[list[Tensor]] = []
     with _dense(model), _Progress(steps) as progress:
@@ -145,7 +150,14 @@ def fit_index(
     return nats
 
 
-def _layers(model: nn.Module, index_dim: int) -> list[Fitted]:
+def _width(one: Fitted, index_dim: int | None) -> int:
+    """Of the index that a layer gets, or goes on from."""
+    if index_dim is not None:
+        return index_dim
+    return index_dim_of(one.layer) or (32 if one.sizes[2] >= 32 else 16)
+
+
+def _layers(model: nn.Module, index_dim: int | None) -> list[Fitted]:
     """The layers that get an index, in the order of ``model.modules()``."""
     from htree_ops.ops.tree_attention.fitted import fitted_layers  # which imports this family
 
@@ -161,7 +173,7 @@ def _layers(model: nn.Module, index_dim: int) -> list[Fitted]:
         )
     for one in found:
         has = index_dim_of(one.layer)
-        if has not in (0, index_dim):
+        if index_dim is not None and has not in (0, index_dim):
             raise ValueError(
                 f"fit_index: index_dim must be {has}, that of the index that the model has, got {index_dim}"
             )
@@ -169,7 +181,7 @@ def _layers(model: nn.Module, index_dim: int) -> list[Fitted]:
             raise NotImplementedError(
                 "fit_index: a model whose weights are sharded over ranks is not supported"
             )
-        one.check(index_dim)
+        one.check(_width(one, index_dim))
     order = {id(layer): i for i, layer in enumerate(model.modules())}
     return sorted(found, key=lambda one: order[id(one.layer)])
 
