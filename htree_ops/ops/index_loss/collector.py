@@ -224,9 +224,8 @@ def collect(layer: nn.Module, attended: Attended) -> Pair | None:
                 "index_losses: a layer must not run under reentrant checkpointing, whose first forward records "
                 "nothing: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        return _loss(attended, _weights(layer), forward.rows)[
-            1
-        ]  # what the first forward has saved, once more
+        _, index = _loss(attended, _weights(layer), forward.rows)  # the first forward has saved it too
+        return index
     if not _ACTIVE:
         if getattr(layer, LATEST, None) is not None:
             setattr(layer, LATEST, None)

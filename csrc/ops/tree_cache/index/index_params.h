@@ -9,6 +9,8 @@
 
 namespace htree::tree_cache {
 
+constexpr int kMostIndexDim = 128;
+
 // An index key as the pages hold it: numbers of type T, or E4M3 codes, beside which queries are bf16.
 using IndexCode = uint8_t;
 template <typename Key>

@@ -33,11 +33,12 @@ struct ChoiceProblem {
 
 // Byte offsets in dynamic shared memory, and sizes.
 struct ChoicePlan {
-  int cluster = 0;    // blocks of a row and index head; 0: the kernel does not take the call
-  int units = 1;      // of a stage, a power of two
-  int run = 1;        // those of them that lie side by side in a page, a power of two
-  int most_keys = 0;  // of a block: those of layer 0 come first, behind them those of the next layers
-  int words = 0;      // WordRanks
+  int cluster = 0;  // blocks of a row and index head; 0: the kernel does not take the call
+  int units = 1;    // of a stage, a power of two
+  int run = 1;      // those of them that lie side by side in a page, a power of two
+  // Shared memory of a block begins with the keys of its units, those of layer 0 first and behind them those of the next
+  // layers.
+  int words = 0;  // WordRanks
   // The rings of all warps, behind them in time uint32 [layers - 1][2][cluster * top_k]: keys and places that the blocks of
   // the cluster chose.
   int ring = 0;
@@ -70,7 +71,6 @@ inline ChoicePlan choice_places(const ChoiceProblem& problem, int cluster) {
   while (plan.run < plan.units && problem.page_size % (2 * plan.run * problem.rate) == 0) {
     plan.run *= 2;
   }
-  plan.most_keys = static_cast<int>(keys);
   plan.words = static_cast<int>((keys * 4 + 15) / 16 * 16);
   plan.ring = static_cast<int>(ring);
   plan.bytes = static_cast<int>(bytes);

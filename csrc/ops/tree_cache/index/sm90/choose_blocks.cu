@@ -3,13 +3,16 @@
 // among those. Keys and places stay in shared memory. docs/semantics/tree_cache.md §7.7
 #include "device/divmod.cuh"
 #include "device/mma.cuh"
+#include "device/numeric.cuh"
+#include "device/pack.cuh"
 #include "device/sm90/cluster_memory.cuh"
 #include "device/sm90/pdl.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/selection/cuda/any/row_choice.cuh"
 #include "ops/selection/cuda/any/select_topk.cuh"
-#include "ops/tree_cache/index/index_product.cuh"
+#include "ops/tree_cache/index/coded_row.h"
+#include "ops/tree_cache/index/index_params.h"
 #include "ops/tree_cache/rows.cuh"
 
 namespace htree::tree_cache {
