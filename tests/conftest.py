@@ -82,8 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     part, of = asked
     large = [item for item in items if "more_than_2_31" in item.nodeid]
-    others = [item for item in items if "more_than_2_31" not in item.nodeid]
-    chosen = set(others[part - 1 :: of] if part > 0 else large)
+    ranks = [item for item in items if "gpus" in getattr(item, "fixturenames", ())]
+    apart = {*large, *ranks}
+    others = [item for item in items if item not in apart]
+    chosen = set(large if part == 0 else others[part - 1 :: of] + (ranks if part == 1 else []))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

@@ -33,6 +33,8 @@ COLLECTIVE_SECONDS = 300
 ANSWER_SECONDS = 600
 #: What the other ranks have to notice that one has died.
 NOTICE_SECONDS = 120
+#: What a rank has to leave.
+LEAVE_SECONDS = 240
 #: The end of a rank's stderr that a failure shows: its stacks, and what was said before.
 SAID_CHARACTERS = 20_000
 
@@ -211,16 +213,16 @@ class Pool:
             pipe.close()
         for process in self.processes:
             # One that is killed while it leaves a GPU may take others along that share it through the multi-process
-            # service, so it gets time.
-            process.join(30)
+            # service, so it gets all the time that a busy machine may need.
+            process.join(LEAVE_SECONDS)
             if process.is_alive():
                 process.kill()
         with suppress(OSError):
             self.folder.cleanup()
 
 
-def started(size: int, backend: str = "gloo") -> Iterator[Pool]:
+def started(size: int) -> Iterator[Pool]:
     """A pool for as long as a fixture lives."""
-    pool = Pool(size, backend)
+    pool = Pool(size)
     yield pool
     pool.close()

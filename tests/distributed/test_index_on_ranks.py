@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import index_on_ranks
 import pytest
-import torch
 from process_pool import Pool, started
 
 
@@ -18,12 +17,6 @@ def pair() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def four() -> Iterator[Pool]:
     yield from started(4)
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Pool]:
-    """A process for each of two GPUs; with one GPU a group of one."""
-    yield from started(min(2, torch.cuda.device_count()), "nccl")
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
