@@ -404,7 +404,7 @@ def test_pages_are_not_moved_in_a_graph(method: str) -> None:
         getattr(cache, method)(*arguments[method])
         return x + 1
 
-    with pytest.raises(Exception, match=r"TreeKVCache\.(reorder_|reserve): .*call it (between|before)"):
+    with pytest.raises(Exception, match=rf"TreeKVCache\.{method}: .*call it (between|before)"):
         torch.compile(step, fullgraph=True, backend="aot_eager")(torch.ones(2))
     assert cache.block_table.eq(-1).all()
 

@@ -305,8 +305,8 @@ class PagedCache:
     OP: str
     batch: int
 
-    def reorder_(self, beams: Sequence[int]) -> None:
-        """Sequence b becomes what sequence ``beams[b]`` was."""
+    def _reorder(self, method: str, beams: Sequence[int]) -> None:
+        """Sequence b becomes what sequence ``beams[b]`` was; messages name the ``method``."""
         raise NotImplementedError
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -314,10 +314,16 @@ class PagedCache:
         raise NotImplementedError
 
     def fork(self, source: int, target: int) -> None:
-        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed."""
+        """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed.
+
+        Raises:
+            TypeError, ValueError: a sequence that does not exist. OutOfPagesError: no page for the copy of an open one.
+                Nothing has changed.
+            NotImplementedError: the call is being compiled or captured.
+        """
         for name, sequence in (("source", source), ("target", target)):
             check_int(f"{self.OP}.fork", name, sequence, 0, self.batch - 1)
-        self.reorder_([source if b == target else b for b in range(self.batch)])
+        self._reorder("fork", [source if b == target else b for b in range(self.batch)])
 
     def free(self, sequence: int) -> None:
         """Empties a sequence and gives back the pages that nobody else uses."""

@@ -299,6 +299,14 @@ def test_a_sequence_ends_and_another_begins_as_a_copy(device: str) -> None:
     ):
         with pytest.raises(ValueError, match=name):
             call()
+    few = make(device, page_size=8, num_pages=2, rollback=0)
+    few.append(k[:, :26], v[:, :26], [26, 0, 0])
+    few.truncate([12, -1, -1])  # its second page is open
+    with pytest.raises(
+        OutOfPagesError, match=r"CompressedKVCache\.fork: 1 more pages of 8 tokens are needed"
+    ):
+        few.fork(0, 1)
+    assert few.host_lengths() == [12, 0, 0]
 
 
 def test_what_is_taken_back_may_not_be_more(device: str) -> None:

@@ -380,6 +380,17 @@ def test_a_fork_owns_its_open_page(device: str) -> None:
     assert torch.equal(cache.layer(1, 0)[0][:22], old)
 
 
+def test_a_fork_without_a_free_page_says_so(device: str) -> None:
+    cache = make(device, batch=2, num_pages=3)
+    q, k, v = (rows(2, 19, heads, seed, device) for seed, heads in enumerate((4, 2, 2)))
+    cache.decode(q, k, v, [19, 0])
+    table = cache.block_table.tolist()
+    with pytest.raises(OutOfPagesError, match=r"TreeKVCache\.fork: 1 more pages of 8 tokens are needed"):
+        cache.fork(0, 1)
+    assert cache.block_table.tolist() == table
+    assert cache.host_lengths() == [19, 0]
+
+
 def test_a_state_goes_into_another_cache(device: str) -> None:
     cache = make(device, selection_stride=4)
     fill(cache, 18)

@@ -128,7 +128,6 @@ class CompressedSequences(PagedCache):
             raise IndexError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
         return numbers
 
-    @torch.no_grad()
     def reorder_(self, beams: Tensor | Sequence[int]) -> None:
         """Beam search: sequence i becomes what sequence beams[i] was. With pages, compressed tokens are shared.
 
@@ -138,11 +137,15 @@ class CompressedSequences(PagedCache):
             TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
                 entries. IndexError: an entry outside [0, B). OutOfPagesError: no page for the copy of an open one.
         """
-        self._refuse_graph("reorder_")
-        numbers = self._indices("reorder_", "beams", beams)
+        self._reorder("reorder_", beams)
+
+    @torch.no_grad()
+    def _reorder(self, method: str, beams: Tensor | Sequence[int]) -> None:
+        self._refuse_graph(method)
+        numbers = self._indices(method, "beams", beams)
         if len(numbers) != self.batch:
-            raise ValueError(f"{OP}.reorder_: beams must have {self.batch} entries, got {len(numbers)}")
-        self.storage.reorder(numbers, self._compressed)
+            raise ValueError(f"{OP}.{method}: beams must have {self.batch} entries, got {len(numbers)}")
+        self.storage.reorder(method, numbers, self._compressed)
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self._dense_rows.reorder(numbers, places)
         if self._key_weight is not None:

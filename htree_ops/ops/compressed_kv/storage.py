@@ -149,10 +149,10 @@ class StoredRows:
         gathered = ([x[places].transpose(0, 1).flatten(1, 2) for x in part] for part in self.parts)
         return [CompressedKV(*(x[:, :length] for x in part)) for part in gathered]
 
-    def reorder(self, index: Sequence[int], lengths: Sequence[int]) -> None:
+    def reorder(self, method: str, index: Sequence[int], lengths: Sequence[int]) -> None:
         """Sequence i becomes what sequence index[i] was, of ``lengths[index[i]]`` tokens."""
         if self.pages is not None:
-            self._move(self.pages, "reorder_", self.pages.reorder(index, lengths))
+            self._move(self.pages, method, self.pages.reorder(index, lengths))
             return
         places = torch.tensor(index, dtype=torch.int64, device=self.parts[0].bitmap.device)
         for x in (x for part in self.parts for x in part):

@@ -159,7 +159,6 @@ class CacheSequences(PagedCache):
         own_from = [self.pages.shared(b) * self.page_size for b in range(self.batch)]
         self._own_from.copy_(on_device(own_from, self.device))
 
-    @torch.no_grad()
     def reorder_(self, beams: Tensor | Sequence[int]) -> None:
         """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied in one launch.
 
@@ -169,7 +168,11 @@ class CacheSequences(PagedCache):
             ValueError: a beam that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
             NotImplementedError: the call is being compiled or captured: reorder between two replays.
         """
-        name = f"{OP}.reorder_"
+        self._reorder("reorder_", beams)
+
+    @torch.no_grad()
+    def _reorder(self, method: str, beams: Tensor | Sequence[int]) -> None:
+        name = f"{OP}.{method}"
         if is_recorded(self.device):
             raise NotImplementedError(
                 f"{name}: cannot be compiled or captured, because pages are moved by the host: call it between two "
@@ -184,7 +187,7 @@ class CacheSequences(PagedCache):
                 )
         self._end_prompts([int(beam != b) for b, beam in enumerate(numbers)])
         held = self.host.read()
-        self._move(self.pages.reorder(numbers, held), "reorder_")
+        self._move(self.pages.reorder(numbers, held), method)
         self.lengths.copy_(self.lengths.index_select(0, request))
         self.ring.reorder(request)
         if self.pools.leaves is not None:
