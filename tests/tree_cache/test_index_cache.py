@@ -393,19 +393,19 @@ def test_states_and_copies(dtype: torch.dtype, device: str) -> None:
         (
             {"index_dim": 0},
             ValueError,
-            "the state has index_keys and the cache has none: index_dim must be the same",
+            "index_dim must be 16, that of the state, got 0: make the cache with index_dim=16",
         ),
-        ({"index_dim": 32}, ValueError, r"index_keys must be like \(0, 2, 8, 32\)"),
-        ({"index_heads": 1}, ValueError, r"index_keys must be like \(0, 1, 8, 16\)"),
+        ({"index_dim": 32}, ValueError, "index_dim must be 16, that of the state, got 32"),
+        ({"index_heads": 1}, ValueError, "index_heads must be 2, that of the state, got 1"),
         (
             {"index_dtype": torch.float16},
             TypeError,
-            "index_keys must be a Tensor of torch.float16, got torch.bfloat16",
+            "index_dtype must be torch.bfloat16, that of the state, got torch.float16: make the cache with index_d",
         ),
         (
             {"index_dtype": CODES},
             TypeError,
-            "index_keys must be a Tensor of torch.uint8, got torch.bfloat16",
+            "index_dtype must be torch.bfloat16, that of the state, got torch.float8_e4m3fn: make the cache with",
         ),
     ],
     ids=str,
@@ -418,7 +418,7 @@ def test_states_of_another_index_are_refused(change: dict[str, Any], error: type
         other.load_state_dict(cache.state_dict())
     assert other.host_lengths() == [0, 0]
     if not other.index_dim:
-        with pytest.raises(ValueError, match="the cache has index_keys and the state has none"):
+        with pytest.raises(ValueError, match="index_dim must be 0, that of the state, got 16"):
             cache.load_state_dict(other.state_dict())
 
 

@@ -500,9 +500,9 @@ def test_forks_beams_and_states_take_codes_and_tails_along(device: str) -> None:
     forked.fork(0, 1)
     out = go_on(forked)
     assert torch.equal(out[0], expected[0])
-    with pytest.raises(ValueError, match="the state must hold"):
+    with pytest.raises(ValueError, match="leaf_bits must be 8, that of the state, got None"):
         make(device, None).load_state_dict(state)
-    with pytest.raises(ValueError, match="options must be"):
+    with pytest.raises(ValueError, match="leaf_bits must be 8, that of the state, got 4"):
         make(device, 4).load_state_dict(
             state | {"k_codes": state["k_codes"][..., :32], "v_codes": state["v_codes"][..., :32]}
         )

@@ -163,6 +163,45 @@ def test_a_capacity_that_is_too_small_is_named(capacity: int, message: str, devi
         make(device, 48).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"batch": 2}, ValueError, "batch must be 3, that of the state, got 2: make the cache with batch=3"),
+        ({"batch": 4}, ValueError, "batch must be 3, that of the state, got 4: make the cache with batch=3"),
+        (
+            {"dtype": torch.bfloat16},
+            TypeError,
+            "dtype must be torch.float32, that of the state, got torch.bfloat16: make the cache with dtype=torch.fl",
+        ),
+        ({"value_dim": 32}, ValueError, "value_dim must be 64, that of the state, got 32"),
+        (
+            {"leaf_bits": 8},
+            ValueError,
+            "leaf_bits must be None, that of the state, got 8: make the cache with leaf_bits=None",
+        ),
+    ],
+    ids=str,
+)
+def test_the_state_of_a_cache_of_other_sizes_is_named_by_its_argument(
+    change: dict[str, Any], error: type, message: str, device: str
+) -> None:
+    cache, other = make(device, 40), make(device, 40, **change)
+    fill(cache, 9)
+    with pytest.raises(error, match=rf"TreeKVCache\.load_state_dict: {message}"):
+        other.load_state_dict(cache.state_dict())
+    assert other.host_lengths() == [0] * other.batch
+    wanted = {"leaf_bits": "must be 8, that of the state, got None"} if "leaf_bits" in change else {}
+    for argument, words in wanted.items():
+        with pytest.raises(error, match=f"{argument} {words}"):
+            cache.load_state_dict(other.state_dict())
+    narrow = TreeKVCache(3, 4, 32, 40, **{**OPTIONS, "dtype": torch.float32, "device": device})
+    with pytest.raises(ValueError, match="num_kv_heads must be 2, that of the state, got 4"):
+        narrow.load_state_dict(cache.state_dict())
+    narrow = TreeKVCache(3, 2, 32, 40, **{**OPTIONS, "dtype": torch.float32, "device": device})
+    with pytest.raises(ValueError, match="head_dim must be 64, that of the state, got 32"):
+        narrow.load_state_dict(cache.state_dict())
+
+
 def test_pages_that_the_pool_lacks_get_others(device: str) -> None:
     cache = make(device, 64)
     step(cache, 30, 1)

@@ -580,7 +580,7 @@ class TreeKVCache(CacheSequences):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the state of a cache of the same batch, heads and options; capacity and pages may be others.
+        """Takes the state of a cache of the same batch, sizes, dtypes and options; capacity and pages may be others.
 
         The bytes are those that this cache would have, had it got the tokens itself. Nodes that a smaller capacity does
         not keep are built. Pages keep their numbers where the pool has them all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from htree_ops.errors import OutOfPagesError
 from htree_ops.ops.arguments import check_data
 from htree_ops.ops.paging import Pages
 from htree_ops.ops.tree_attention.options import TreeOptions
-from htree_ops.ops.tree_cache.index import INDEX_KEYS, INDEX_SCALES
-from htree_ops.ops.tree_cache.leaves import PackedLeaves
+from htree_ops.ops.tree_cache.index import CODES, INDEX_KEYS, INDEX_SCALES
+from htree_ops.ops.tree_cache.leaves import LEAF_BITS, PackedLeaves
 from htree_ops.ops.tree_cache.pools import Sizes
 
 __all__ = ["OF_NO_CACHE", "Placed", "check_state", "options_as_tensors"]
@@ -25,6 +25,17 @@ OF_NO_CACHE = ("scope", "store_parents")
 OPTIONS = ("options", "factors")
 #: Entries of a state with a row for each of its pages.
 PAGED = ("pages", "keys", "values", INDEX_KEYS, INDEX_SCALES, *PackedLeaves.PAGED)
+#: What the entries of a state tell of the cache that it came from: (argument, entries, their dim; None is their dtype).
+ARGUMENTS: tuple[tuple[str, tuple[str, ...], int | None], ...] = (
+    ("batch", ("block_table", "lengths", "list_pos", "lists"), 0),
+    ("dtype", ("keys", "values"), None),
+    ("num_kv_heads", ("keys", "values"), 1),
+    ("head_dim", ("keys",), 3),
+    ("value_dim", ("values",), 3),
+    ("index_dim", (INDEX_KEYS,), 3),
+    ("index_heads", (INDEX_KEYS,), 1),
+    ("index_dtype", (INDEX_KEYS,), None),
+)
 
 
 def options_as_tensors(
@@ -63,13 +74,59 @@ class Placed(NamedTuple):
     lengths: list[int]
 
 
+def _told(state: Mapping[str, Tensor], entries: tuple[str, ...], dim: int | None) -> Any:
+    """The size or dtype that the entries of a state agree on; None where they do not, or one is missing."""
+    found = set()
+    for key in entries:
+        x = state.get(key)
+        if not isinstance(x, Tensor) or x.dim() <= (dim or 0):
+            return None
+        found.add(x.dtype if dim is None else x.shape[dim])
+    return found.pop() if len(found) == 1 else None
+
+
+def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The arguments of the cache that a state came from, None where its entries do not tell."""
+    found = {argument: _told(state, entries, dim) for argument, entries, dim in ARGUMENTS}
+    if INDEX_KEYS not in state and INDEX_SCALES not in state:
+        found["index_dim"] = 0
+    if found["index_dtype"] == torch.uint8:
+        found["index_dtype"] = CODES
+    found["leaf_bits"] = _leaf_bits(state)
+    return found
+
+
+def _leaf_bits(state: Mapping[str, Tensor]) -> int | None:
+    """The leaf_bits of the cache that a state came from, 0 for None; None where its options do not tell."""
+    options = state.get("options")
+    if not isinstance(options, Tensor) or options.layout != torch.strided or options.is_meta:
+        return None
+    if options.dtype != torch.int64 or options.dim() != 1 or len(options) < 2:
+        return None
+    bits = int(options[1])
+    return bits if bits in (0, *LEAF_BITS) else None
+
+
+def _check_arguments(name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raises where the caches of a state and of ``own`` were made with other sizes, in the words of the arguments."""
+    theirs, ours = _arguments(state), _arguments(own)
+    if theirs["batch"] is None:
+        return  # no state of a cache
+    for argument, wanted in theirs.items():
+        if wanted is None or wanted == ours[argument]:
+            continue
+        value, mine = (x or None if argument == "leaf_bits" else x for x in (wanted, ours[argument]))
+        kind = TypeError if isinstance(wanted, torch.dtype) else ValueError
+        raise kind(
+            f"{name}: {argument} must be {value}, that of the state, got {mine}: make the cache with {argument}={value}"
+        )
+
+
 def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], sizes: Sizes) -> None:
     """Checks kinds and shapes; the capacity of the state may be another one, which changes some sizes."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{name}: state must be a dict, got {type(state).__name__}")
-    if (INDEX_KEYS in state) != (INDEX_KEYS in own):
-        has, lacks = ("the state", "the cache") if INDEX_KEYS in state else ("the cache", "the state")
-        raise ValueError(f"{name}: {has} has {INDEX_KEYS} and {lacks} has none: index_dim must be the same")
+    _check_arguments(name, state, own)
     for key, mine in own.items():
         if key not in state:
             continue
