@@ -476,19 +476,27 @@ def test_calls_with_and_without_an_index(device: str) -> None:
     cache, plain = make(device), make(device, index_dim=0)
     (q, k, v), (query, key) = tokens(cache, 5)
     for call, argument in (
-        (lambda: cache.append(k, v), "append: index_key"),
-        (lambda: cache.attend(q), "attend: index_query"),
-        (lambda: cache.decode(q, k, v), "decode: index_query"),
+        (lambda: cache.append(k, v), r"append: index_key must be \[2, n, 2, 16\]"),
+        (lambda: cache.attend(q), r"attend: index_query must be \[2, n, 2, 16\]"),
+        (
+            lambda: cache.decode(q, k, v),
+            r"decode: index must be \(index_query, index_key\), \[2, n, 2, 16\] each,",
+        ),
+        (lambda: cache.decode(q, k, v, index=(query, None)), r"decode: index_key must be \[2, n, 2, 16\]"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(ValueError, match=f"{argument} must be given where index_dim is 16, got NoneType"):
+        with pytest.raises(ValueError, match=f"{argument} where the cache has index_dim = 16, got None: a c"):
             call()
-    for call, argument in (
-        (lambda: plain.append(k, v, index_key=key), "append: index_key"),
-        (lambda: plain.attend(q, index_query=query), "attend: index_query"),
-        (lambda: plain.decode(q, k, v, index=(query, key)), "decode: index_query"),
+    for call, argument, got in (
+        (lambda: plain.append(k, v, index_key=key), "append: index_key", "Tensor"),
+        (lambda: plain.attend(q, index_query=query), "attend: index_query", "Tensor"),
+        (lambda: plain.decode(q, k, v, index=(query, key)), "decode: index", "tuple of length 2"),
     ):
-        with pytest.raises(ValueError, match=f"{argument} must be None where index_dim is 0, got Tensor"):
+        rule = "must be None where the cache has index_dim = 0"
+        with pytest.raises(
+            ValueError, match=f"{argument} {rule}, got {got}: make the cache with the index_d"
+        ):
             call()
+    assert cache.host_lengths() == plain.host_lengths() == [0, 0]
     for bad, error, message in (
         (
             key[:, :4],

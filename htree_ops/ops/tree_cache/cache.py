@@ -353,12 +353,14 @@ class TreeKVCache(CacheSequences):
         """
         name = f"{OP}.decode"
         n = _num_rows(name, "q", q)
-        if index is not None and not (isinstance(index, (tuple, list)) and len(index) == 2):
-            raise TypeError(f"{name}: index must be (index_query, index_key), got {pair_words(index)}")
-        query, key = (
-            self._index_rows(name, argument, x)
-            for argument, x in zip(("index_query", "index_key"), index or (None, None), strict=True)
-        )
+        query = key = None
+        if self._has_index(name, "index", index):
+            if not (isinstance(index, (tuple, list)) and len(index) == 2):
+                raise TypeError(f"{name}: index must be (index_query, index_key), got {pair_words(index)}")
+            query, key = (
+                self._index_rows(name, argument, x)
+                for argument, x in zip(("index_query", "index_key"), index, strict=True)
+            )
         if self._is_prompt(n):
             self._check_query(name, q, query)
             self.append(k, v, lengths, index_key=key)
@@ -371,13 +373,33 @@ class TreeKVCache(CacheSequences):
 
     def _index_rows(self, name: str, argument: str, rows: Tensor | None) -> Tensor | None:
         """A part of an index as the op takes it, None where the cache has no index."""
+        if not self._has_index(name, argument, rows):
+            return None
         pages = self.pools.index
-        if (pages is None) != (rows is None):
+        assert pages is not None
+        assert rows is not None
+        return pages.rows(name, argument, rows)
+
+    def _has_index(self, name: str, argument: str, given: object) -> bool:
+        """Whether the cache has an index, of which ``given`` is what a call brings.
+
+        Raises:
+            ValueError: the one has an index and the other has none.
+        """
+        has = self.pools.index is not None
+        if has == (given is not None):
+            return has
+        if has:
+            sizes = f"[{self.batch}, n, {self.index_heads}, {self.index_dim}]"
+            wanted = f"(index_query, index_key), {sizes} each," if argument == "index" else sizes
             raise ValueError(
-                f"{name}: {argument} must be {'None' if pages is None else 'given'} where index_dim is "
-                f"{self.index_dim}, got {type(rows).__name__}"
+                f"{name}: {argument} must be {wanted} where the cache has index_dim = {self.index_dim}, got None: a "
+                "cache with index_dim=0 chooses by scores"
             )
-        return None if pages is None or rows is None else pages.rows(name, argument, rows)
+        raise ValueError(
+            f"{name}: {argument} must be None where the cache has index_dim = 0, got {pair_words(given)}: make the "
+            "cache with the index_dim of the index"
+        )
 
     def _is_prompt(self, n: int) -> bool:
         """Whether the kernels of ``tree_attention`` take n rows of a call (§7.4)."""
