@@ -277,6 +277,14 @@ def test_caches_hold_the_heads_of_their_rank(way: str, ranks: Pool) -> None:
             assert found["bytes"][0] == size * found["bytes"][1]
 
 
+def test_a_cache_beside_dtensors_is_refused(ranks: Pool) -> None:
+    for by_index in (False, True):
+        for kind, message in ranks.refusals(tp_on_ranks.decode_on_dtensors, 2, by_index):
+            assert kind == "NotImplementedError"
+            assert "HTreeAttention: cache must be None where q_proj gives a DTensor" in message
+            assert "by ColwiseParallel(use_local_output=True)" in message
+
+
 def test_heads_that_do_not_belong_together_are_refused(ranks: Pool) -> None:
     for kind, message in ranks.refusals(tp_on_ranks.one_sided, 4):
         assert kind == "ValueError"

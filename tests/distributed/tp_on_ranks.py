@@ -499,6 +499,22 @@ def decode(size: int, way: str) -> dict[str, Any]:
     return {"errors": errors, "bytes": [cache.k_pool.numel() for cache in caches]}
 
 
+def decode_on_dtensors(size: int, by_index: bool) -> None:
+    """A cache of a layer whose projections give DTensors."""
+    if by_index:
+        _, many = layers_with_index(size, False)
+    else:
+        many = htree_ops.HTreeAttention(24, 8, 4, 4, **TREE)
+        plan = {name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj", "v_proj")}
+        parallelize_module(many, mesh_of(size), plan)
+    cache = many.make_cache(2, 48)
+    try:
+        with torch.no_grad():
+            many(normal((2, 37, 24), torch.float32, "cpu", 0), cache=cache)
+    finally:
+        assert cache.host_lengths() == [0, 0]
+
+
 def index_of_all_heads(size: int) -> None:
     """Heads of the projections are sharded, and those of the index are not."""
     many = htree_ops.HTreeAttention(64, 4, 4, index_dim=16, **TREE, selection_span=None)

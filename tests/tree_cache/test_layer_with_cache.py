@@ -35,6 +35,13 @@ def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, st
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="options of the layer"):
         HTreeAttention(32, 4, 2, device=device)(x, cache=cache)
+    for batch in (1, 3):
+        other = layer.make_cache(batch, 30)
+        with pytest.raises(
+            ValueError, match=f"HTreeAttention: cache must have the batch of x = 2, got {batch}: "
+        ):
+            layer(x, cache=other)
+        assert other.host_lengths() == [0] * batch
     with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
         layer(x, cache=3)  # type: ignore[arg-type]
     with pytest.raises(

@@ -384,9 +384,22 @@ class HTreeAttention(nn.Module):
             )
         if cache.index_dim != self.index_dim:
             raise ValueError(
-                f"HTreeAttention: cache must have the index_dim of the layer = {self.index_dim}, got {cache.index_dim}"
+                f"HTreeAttention: cache must have the index_dim of the layer = {self.index_dim}, got "
+                f"{cache.index_dim}: make_cache of the layer makes one"
+            )
+        if cache.batch != x.shape[0]:
+            raise ValueError(
+                f"HTreeAttention: cache must have the batch of x = {x.shape[0]}, got {cache.batch}: a sequence "
+                "without new tokens has rows too, and 0 in lengths"
             )
         q, k, v = self._project(x)
+        for name, rows in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+            if type(rows) is not Tensor and hasattr(rows, "device_mesh"):
+                raise NotImplementedError(
+                    f"HTreeAttention: cache must be None where {name} gives a DTensor, because a cache holds the heads "
+                    "of its rank: shard q_proj, k_proj and v_proj by ColwiseParallel(use_local_output=True), its "
+                    "default, or none of them"
+                )
         if self._rotates:
             places = cache.lengths[:, None]
             if q.shape[1] != 1:
@@ -687,7 +700,8 @@ class HTreeAttention(nn.Module):
             ShapeMismatchError: another shape of x or of the mask.
             UnsupportedDtypeError: x has another dtype than the parameters of an ``nn.Linear``, outside autocast; a
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
-            NotImplementedError: attn_mask is given, or a cache or a mask beside ``cp_group``.
+            NotImplementedError: attn_mask is given; a cache or a mask beside ``cp_group``; a cache beside projections
+                that give DTensors.
             TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
