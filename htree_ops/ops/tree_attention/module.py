@@ -330,7 +330,8 @@ class HTreeAttention(nn.Module):
 
         Args:
             page_size, num_pages, leaf_bits, prompt_bytes, index_dtype: as in :class:`htree_ops.TreeKVCache`. In float32
-                the layer with the cache selects as without one only where index_dtype is float32 too.
+                the layer with the cache selects as without one only where index_dtype is float32 too. With
+                float8_e4m3fn it selects by rounded keys, and no row measures what that costs a model.
             dtype, device: None is that of the keys that the layer will give: the dtype of autocast where it is on, else
                 that of the parameters. A cache serves calls under the autocast that it was made under. Where ``k_proj``
                 was replaced by a layer without a floating weight, such as FP8Linear, dtype must be given outside of

@@ -106,7 +106,8 @@ class TreeKVCache(CacheSequences):
             index. index_heads: H_i, num_kv_heads or 1; None is num_kv_heads. index_dtype: of the index keys, float32,
             float16, bfloat16 or float8_e4m3fn; None is ``dtype`` where that has 16 bits, else bfloat16. Index keys and
             index queries of another dtype are rounded to it. float8_e4m3fn keeps a key in a byte a channel, with a
-            power of two as its scale, and rounds index queries to bfloat16.
+            power of two as its scale, and rounds index queries to bfloat16. docs/performance.md says how fast it is; no
+            row measures what such keys cost a model.
         dtype: float32, float16 or bfloat16, float64 on the CPU. device: where the cache lies.
 
     Attributes:
