@@ -7,6 +7,7 @@ import inspect
 import re
 import runpy
 import socket
+import sys
 from importlib import import_module
 
 import pytest
@@ -47,11 +48,14 @@ def as_under_torchrun(monkeypatch):
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # accelerate sets one of its own where there is none
     }.items():
         monkeypatch.setenv(key, value)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    if states := sys.modules.get("accelerate.state"):  # of a Trainer, which else goes on with that group
+        states.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 EXAMPLES = [
