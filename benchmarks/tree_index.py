@@ -1,10 +1,12 @@
 """Tree attention whose nodes an index chooses, forward and backward, beside dense attention of the same run.
 
-Run: ``python -m benchmarks.tree_index --csv PATH`` on a GPU with 80 GB; ``--quick`` takes the first setting with few
-repetitions, ``--device cpu`` the CPU's. B = 1, bf16 (fp32 on the CPU), nothing is rotated, random normal inputs and an
-index of 32 numbers for each K/V head. The forward has the selection in it; a backward reads the lists that the forward
-kept. Dense attention is ``scaled_dot_product_attention``, on a GPU by cuDNN, timed in turns with the first setting of a
-shape. Random lists overlap less than trained ones do. Figures are reported, never asserted.
+Run: ``python -m benchmarks.tree_index --csv PATH`` on a GPU with 80 GB; ``--case REGEX`` takes some settings,
+``--quick`` the first with few repetitions, ``--device cpu`` the CPU's. B = 1, bf16 (fp32 on the CPU), nothing is
+rotated, random normal inputs and an index of 32 numbers for each K/V head. The forward has the selection in it; a
+backward reads the lists that the forward kept. Dense attention is ``scaled_dot_product_attention``, on a GPU by
+cuDNN, timed in turns with the first setting of a shape. Where 16 query heads and more share a K/V head, fla's NSA
+reads as many tokens in the same turns, if the package ``fla-core`` is there. Random lists overlap less than trained
+ones do. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class IndexRow(Measured):
     """One direction of one setting; ``of_dense`` is its sustained time by that of dense attention.
 
     ``dense_ms`` is that of the first setting of a shape, as ``dense_heads`` of the heads take it, for all of them.
+    ``nsa_ms`` is that of fla's NSA, its selection and its compressed branch included.
     """
 
     direction: str
@@ -83,6 +86,7 @@ class IndexRow(Measured):
     dense_ms: float
     dense_heads: int
     of_dense: float
+    nsa_ms: float | None
 
 
 def make_tensors(setting: Setting, device: str) -> list[Tensor]:
@@ -113,6 +117,27 @@ def ours(setting: Setting) -> Callable[..., Tensor]:
     return call
 
 
+def nsa_of(setting: Setting, device: str) -> Callable[..., Tensor] | None:
+    """fla's NSA with blocks of 64 for as many tokens; None where it takes no such call, and a line where it is missing.
+
+    Of its gates only that of the compressed branch is given, which makes the selection; its window is off.
+    """
+    if setting.s > 1 or setting.H // setting.H_kv < 16 or device == "cpu":
+        return None
+    try:
+        from fla.ops.nsa import parallel_nsa
+    except ImportError as error:
+        print(f"NSA: skipped, {error}", file=sys.stderr)
+        return None
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        return parallel_nsa(
+            q, k, v, g_cmp=q.new_ones(q.shape[:3]), block_counts=setting.k // 4, block_size=64
+        )
+
+    return call
+
+
 #: Sustained milliseconds of dense attention by shape and direction.
 DenseTimes = dict[tuple[int, int, int, int, bool], float]
 
@@ -129,6 +154,8 @@ def measure(
         shape = (setting.T, setting.H, setting.H_kv, setting.D, backward)
         if shape not in dense_times:
             ways["dense"] = [prepared(dense, tensors if heads > 1 else [x[:, :, :1] for x in tensors])]
+        if (nsa := nsa_of(setting, device)) is not None:
+            ways["NSA"] = [prepared(nsa, tensors)]
         medians = medians_ms(ways, device, effort)
         sustained = sustained_ms(ways, medians, device, effort)
         dense_ms = dense_times.setdefault(shape, sustained.get("dense", 0.0) * setting.H / heads)
@@ -148,6 +175,7 @@ def measure(
             dense_ms=dense_ms,
             dense_heads=heads,
             of_dense=sustained["ours"] / dense_ms,
+            nsa_ms=sustained.get("NSA"),
         )
 
 
@@ -158,6 +186,7 @@ def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] | None =
         rounds=3,
         quick="the first setting alone, few repetitions",
         cpu=True,
+        case=True,
     )
     arguments = parse_for_gpu(parser, argv)
     chosen = settings or SETTINGS[arguments.device]
@@ -169,9 +198,10 @@ def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] | None =
     dense_times: DenseTimes = {}
     return measure_each(
         chosen[:1] if arguments.quick else chosen,
-        lambda x: f"T={x.T} k={x.k} stride {x.s}",
+        lambda x: f"T={x.T} H={x.H} k={x.k} M={x.M} stride {x.s}",
         lambda x: measure(x, arguments.device, effort, dense_times),
         arguments.csv,
+        arguments.case,
     )
 
 

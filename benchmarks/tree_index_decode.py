@@ -1,10 +1,10 @@
 """A step of decoding from a tree cache whose nodes an index chooses, beside dense attention of the same run.
 
-Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--quick`` takes the first setting
-alone. bf16, random normal inputs and an index of 32 numbers for each K/V head; each call is replayed in a CUDA graph.
-"attend" is the attention of one token for each sequence, "step" appends that token too, "mean" is "attend" of the same
-cache without an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN over all tokens. Figures are
-reported, never asserted.
+Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--case REGEX`` takes some settings,
+``--quick`` the first alone. bf16, random normal inputs and an index of 32 numbers for each K/V head; each call is
+replayed in a CUDA graph. "attend" is the attention of one token for each sequence, "step" appends that token too,
+"mean" is "attend" of the same cache without an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN
+over all tokens. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -172,14 +172,16 @@ def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] = SETTIN
         "time of a step of decoding with an index, beside dense attention",
         rounds=3,
         quick="the first setting alone, few repetitions",
+        case=True,
     )
     arguments = parse_for_gpu(parser, argv)
     effort = timing.QUICK if arguments.quick else timing.Effort(rounds=arguments.rounds)
     return measure_each(
         settings[:1] if arguments.quick else settings,
-        lambda x: f"B={x.B} T={x.T} k={x.k} {x.index_dtype}",
+        lambda x: f"B={x.B} T={x.T} H={x.H}/{x.H_kv} k={x.k} M={x.M} {x.index_dtype}",
         lambda x: measure(x, effort),
         arguments.csv,
+        arguments.case,
     )
 
 

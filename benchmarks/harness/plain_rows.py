@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from benchmarks.harness.progress import progress
+from htree_ops.cli import regular_expression
 from htree_ops.info import source_commit
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ def where(device: str = "cuda") -> dict[str, Any]:
 
 
 def make_parser(
-    description: str, *, rounds: int = 0, quick: str = "", cpu: bool = False
+    description: str, *, rounds: int = 0, quick: str = "", cpu: bool = False, case: bool = False
 ) -> argparse.ArgumentParser:
     """The flags that programs share: ``--csv``, and where they are given, ``--rounds`` with its default, ``--quick``
-    with what it leaves out, and ``--device`` of programs that run on a CPU too."""
+    with what it leaves out, ``--device`` of programs that run on a CPU too, and ``--case`` of :func:`measure_each`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     if rounds:
@@ -53,6 +55,9 @@ def make_parser(
         parser.add_argument("--quick", action="store_true", help=quick)
     if cpu:
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    if case:
+        said = "only cases whose description this regular expression finds"
+        parser.add_argument("--case", type=regular_expression, default="", metavar="REGEX", help=said)
     return parser
 
 
@@ -74,8 +79,13 @@ def measure_each(
     label: Callable[[Item], str],
     measure: Callable[[Item], Iterable[R]],
     path: Path | None,
+    case: str = "",
 ) -> int:
-    """Shows how far the items are, prints the rows of each and writes them to ``path``; status 0."""
+    """Shows how far the items are, prints the rows of each and writes them to ``path``; status 0.
+
+    Only of the items in whose label the regular expression ``case`` is found.
+    """
+    items = [item for item in items if re.search(case, label(item))]
     print_rows((row for item in progress(items, label) for row in measure(item)), path)
     return 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +27,27 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for row in rows:
         assert float(row["of_dense"]) == pytest.approx(float(row["sustained_ms"]) / float(row["dense_ms"]))
-        assert (row["commit"], row["top_k"]) == ("abc123", "2")
+        assert (row["commit"], row["top_k"], row["nsa_ms"]) == ("abc123", "2", "")
+    call = ["--device", "cpu", "--rounds", "1", "--case", "stride 4", "--csv", str(path)]
+    assert tree_index.main(call, both) == 0
+    assert [row["selection_stride"] for row in csv.DictReader(path.open())] == ["4"]
+
+
+def test_nsa_is_called_for_as_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = tree_index.Setting(8192, 64, H=64)
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", None)
+    assert tree_index.nsa_of(setting, "cuda") is None
+    assert "NSA: skipped" in capsys.readouterr().err
+    given = SimpleNamespace(parallel_nsa=lambda q, k, v, **options: options)
+    for name in ("fla", "fla.ops", "fla.ops.nsa"):
+        monkeypatch.setitem(sys.modules, name, given)
+    found = tree_index.nsa_of(setting, "cuda")
+    assert found is not None
+    options: dict[str, object] = found(*tree_index.make_tensors(tree_index.Setting(8, 64, H=64), "cpu"))  # type: ignore[assignment]
+    assert (options["block_counts"], options["block_size"]) == (16, 64)
+    assert tree_index.nsa_of(tree_index.Setting(8192, 64), "cuda") is None
 
 
 def test_dense_attention_is_what_a_tree_that_opens_all_computes() -> None:
