@@ -7,16 +7,20 @@ op and ``scaled_dot_product_attention`` of all tokens; ``multiple`` is the time 
 the tree also the kernels of its own tokens' layer, by the profiler: what they take inside a call of tree attention,
 dense rows included, without the copies of keys and values and the rows of queries that its layers share.
 
+``--lists FILE`` times the lists that a trained index chose ("trained"), beside random ones of the same shape and beside
+tree attention on the same lists, all of it but the choice. FILE is what ``benchmarks/quality/study/lists.py`` writes.
+There are as many sequences as make up the usual number of queries; layers and heads of the file take turns as theirs.
+
 Figures are reported, never asserted.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,13 +31,18 @@ import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
 from benchmarks.harness.calls import backward_of, dense, medians_ms
 from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.quality.study import lists
+from htree_ops import TreeOptions
 from htree_ops.tuning.clock import Call
 from tests.support.sparse_attention_cases import BENCHMARK_CASES, SparseCase
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRow(Measured):
-    """One method in one direction; ``multiple`` is its time by that of dense attention in the same run."""
+    """One method in one direction; ``multiple`` is its time by that of dense attention in the same run.
+
+    ``unions``: how many blocks 2, 4, ... 64 lists behind one another hold together, in lists.
+    """
 
     case: str
     direction: str
@@ -41,6 +50,7 @@ class SparseRow(Measured):
     median_ms: float
     dense_ms: float
     multiple: float
+    unions: str
 
 
 def attend(case: SparseCase, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,6 +69,40 @@ def tree_options(case: SparseCase) -> dict[str, Any]:
 
 def lists_of_tree(case: SparseCase, inputs: Sequence[Tensor]) -> Tensor:
     return torch.ops.htree.attention_forward(*inputs, **tree_options(case))[3][0]
+
+
+def tree_over(case: SparseCase, blocks: Tensor, q: Tensor, k: Tensor) -> Callable[..., Tensor]:
+    """Tree attention of two layers that opens the blocks, of q, k and v."""
+    options = TreeOptions(
+        top_k=case.n,
+        max_top_nodes=-(-case.T // case.block_size),
+        compression_rate=case.block_size,
+        selection_stride=case.selection_stride,
+        rope_base=None,
+    ).packed()
+    index = q.new_zeros(*k.shape[:3], 16)  # for the lists of the top, which nobody chooses
+    lists = torch.ops.htree._index_lists(q, k, index, index, [0], *options)
+    lists[:, : blocks.shape[1], :, : case.n] = blocks
+    return lambda *qkv: torch.ops.htree._listed_attention(*qkv, lists, *options)[0]
+
+
+def cases_of_file(path: Path, device: str) -> list[SparseCase]:
+    """Those of ``--lists``."""
+    usual, length, n = BENCHMARK_CASES[device][0], *lists.read(path).shape[1:]
+    shape = replace(usual, B=max(1, usual.T // length), T=length, n=n)
+    return [
+        replace(shape, name=kind, lists=kind, selection_stride=stride)
+        for stride in (1, 4, 16)
+        for kind in ("trained", "random")
+    ]
+
+
+def trained_blocks(case: SparseCase, path: Path, device: str) -> Tensor:
+    """The lists of the file as those of a case."""
+    found = lists.read(path)
+    turns = torch.arange(case.B * case.H_kv) % len(found)
+    blocks = found[:, :: case.selection_stride][turns].unflatten(0, (case.B, case.H_kv))
+    return blocks.transpose(1, 2).contiguous().to(device)
 
 
 def kernels_of(call: Call) -> list[tuple[str, float]]:
@@ -117,15 +161,23 @@ def tokens_of_tree(case: SparseCase, inputs: Sequence[Tensor], rounds: int) -> d
     }
 
 
-def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[SparseRow]:
-    """A row for each method and direction."""
+def measure(
+    case: SparseCase, device: str, effort: timing.Effort, path: Path | None = None
+) -> list[SparseRow]:
+    """A row for each method and direction; ``path`` as :func:`trained_blocks` takes it."""
     inputs = case.make_qkv(device)
     of_tree = case.lists == "tree"
-    blocks = lists_of_tree(case, inputs) if of_tree else case.make_blocks(device)
+    if path is not None and case.lists == "trained":
+        blocks = trained_blocks(case, path, device)
+    else:
+        blocks = lists_of_tree(case, inputs) if of_tree else case.make_blocks(device)
     methods: dict[str, Callable[..., Tensor]] = {
         "dense": dense,
         "sparse_attention": partial(attend, case, blocks),
     }
+    if path is not None:
+        methods["tree_attention, without its choice"] = tree_over(case, blocks, *inputs[:2])
+    unions = lists.union_sizes(blocks.transpose(0, 1).flatten(1, 2), lists.COUNTS)
     calls: dict[str, dict[str, list[Call]]] = {
         "forward": {name: [partial(method, *inputs)] for name, method in methods.items()},
         "backward": {name: [backward_of(method, inputs)] for name, method in methods.items()},
@@ -145,6 +197,7 @@ def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[Sparse
                 median_ms=time,
                 dense_ms=times["dense"],
                 multiple=time / times["dense"],
+                unions=" ".join(f"{union:.3f}" for union in unions),
             )
             for name, time in times.items()
         ]
@@ -154,18 +207,26 @@ def measure(case: SparseCase, device: str, effort: timing.Effort) -> list[Sparse
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and writes it where ``--csv`` says."""
     parser = make_parser(
-        "time of attention over lists", rounds=5, quick="an eighth of the tokens, few repetitions", cpu=True
+        "time of attention over lists",
+        rounds=5,
+        quick="an eighth of the tokens, few repetitions",
+        cpu=True,
+        case=True,
     )
-    parser.add_argument(
-        "--case", default="", help="only cases whose description this regular expression finds"
-    )
+    parser.add_argument("--lists", type=Path, metavar="FILE", help="the lists of a trained index")
     arguments = parse_for_gpu(parser, argv)
-    cases = [case for case in BENCHMARK_CASES[arguments.device] if re.search(arguments.case, case.shapes)]
+    path, device = arguments.lists, arguments.device
+    cases = BENCHMARK_CASES[device] if path is None else cases_of_file(path, device)
     effort = timing.Effort(rounds=arguments.rounds, candidate_ms=600.0)
     if arguments.quick:
-        cases, effort = [replace(case, T=case.T // 8) for case in cases], timing.QUICK
+        effort = timing.QUICK
+        cases = [replace(x, T=x.T // 8) if path is None else replace(x, B=-(-x.B // 8)) for x in cases]
     return measure_each(
-        cases, lambda case: case.shapes, lambda case: measure(case, arguments.device, effort), arguments.csv
+        cases,
+        lambda case: case.shapes,
+        lambda case: measure(case, device, effort, path),
+        arguments.csv,
+        arguments.case,
     )
 
 

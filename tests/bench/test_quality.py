@@ -85,6 +85,21 @@ def test_a_dense_model_gets_an_index(study, whole):
     assert (
         kept["lists"][..., 0, :].max(-1) == diagonal
     ).all()  # the block of the query itself is the last one
+    assert study.lists.read(whole / "lists.npz").tolist() == (
+        kept["lists"].transpose(0, 3, 1, 2, 4).reshape(2, 256, 2).tolist()
+    )
+
+
+def test_lists_between_windows(study, tmp_path):
+    """They are those of the window before, moved; not those of the first one."""
+    starts = np.array([0, 64, 192])
+    diagonal = (starts[:, None] + np.arange(64)) // 16
+    lists = np.stack((diagonal, diagonal - 2), -1)[None, :, :, None].clip(-1).astype(np.int16)
+    np.savez(tmp_path / "lists.npz", lists=lists, starts=starts, context=320)
+    expected = np.arange(320) // 16
+    found = study.lists.read(tmp_path / "lists.npz")
+    assert found.dtype == torch.int32
+    assert found.tolist() == [np.stack((expected, expected - 2), -1).clip(-1).tolist()]
 
 
 def test_unions_of_neighbours(study):

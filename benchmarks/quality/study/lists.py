@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from .model import LanguageModel, attend
 from .session import Progress, Session, Setup
 from .settings import RATE, Attention, Substitute
 
-__all__ = ["lists_of", "union_sizes", "write"]
+__all__ = ["COUNTS", "lists_of", "read", "union_sizes", "write"]
 
 NEIGHBOURS = 64  # queries of a window
+COUNTS = [2**n for n in range(1, NEIGHBOURS.bit_length())]
 MOST = 2**20  # entries of a file
 
 
@@ -53,6 +55,23 @@ def union_sizes(lists: Tensor, counts: Sequence[int]) -> list[float]:
     return sizes
 
 
+def read(path: Path) -> Tensor:
+    """What :func:`write` left, as lists int32 [layers * H_kv, T, k] of the whole text.
+
+    Queries between two windows have the lists of the window before, as far before their own block. The first window,
+    whose lists are short, serves its own queries alone where there are others.
+    """
+    with np.load(path) as file:
+        lists, starts, context = file["lists"].astype(np.int32), file["starts"], int(file["context"])
+    windows = torch.from_numpy(lists).permute(0, 3, 1, 2, 4).flatten(0, 1)  # [layers * H_kv, windows, 64, k]
+    firsts = torch.arange(0, context, NEIGHBOURS)
+    of = torch.searchsorted(torch.from_numpy(starts), firsts, right=True) - 1
+    of = of.clamp(min=min(1, len(starts) - 1)).masked_fill(firsts < NEIGHBOURS, 0)
+    behind = ((firsts - torch.from_numpy(starts)[of]) // RATE)[:, None, None]
+    moved = (windows[:, of] + behind).masked_fill(windows[:, of] < 0, -1).clamp(min=-1)
+    return moved.int().flatten(1, 2)[:, :context]
+
+
 def write(session: Session, setup: Setup, model: LanguageModel, texts: Texts) -> None:
     """lists.npz with the lists of a text, or of windows of 64 neighbours in it, and a row with their unions.
 
@@ -66,9 +85,8 @@ def write(session: Session, setup: Setup, model: LanguageModel, texts: Texts) ->
     kept = torch.stack([found[:, start : start + NEIGHBOURS] for start in starts.tolist()], 1)
     path = session.out / "lists.npz"
     np.savez_compressed(path, lists=kept.short().numpy(), starts=starts.numpy(), context=context)
-    counts = [2**n for n in range(1, NEIGHBOURS.bit_length())]
     late = found[:, context // 2 :]  # whose lists are full
-    unions = [sum(part) / layers for part in zip(*(union_sizes(x, counts) for x in late), strict=True)]
+    unions = [sum(part) / layers for part in zip(*(union_sizes(x, COUNTS) for x in late), strict=True)]
     session.write(
         setup, "final", Progress(), texts=1, series=unions,
         series_of="Blocks that 2, 4, ..., 64 neighbouring queries read together, in lists",
