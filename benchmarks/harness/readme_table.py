@@ -325,6 +325,8 @@ WAYS = {
     "ours, stride 4, span 2": "speed: span 2, stride 4",
     "ours, stride 1": "no span, stride 1",
     "ours, stride 16": "no span, stride 16",
+    "ours, index, stride 1": "index, stride 1",
+    "ours, index, stride 4": "index, stride 4",
     "eager + SDPA": "SDPA",
     "torch.compile + SDPA": "SDPA, torch.compile",
     "Liger + SDPA": "SDPA, Liger",
@@ -332,13 +334,15 @@ WAYS = {
 
 
 def _model_lines(results: Results) -> dict[tuple[str, int], dict[str, dict[str, str]]]:
-    """The lines of models_h200.csv by phase and length, and by way."""
+    """The lines of models_h200.csv by phase and length, and by way, of models of 32 heads."""
     found: dict[tuple[str, int], dict[str, dict[str, str]]] = {}
     for line in results.tables.get("models_h200", ()):
         found.setdefault((line["phase"], int(line["tokens"])), {})[line["way"]] = line
     return dict(sorted(found.items()))
 
 
+        if line.get("heads", "32") != "32":
+            continue
 def render_models(results: Results) -> str:
     """A prefill and a training step of a model of eight layers, every way in which it was run."""
     found = _model_lines(results)

@@ -70,6 +70,18 @@ def test_a_look_takes_one_length_and_compiles_nothing(
     assert [(row["tokens"], row["way"]) for row in rows] == [("24", way) for way in ways]
 
 
+def test_another_number_of_heads_as_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTREE_COMMIT", "abc123")
+    path = tmp_path / "models.csv"
+    call = ["--device", "cpu", "--tokens", "24", "--phase", "train", "--quick", "--csv", str(path)]
+    size = models.replace(TINY, hidden_size=64)
+    assert models.main([*call, "--heads", "8", "1", "--way", "index, stride 1|eager"], size, HERE) == 0
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["way"], row["heads"], row["kv_heads"]) for row in rows] == [
+        (way, "8", "1") for way in ("eager + SDPA", "ours, index, stride 1")
+    ]
+
+
 @pytest.mark.gpu
 def test_a_row_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "models.csv"
