@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
-from benchmarks.harness import timing
+from benchmarks.harness import bounds, timing
 from benchmarks.harness.calls import backward_of, dense, medians_ms
 from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from benchmarks.quality.study import lists
@@ -51,6 +51,16 @@ class SparseRow(Measured):
     dense_ms: float
     multiple: float
     unions: str
+
+
+def least_ms(case: SparseCase, backward: bool) -> float:
+    """The bound of ``benchmarks/harness/bounds.py`` for full lists, counted as in ``benchmarks/tree_index.py``."""
+    rows = case.H_kv * case.listed() / case.selection_stride
+    gathered, flops = rows * (case.K + case.V) * case.dtype.itemsize, case.flops()
+    if backward:
+        queries = case.H // case.H_kv * case.selection_stride
+        return bounds.least_ms(2.5 * flops, gathered * (1 + queries / case.block_size))
+    return bounds.least_ms(flops, gathered)
 
 
 def attend(case: SparseCase, blocks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import timing
+from benchmarks.harness import bounds, timing
 from benchmarks.harness.calls import backward_of, dense, forward_of, medians_ms, sustained_ms
 from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeOptions, tree_attention
+from htree_ops.flops import tree_candidates
 
 INDEX_DIM = 32
 
@@ -87,6 +88,24 @@ class IndexRow(Measured):
     dense_heads: int
     of_dense: float
     nsa_ms: float | None
+
+
+def least_ms(setting: Setting, backward: bool) -> float:
+    """The bound of ``benchmarks/harness/bounds.py``; the selection is one pass over all index keys.
+
+    Each list gathers the keys and values of its nodes' children; dK and dV need the rows of each node's queries too.
+    """
+    x, rate = setting, 16
+    layers = tree_candidates(x.T, x.T, rate, x.M, x.k, x.s)
+    flops = 4 * x.H * x.D * sum(scored - opened for scored, opened, _ in layers)
+    gathered = 0
+    for above, (*_, children) in enumerate(reversed(layers[1:])):
+        first = x.M * rate**above  # rows before are dense
+        gathered += x.H_kv * 4 * x.D * int(children[first :: x.s].sum())
+    if backward:
+        return bounds.least_ms(2.5 * flops, gathered * (1 + x.H // x.H_kv * x.s / rate))
+    products = sum(range(x.M, x.T, x.s)) * x.H_kv
+    return bounds.least_ms(flops + 2 * INDEX_DIM * products, gathered)
 
 
 def make_tensors(setting: Setting, device: str) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import timing
+from benchmarks.harness import bounds, timing
 from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache
 from htree_ops.tuning.clock import clock_for
@@ -77,6 +77,16 @@ class DecodeRow(Measured):
     mean_us: float
     dense_us: float
     of_dense: float
+
+
+def least_us(setting: Setting) -> float:
+    """The bound of ``benchmarks/harness/bounds.py``: all index keys, the top, and k lists of children below it."""
+    x, layers, nodes = setting, 1, setting.T
+    while nodes > x.M:
+        layers, nodes = layers + 1, -(-nodes // 16)
+    rows = nodes + (layers - 1) * 16 * x.k
+    index = INDEX_DIM * x.index_dtype.itemsize + (x.index_dtype.itemsize == 1)  # and a scale
+    return 1e3 * bounds.least_ms(moved=x.B * x.H_kv * (x.T * index + rows * 4 * x.D))
 
 
 def filled(setting: Setting, index_dim: int) -> TreeKVCache:

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import sparse_attention, tree_index, tree_index_decode
 from benchmarks.harness import results_page
+from benchmarks.harness.bounds import part_of
 from benchmarks.harness.published import (
     NOTHING,
     Entry,
@@ -49,6 +51,8 @@ __all__ = [
 DENSE = "dense SDPA, cuDNN"
 
 
+#: What part of our time the ceilings of the GPU account for.
+BOUND = "bound, of our time"
 #: No row has this time.
 MISSING = "–"
 ONE_HEAD = re.compile(re.escape(DENSE) + r", 1 of (\d+) heads")
@@ -321,12 +325,12 @@ def render_decode(results: Results) -> str:
 
 #: How a model of models_h200.csv was run, and the column for it.
 WAYS = {
+    "ours, index, stride 1": "index, stride 1",
+    "ours, index, stride 4": "index, stride 4",
     "ours, stride 1, span 2": "quality: span 2, stride 1",
     "ours, stride 4, span 2": "speed: span 2, stride 4",
     "ours, stride 1": "no span, stride 1",
     "ours, stride 16": "no span, stride 16",
-    "ours, index, stride 1": "index, stride 1",
-    "ours, index, stride 4": "index, stride 4",
     "eager + SDPA": "SDPA",
     "torch.compile + SDPA": "SDPA, torch.compile",
     "Liger + SDPA": "SDPA, Liger",
@@ -337,12 +341,12 @@ def _model_lines(results: Results) -> dict[tuple[str, int], dict[str, dict[str, 
     """The lines of models_h200.csv by phase and length, and by way, of models of 32 heads."""
     found: dict[tuple[str, int], dict[str, dict[str, str]]] = {}
     for line in results.tables.get("models_h200", ()):
+        if line.get("heads", "32") != "32":
+            continue
         found.setdefault((line["phase"], int(line["tokens"])), {})[line["way"]] = line
     return dict(sorted(found.items()))
 
 
-        if line.get("heads", "32") != "32":
-            continue
 def render_models(results: Results) -> str:
     """A prefill and a training step of a model of eight layers, every way in which it was run."""
     found = _model_lines(results)
@@ -437,24 +441,32 @@ def render_lists(results: Results) -> str:
 
 def render_sparse(results: Results) -> str:
     """Attention over given lists, forward / backward, beside the tree's own tokens and dense attention."""
-    found: dict[tuple[int, str, int, int], dict[tuple[str, str], str]] = {}
+    found: dict[str, dict[tuple[str, str], float]] = {}
     for line in results.tables.get("sparse_attention_h200", ()):
-        case = re.fullmatch(r"B=1 T=(\d+) .* n=(\d+) block=(\d+) s=(\d+) (\w+)", line["case"])
-        if case is not None:
-            length, n, block, stride = (int(case[i]) for i in range(1, 5))
-            times = found.setdefault((length, case[5], n * block, stride), {})
-            times[line["method"], line["direction"]] = line["median_ms"]
-    methods = ("sparse_attention", "tree_attention, tokens", "dense")
+        found.setdefault(line["case"], {})[line["method"], line["direction"]] = float(line["median_ms"])
+    cases = [case for case in sparse_attention.BENCHMARK_CASES["cuda"] if case.shapes in found]
+    cases.sort(key=lambda case: (case.T, case.lists, case.n, case.selection_stride))
+    ways = ("forward", "backward")
     lines = []
-    for (length, kind, listed, stride), times in sorted(found.items()):
+    for case in cases:
+        times = found[case.shapes]
         cells = []
-        for method in methods:
-            both = [times.get((method, direction)) for direction in ("forward", "backward")]
-            cells.append(" / ".join(time_words(float(x) * 1e3) for x in both if x) if all(both) else MISSING)
-        lines.append((count_words(length), kind, count_words(listed), str(stride), *cells))
-    return grid(
-        ("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE), lines
-    )
+        for method in ("sparse_attention", "tree_attention, tokens", "dense"):
+            both = [times.get((method, way)) for way in ways]
+            cells.append(" / ".join(time_words(x * 1e3) for x in both if x) if all(both) else MISSING)
+        parts = [
+            part_of(sparse_attention.least_ms(case, way == "backward"), times["sparse_attention", way])
+            for way in ways
+        ]
+        sizes = [
+            count_words(case.T),
+            case.lists,
+            count_words(case.n * case.block_size),
+            str(case.selection_stride),
+        ]
+        lines.append((*sizes, *cells, " / ".join(parts)))
+    titles = ("tokens", "lists", "listed tokens", "stride", "`sparse_attention`", "the tree's", DENSE, BOUND)
+    return grid(titles, lines)
 
 
 def render_index(results: Results) -> str:
@@ -470,10 +482,16 @@ def render_index(results: Results) -> str:
         for column in ("sustained_ms", "dense_ms"):
             both = [by_way.get(way, {}).get(column) for way in ("forward", "backward")]
             cells.append(" / ".join(time_words(float(x) * 1e3) if x else MISSING for x in both))
-        lines.append(
-            (count_words(length), str(heads), str(stride), str(top_k), count_words(top_nodes), *cells)
-        )
-    return grid(("tokens", "H", "stride", "k", "M", "with an index", DENSE), lines)
+        setting = tree_index.Setting(length, top_k, stride, heads, M=top_nodes)
+        parts = [
+            part_of(tree_index.least_ms(setting, way == "backward"), float(by_way[way]["sustained_ms"]))
+            if way in by_way
+            else MISSING
+            for way in ("forward", "backward")
+        ]
+        sizes = (count_words(length), str(heads), str(stride), str(top_k), count_words(top_nodes))
+        lines.append((*sizes, *cells, " / ".join(parts)))
+    return grid(("tokens", "H", "stride", "k", "M", "with an index", DENSE, BOUND), lines)
 
 
 def render_index_decode(results: Results) -> str:
@@ -481,10 +499,14 @@ def render_index_decode(results: Results) -> str:
     lines = []
     for line in results.tables.get("tree_index_decode_h200", ()):
         times = [time_words(float(line[f"{x}_us"])) for x in ("attend", "step", "mean", "dense")]
-        sizes = (count_words(line[x]) for x in ("T", "H", "H_kv", "top_k", "max_top_nodes"))
-        lines.append((line["B"], *sizes, line["index_dtype"], *times))
+        names = ("B", "T", "H", "H_kv", "D", "top_k", "max_top_nodes")
+        B, T, H, H_kv, D, k, M = (int(line[name]) for name in names)
+        setting = tree_index_decode.Setting(B, T, H, H_kv, D, k, M, getattr(torch, line["index_dtype"]))
+        part = part_of(tree_index_decode.least_us(setting), float(line["attend_us"]))
+        sizes = (count_words(x) for x in (T, H, H_kv, k, M))
+        lines.append((line["B"], *sizes, line["index_dtype"], *times, part))
     titles = ("sequences", "tokens", "H", "H_kv", "k", "M", "index keys", "by an index", "with the append")
-    return grid((*titles, "by scores", DENSE), lines)
+    return grid((*titles, "by scores", DENSE, BOUND), lines)
 
 
 def render_vllm(results: Results) -> str:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import tree_index
+from benchmarks import tree_index, tree_index_decode
 
 
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +48,20 @@ def test_nsa_is_called_for_as_many_tokens(
     options: dict[str, object] = found(*tree_index.make_tensors(tree_index.Setting(8, 64, H=64), "cpu"))  # type: ignore[assignment]
     assert (options["block_counts"], options["block_size"]) == (16, 64)
     assert tree_index.nsa_of(tree_index.Setting(8192, 64), "cuda") is None
+
+
+def test_bounds() -> None:
+    """By hand: rows from 32 on gather up to four nodes of 16, of their own what is before; index keys of a step."""
+    setting = tree_index.Setting(128, 4, H=8, H_kv=4, D=128, M=32)
+    tokens = sum(min(t // 16, 3) * 16 + t % 16 + 1 for t in range(32, 128))
+    gathered = 4 * 512 * tokens
+    assert tree_index.least_ms(setting, backward=False) == pytest.approx(gathered / 9.3e9, rel=1e-6)
+    assert tree_index.least_ms(setting, backward=True) == pytest.approx(
+        gathered * (1 + 2 / 16) / 9.3e9, rel=1e-6
+    )
+    step = tree_index_decode.Setting(2, 131_072)
+    bytes_of_step = 2 * 4 * (131_072 * 33 + (8192 + 2048) * 512)
+    assert tree_index_decode.least_us(step) == pytest.approx(bytes_of_step / 4.3e6)
 
 
 def test_dense_attention_is_what_a_tree_that_opens_all_computes() -> None:

@@ -111,11 +111,10 @@ class SparseCase(Case):
 
     def listed(self) -> int:
         """Pairs of a query and a token that the lists of "random" hold."""
-        total = 0
-        for t in range(self.T - self.num_queries, self.T):
-            blocks = min(self.n, t // self.block_size + 1)
-            total += (blocks - 1) * self.block_size + t % self.block_size + 1 if blocks else 0
-        return self.B * total
+        t = torch.arange(self.T - self.num_queries, self.T, device="cpu")
+        blocks = (t // self.block_size + 1).clamp(max=self.n)
+        tokens = (blocks - 1) * self.block_size + t % self.block_size + 1
+        return self.B * int(tokens[blocks > 0].sum())
 
     def bytes(self) -> int:
         """query, key, value and the lists read and out written once."""
