@@ -28,7 +28,7 @@ LENGTHS, BATCHES, STRIDES = (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16)
 EFFORT = timing.Effort(rounds=6, candidate_ms=250.0, warm_up_ms=15.0)
 WHOLE: list[tuple[str, int, int, Sequence[int]]] = [
     *(("forward", T, B, STRIDES) for T in LENGTHS for B in BATCHES),
-    *(("backward", T, B, (1, 16)) for T in LENGTHS[2:] for B in (1, 4)),
+    *(("backward", T, B, (1, 16)) for T in LENGTHS for B in (1, 4)),
 ]
 QUICK: list[tuple[str, int, int, Sequence[int]]] = [
     ("forward", T, B, (1,)) for T in (1024, 2048, 4096) for B in (1, 16)
