@@ -95,6 +95,11 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
               like.device(), "), got ", tensor.device());
 }
 
+inline void check_contiguous(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
+                    tensor.sym_strides());
+}
+
 // The factor is applied in fp32, whatever the dtype of the tensors.
 inline void check_finite(const char* op, const char* name, double value) {
   TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(value)), op, ": ", name,

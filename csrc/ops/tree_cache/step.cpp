@@ -47,8 +47,7 @@ SequenceState sequence_state(const char* op, TensorList state, const Tensor& blo
   for (const auto& [name, tensor, shape, rank, meaning] : all) {
     tree_attention::check_indices(op, name, tensor, {shape.data(), rank}, meaning, "block_table",
                                   block_table);
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
-                      tensor.sym_strides());
+    check_contiguous(op, name, tensor);
   }
   for (size_t i = 0; i < all.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
@@ -180,8 +179,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
   const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
   check_pools(kOp, {k_pool, v_pool, block_table, kNoTensor, page_size, tokens}, options);
   const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
-  TORCH_CHECK_VALUE(block_table.is_contiguous(), kOp, ": block_table must be contiguous, got strides ",
-                    block_table.sym_strides());
+  check_contiguous(kOp, "block_table", block_table);
   TORCH_CHECK_VALUE(k.has_value() == v.has_value(), kOp, ": k and v must be given together, got only one");
   const Pools pools = {k_pool, v_pool, block_table, state.lengths, page_size, tokens};
   const OptionalTensor row_counts = ragged ? OptionalTensor(counts) : OptionalTensor();
@@ -253,8 +251,7 @@ void truncate(const TreeOptions& options, TensorList leaves, TensorList state_li
   const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
   tree_attention::check_indices(kOp, "own_from", own_from, {block_table.sym_size(0)}, "[B]", "block_table",
                                 block_table);
-  TORCH_CHECK_VALUE(own_from.is_contiguous(), kOp, ": own_from must be contiguous, got strides ",
-                    own_from.sym_strides());
+  check_contiguous(kOp, "own_from", own_from);
   if constexpr (kLengths != nullptr) {
     if (counts.numel() > 0) {
       LengthStep step = length_step(counts, block_table, leaves, page_size, options);

@@ -17,17 +17,9 @@
 namespace htree::tree_cache {
 namespace {
 
+using tree_attention::check_indices;
+
 constexpr const char* kCopyOp = "tree_cache_copy_";
-
-void check_contiguous(const char* op, const char* name, const Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": ", name, " must be contiguous, got strides ",
-                    tensor.sym_strides());
-}
-
-void check_int32(const char* op, const char* name, const Tensor& tensor, c10::SymIntArrayRef shape,
-                 const char* meaning, const char* like_name, const Tensor& like) {
-  tree_attention::check_indices(op, name, tensor, shape, meaning, like_name, like);
-}
 
 // The options themselves have been checked.
 void check_page_size(const char* op, int64_t page_size, int64_t rate) {
@@ -98,9 +90,9 @@ void check_rows(const char* op, const char* name, const Tensor& rows, const char
 void check_offsets(const char* op, const char* cu_name, const Tensor& cu, const char* lengths_name,
                    const std::optional<Tensor>& lengths, const Pools& pools) {
   const SymInt batch = pools.block_table.sym_size(0);
-  check_int32(op, cu_name, cu, {batch + 1}, "[B + 1]", "k_pool", pools.keys);
+  check_indices(op, cu_name, cu, {batch + 1}, "[B + 1]", "k_pool", pools.keys);
   if (lengths.has_value()) {
-    check_int32(op, lengths_name, *lengths, {batch}, "[B]", "k_pool", pools.keys);
+    check_indices(op, lengths_name, *lengths, {batch}, "[B]", "k_pool", pools.keys);
   }
 }
 
@@ -160,10 +152,10 @@ void check_pools(const char* op, const Pools& pools, const TreeOptions& options)
   check_contiguous(op, "v_pool", pools.values);
   check_rank(op, "block_table", pools.block_table, 2, "[B, max_pages]");
   const SymInt max_pages = pools.block_table.sym_size(1);
-  check_int32(op, "block_table", pools.block_table, {pools.block_table.sym_size(0), max_pages},
-              "[B, max_pages]", "k_pool", pools.keys);
+  check_indices(op, "block_table", pools.block_table, {pools.block_table.sym_size(0), max_pages},
+                "[B, max_pages]", "k_pool", pools.keys);
   if (pools.lengths.defined()) {
-    check_int32(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", "k_pool", pools.keys);
+    check_indices(op, "lengths", pools.lengths, {pools.block_table.sym_size(0)}, "[B]", "k_pool", pools.keys);
   }
   TORCH_CHECK_VALUE(holds((max_pages * page_size).sym_lt(tree_attention::kIndexLimit)), op,
                     ": max_pages * page_size must be below 2^31, got ", max_pages, " and ", page_size);
@@ -269,8 +261,8 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
   const int64_t layers = cache_layers(pools, options);
   const std::array<SymInt, 5> list_shape = {batch, ring, layers, kv_heads, options.top_k};
   if (inputs.lists.has_value()) {
-    check_int32(op, "list_pos", *inputs.list_pos, {batch, ring}, "[B, ring]", "q", q);
-    check_int32(op, "lists", *inputs.lists, list_shape, "[B, ring, layers, H_kv, top_k]", "q", q);
+    check_indices(op, "list_pos", *inputs.list_pos, {batch, ring}, "[B, ring]", "q", q);
+    check_indices(op, "lists", *inputs.lists, list_shape, "[B, ring, layers, H_kv, top_k]", "q", q);
   }
   if (inputs.rope_table.has_value() && options.rope_base.has_value()) {
     const Tensor& table = *inputs.rope_table;
@@ -305,7 +297,7 @@ void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages)
   check_contiguous(op, "k_pool", k_pool);
   check_contiguous(op, "v_pool", v_pool);
   check_rank(op, "pages", pages, 2, "[2, n]");
-  check_int32(op, "pages", pages, {2, pages.sym_size(1)}, "[2, n]", "k_pool", k_pool);
+  check_indices(op, "pages", pages, {2, pages.sym_size(1)}, "[2, n]", "k_pool", k_pool);
   check_disjoint(op, "k_pool", k_pool, "v_pool", v_pool);
   check_disjoint(op, "k_pool", k_pool, "pages", pages);
   check_disjoint(op, "v_pool", v_pool, "pages", pages);

@@ -24,8 +24,7 @@ void check_index_pool(const char* op, const Pools& pools, const IndexPool& index
   check_rank(op, kName, index_pool, 4, "[num_pages, H_i, page_size, d]");
   if (index_pool.scalar_type() != kCodes) check_floating(op, kName, index_pool, /*double_on_cuda=*/false);
   check_same_device(op, kName, index_pool, "k_pool", pools.keys);
-  TORCH_CHECK_VALUE(index_pool.is_contiguous(), op, ": index_pool must be contiguous, got strides ",
-                    index_pool.sym_strides());
+  check_contiguous(op, kName, index_pool);
   check_size(op, kName, index_pool, 0, pools.keys.sym_size(0), "num_pages of k_pool");
   check_size(op, kName, index_pool, 2, page_size, "page_size");
   const SymInt heads = index_pool.sym_size(1), kv_heads = pools.keys.sym_size(1);
@@ -44,8 +43,7 @@ void check_index_pool(const char* op, const Pools& pools, const IndexPool& index
   check_rank(op, "index_scales", scales, 3, "[num_pages, H_i, page_size]");
   check_dtype(op, "index_scales", scales, {at::kByte});
   check_same_device(op, "index_scales", scales, kName, index_pool);
-  TORCH_CHECK_VALUE(scales.is_contiguous(), op, ": index_scales must be contiguous, got strides ",
-                    scales.sym_strides());
+  check_contiguous(op, "index_scales", scales);
   for (int64_t i = 0; i < 3; ++i) {
     check_size(op, "index_scales", scales, i, index_pool.sym_size(i), kName);
   }

@@ -47,8 +47,7 @@ void check_copies(const char* op, const Tensor& copies, const Tensor& keys) {
   check_rank(op, "copies", copies, 1, "[bytes]");
   check_dtype(op, "copies", copies, {at::kByte});
   check_same_device(op, "copies", copies, "k_pool", keys);
-  TORCH_CHECK_VALUE(copies.is_contiguous(), op, ": copies must be contiguous, got strides ",
-                    copies.sym_strides());
+  check_contiguous(op, "copies", copies);
 }
 
 // The last num_queries tokens of a sequence, with every option resolved.
