@@ -26,7 +26,7 @@ from htree_ops.tuning.clock import clock_for
 
 INDEX_DIM = 32
 #: Tokens that are appended to a sequence at once, before anything is timed, and those that timed steps may append.
-CHUNK, ROOM = 16_384, 8_192
+CHUNK, SPARE = 16_384, 8_192
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def filled(setting: Setting, index_dim: int) -> TreeKVCache:
         setting.B,
         setting.H_kv,
         setting.D,
-        setting.T + ROOM,
+        setting.T + SPARE,
         top_k=setting.k,
         max_top_nodes=setting.M,
         index_dim=index_dim,
@@ -112,7 +112,7 @@ def filled(setting: Setting, index_dim: int) -> TreeKVCache:
         tokens = min(CHUNK, setting.T - first)
         index_key = rows(tokens, INDEX_DIM) if index_dim else None
         cache.append(rows(tokens, setting.D), rows(tokens, setting.D), index_key=index_key)
-    cache.reserve(ROOM)
+    cache.reserve(SPARE)
     return cache
 
 

@@ -334,17 +334,17 @@ class TreeAttentionCall {
 
   // Units of the copies of sequences of up to T tokens: (parents of each layer, span means of a node of each layer, tiles
   // of the top, tiles of its span means).
-  using Room = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t>;
-  Room growing_room() const {
-    const tree::TreeRoom room = tree::tree_room(problem_, hopper_);
-    return {room.parents, room.span_rows, room.top_tiles, room.top_span_tiles};
+  using Capacity = std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t>;
+  Capacity growing_capacity() const {
+    const tree::TreeCapacity capacity = tree::tree_capacity(problem_, hopper_);
+    return {capacity.parents, capacity.span_rows, capacity.top_tiles, capacity.top_span_tiles};
   }
   // Where these copies begin in memory at `base`, as (name, layer or -1, address), and where the last one ends.
   using Copies = std::vector<std::tuple<std::string, int64_t, uintptr_t>>;
   Copies growing_memory(uintptr_t base) const {
     tree::Workspace space(reinterpret_cast<void*>(base));
     const tree::GrowingMemory at =
-        tree::lay_out_growing_tree(space, problem_, tree::tree_room(problem_, hopper_));
+        tree::lay_out_growing_tree(space, problem_, tree::tree_capacity(problem_, hopper_));
     Copies copies = {{"inv_freq", -1, address(at.inv_freq)},
                      {"rope", -1, address(at.rope)},
                      {"fragment_rotations", -1, address(at.fragment_rotations)},
@@ -566,7 +566,7 @@ PYBIND11_MODULE(_host, module) {
            "on.")
       .def("backward_memory", &TreeAttentionCall::backward_memory, py::arg("base"), py::arg("recompute"),
            "The same of a backward chunk, which selects lists again or is given them.")
-      .def("growing_room", &TreeAttentionCall::growing_room,
+      .def("growing_capacity", &TreeAttentionCall::growing_capacity,
            "Units of the copies of sequences that grow to T tokens.")
       .def("growing_memory", &TreeAttentionCall::growing_memory, py::arg("base"),
            "Addresses of these copies in memory at `base`.")

@@ -50,7 +50,7 @@ PASS, ALARM, FAIL = "PASS", "PASS_WITH_ALARM", "FAIL"
 PIECE_ELEMENTS = 1 << 25
 
 
-#: (a, b) of |out - ref| <= a * max|v| + b * |ref|. float64 leaves room for a few hundred roundings.
+#: (a, b) of |out - ref| <= a * max|v| + b * |ref|. float64 allows a few hundred roundings.
 TOLERANCE = {
     torch.float32: (2e-5, 1e-4),
     torch.float16: (1e-3, 1e-3),

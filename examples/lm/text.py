@@ -93,7 +93,7 @@ def training_batch(text: Text, step: int, context: int, batch: int, seed: int) -
 
 def validation_windows(text: Text, context: int, count: int) -> Tensor:
     """Up to ``count`` sequences spread evenly over the validation text, int64 [n, context + 1]."""
-    room = text.validation.numel() - context - 1
-    count = max(1, min(count, room // context + 1))
-    starts = [room * i // max(count - 1, 1) for i in range(count)]
+    last = text.validation.numel() - context - 1
+    count = max(1, min(count, last // context + 1))
+    starts = [last * i // max(count - 1, 1) for i in range(count)]
     return torch.stack([text.validation[start : start + context + 1] for start in starts]).long()

@@ -92,7 +92,7 @@ class Pages:
         self.clear()
 
     def tokens(self, sequence: int) -> int:
-        """How many tokens the pages of a sequence have room for."""
+        """How many tokens the pages of a sequence have space for."""
         return min(self.capacity, len(self.rows[sequence]) * self.page_size)
 
     def pages_for(self, tokens: int) -> int:

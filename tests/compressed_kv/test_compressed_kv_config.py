@@ -101,8 +101,8 @@ def test_blocks_hold_their_rings(
     assert 1 <= num_warps <= warps
     assert stages in (2, 4)
     assert used == table + max(num_warps * stages * stage + padding, merge)
-    room = shared - table - padding
-    if room >= 2 * stage:  # else the launcher refuses the call
-        assert num_warps * stages * stage <= room
-        assert num_warps == warps or (num_warps + 1) * 2 * stage > room
-        assert stages == 4 or num_warps * 4 * stage > room
+    ring = shared - table - padding
+    if ring >= 2 * stage:  # else the launcher refuses the call
+        assert num_warps * stages * stage <= ring
+        assert num_warps == warps or (num_warps + 1) * 2 * stage > ring
+        assert stages == 4 or num_warps * 4 * stage > ring

@@ -49,7 +49,7 @@ def assert_rows(a: tuple[Tensor, Tensor], e: tuple[Tensor, Tensor], device: str)
     assert_close_spec(a[1], e[1].double(), 1e-4, 2e-3)
 
 
-def room(cache: CompressedKVCache) -> list[int]:
+def free_tokens(cache: CompressedKVCache) -> list[int]:
     return [cache.capacity - n for n in cache.host_lengths()]
 
 
@@ -115,7 +115,7 @@ def test_property_a_ragged_batch_is_each_sequence_alone(
         if what == "truncate":
             schedule.truncate([data.draw(st.integers(-1, n)) for n in schedule.batch.host_lengths()])
         else:
-            counts = [data.draw(st.integers(0, min(n, 40))) for n in room(schedule.batch)]
+            counts = [data.draw(st.integers(0, min(n, 40))) for n in free_tokens(schedule.batch)]
             getattr(schedule, what)(counts, seed + 10 * step)
         schedule.check()
 

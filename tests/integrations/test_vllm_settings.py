@@ -212,7 +212,7 @@ def test_the_table_is_as_wide_as_the_engine_makes_it() -> None:
 
 
 def test_pools_are_views_of_whole_pages() -> None:
-    """Keys first, values behind them, in the room of the pages."""
+    """Keys first, values behind them, in the space of the pages."""
     options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, selection_span=2, rope_base=None)
     sizes = page_sizes(options, 8, 32)
     assert sizes.layers == cache_layers(256, 4, 16) == 3

@@ -73,7 +73,7 @@ def test_what_takes_the_general_kernels(changes: dict[str, object]) -> None:
 
 @given(
     B=st.integers(1, 70_000),
-    T=st.integers(1, 2**31 - 16),  # of more blocks of sixteen an address has no room
+    T=st.integers(1, 2**31 - 16),  # an address holds no more blocks of sixteen
     share=st.floats(0, 1),
     parts=st.sampled_from((1, 2, 4, 8)),
     stride=st.sampled_from((1, 2, 4, 8, 16)),

@@ -166,7 +166,7 @@ def empty_packed_pools(
 ) -> tuple[dict[str, Any], Tensor]:
     """What ``tree_cache_append_packed_`` writes, by name and filled with what shows, and a block table.
 
-    The tails have room for two nodes.
+    The tails hold two nodes.
     """
     k_pool, v_pool, table = case.empty_pools(device, seed)
     pages, rate = (len(k_pool), case.kv_heads, case.page_size), case.compression_rate

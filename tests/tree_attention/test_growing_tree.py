@@ -102,7 +102,7 @@ OPTIONS = st.builds(
 def test_a_sequence_in_chunks_has_the_copies_of_one_call(
     sequence: GrowingSequence, chunks: list[int], more: int
 ) -> None:
-    parents, span_rows, top_tiles, top_span_tiles = sequence.call(sum(chunks) + more).growing_room()
+    parents, span_rows, top_tiles, top_span_tiles = sequence.call(sum(chunks) + more).growing_capacity()
     grown: Copies = {}
     begin = 0
     for chunk in chunks:
@@ -117,8 +117,8 @@ def test_a_sequence_in_chunks_has_the_copies_of_one_call(
             assert {unit: grown[name, layer][unit] for unit in units} == units, (name, layer, begin, end)
             covered = nodes_of_unit(sequence, name, layer, len(units) - 1)[-1] + 1
             assert covered >= -(-end // RATE**layer) > covered - len(nodes_of_unit(sequence, name, layer, 0))
-            room = {"packed": parents[layer], "spans": parents[layer], "top": top_tiles}
-            assert len(units) <= room.get(name, top_span_tiles)
+            capacity = {"packed": parents[layer], "spans": parents[layer], "top": top_tiles}
+            assert len(units) <= capacity.get(name, top_span_tiles)
             assert name != "spans" or span_rows[layer] == RATE**layer // sequence.span
         begin = end
 
@@ -140,7 +140,7 @@ def test_a_chunk_changes_what_it_adds(span: int) -> None:
 @given(sequence=OPTIONS, capacity=st.integers(1, 40_000))
 def test_copies_lie_one_behind_the_other(sequence: GrowingSequence, capacity: int) -> None:
     call = sequence.call(capacity)
-    parents, span_rows, top_tiles, top_span_tiles = call.growing_room()
+    parents, span_rows, top_tiles, top_span_tiles = call.growing_capacity()
     parent_bytes, span_bytes = RATE * (4 * sequence.dim + 4), RATE * (2 * sequence.dim + 4)
     tile_bytes = -(-sequence.dim // 64) * TILE * 128
     sizes = {

@@ -41,7 +41,7 @@ LIST_DELTA = 1e-3
         (256, {}, 8),
         (256, {"slots": 128}, 2),
         (4, {"slots": 128}, 16),
-        (256, {"slots": 64}, 2),  # the rings of twelve warps leave no room for all 16 shares in one block
+        (256, {"slots": 64}, 2),  # the rings of twelve warps leave no space for all 16 shares in one block
         (256, {"slots": 64, "dim": 64}, 1),
         (1 << 20, {"slots": 512}, 8),
         (4, {"clusters": [*EVEN_CLUSTERS[:16], 0]}, 8),
@@ -165,7 +165,7 @@ def test_rows_near_those_of_the_general_kernels(case: TreeCacheCase, monkeypatch
 
 @pytest.mark.gpu
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """Nor on the room that its pages have, nor on how many rows there are."""
+    """Nor on the capacity that its pages have, nor on how many rows there are."""
     case = replace(DECODE_CASES[0], lengths=(700, 45, 333), queries=(2, 1, 3))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
     together = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())

@@ -153,7 +153,7 @@ def test_rows_to_the_precision_of_float64(data: st.DataObject, seed: int) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_calls_nor_pages_nor_the_room_change_a_bit(kind: str, device: str) -> None:
+def test_neither_calls_nor_pages_nor_the_capacity_change_a_bit(kind: str, device: str) -> None:
     one = make(device, **KINDS[kind])
     other = make(device, **(KINDS[kind] | {"capacity": 700, "page_size": 12}))
     rows = rows_of(one, 150)
@@ -197,7 +197,7 @@ def test_followers_of_a_dense_leader_are_dense(device: str) -> None:
 
 
 def test_a_wide_top_is_dense_attention(device: str) -> None:
-    """And asks for no more room than the sequence has."""
+    """And asks for no more capacity than the sequence has."""
     cache = make(device, max_top_nodes=(1 << 31) - 1, rope_base=None)
     assert cache.num_layers == 1
     assert rope_positions(cache.options, 160) == 160

@@ -243,7 +243,7 @@ def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
         assert cache.num_bytes().allocated >= kept.num_bytes() == 4 * 48
         chunk(0, 2)  # of another sequence
         chunk(16, 0)
-        chunk(16, 0)  # more than there is room for: all of it again
+        chunk(16, 0)  # more than there is space for: all of it again
         assert copies.packed == [(0, 16), (0, 32), (32, 48), (0, 64)]
         assert kept.kept[0].capacity == 96
         cache.truncate([-1, 0])
@@ -383,7 +383,7 @@ def test_the_host_knows_the_lengths(steps: list[tuple[str, list[int]]]) -> None:
                 other = small_cache(2)
                 other.load_state_dict(cache.state_dict())
                 cache = other
-        except ValueError:  # more than it holds or has room for: nothing changed
+        except ValueError:  # more than it holds or has space for: nothing changed
             pass
         assert cache.host.exact
         assert cache.host.most == cache.host_lengths() == cache.lengths.tolist()
@@ -520,7 +520,7 @@ def test_a_step_frees_the_copies_of_a_prompt() -> None:
     kept = torch.cuda.memory_allocated() - before
     pages = (
         12_000 * 2 * 2 * 128 * 2 * 16 // 15
-    )  # of tokens and nodes, with room for half as many tokens again
+    )  # of tokens and nodes, with space for half as many tokens again
     assert cache.prompts.num_bytes() <= kept
     assert pages <= cache.prompts.num_bytes() <= 1.1 * pages + (1 << 20)
     cache.append(k[:, :1], v[:, :1])

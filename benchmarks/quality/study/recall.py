@@ -34,11 +34,11 @@ def lesson(step: int, steps: int, context: int, pairs: Sequence[int]) -> tuple[i
     training has sequences of ``context`` tokens and all numbers of ``pairs`` in turn.
     """
     if step >= MIDDLE * steps:
-        room = 4  # tokens for each pair
+        per_pair = 4  # tokens for each pair
     else:
-        room = 8
+        per_pair = 8
         context //= 16 if step < SHORT * steps else 8
-    fitting = [n for n in pairs if room * n <= context] or [max(1, context // room)]
+    fitting = [n for n in pairs if per_pair * n <= context] or [max(1, context // per_pair)]
     return context, fitting[step % len(fitting)]
 
 

@@ -12,7 +12,7 @@ namespace htree::device {
 
 // Barriers of a warpgroup.
 struct DsmemReduction {
-  Barrier is_free;   // the same warpgroup of the other block has room for sums
+  Barrier is_free;   // the same warpgroup of the other block has space for sums
   Barrier has_sums;  // sums have arrived here
 };
 

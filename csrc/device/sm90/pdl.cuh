@@ -16,7 +16,7 @@ __device__ __forceinline__ void pdl_wait() {
 }
 
 // At least one thread of each block calls it. Once all blocks have called it or ended, blocks of the next kernel may
-// begin where multiprocessors have room for them. That kernel must wait for this one by the function above.
+// begin where multiprocessors have space for them. That kernel must wait for this one by the function above.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -25,7 +25,7 @@ inline bool has_hopper_kernels() {
 }
 
 // The most blocks that a launch with PDL (LaunchShape::pdl) may have: one for each
-// multiprocessor, where all of them find room beside the other kernel's; none for other code, which would not wait.
+// multiprocessor, where all of them find space beside the other kernel's; none for other code, which would not wait.
 inline int most_pdl_blocks() {
   return has_hopper_kernels() ? at::cuda::getCurrentDeviceProperties()->multiProcessorCount : 0;
 }

@@ -41,7 +41,7 @@ struct DecodeProblem {
   int key_dim;
   int value_dim;
   int64_t capacity;   // most tokens of the compressed part: S, or max_pages * page
-  int64_t window;     // tokens that the dense window has room for
+  int64_t window;     // most tokens of the dense window
   int64_t page;       // tokens of a page; 0 without a block table
   int64_t num_pages;  // pages of the pool
   int64_t max_pages;  // pages of one sequence

@@ -94,7 +94,7 @@ using InstanceIfHeld =
     std::conditional_t<(kPairs <= max_pairs(sizeof(T))), Instance<T, kThreads, kPairs, kRing>, NoInstance>;
 
 // What choose_config returns: rows that share a block or have one to themselves, loaded ahead
-// where there is room.
+// where there is space.
 template <typename T>
 using Automatic =
     KernelTable<Instance<T, 4, 1, true>, Instance<T, 8, 1, true>, Instance<T, 16, 1, true>,

@@ -159,7 +159,7 @@ struct Call {
            ((page_of(b, place) * layout.num_kv_heads + head) * rows.page_rows + place.row) *
                rows.pool.size(3);
   }
-  // A token, or a finished node. A packed token is expanded at `scratch`, which has room for a row.
+  // A token, or a finished node. A packed token is expanded at `scratch`, which has space for a row.
   const T* row(const Rows& rows, int64_t b, int64_t layer, int64_t node, int64_t head, T* scratch) const {
     const Place place = layout.node(static_cast<uint32_t>(layer), static_cast<uint32_t>(node));
     if (layer > 0 || !rows.packed.has_value()) return row(rows, b, place, head);

@@ -236,7 +236,7 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
       call.options = params.options;
       call.chunk = chunk;
       choose_in_one_launch(*index, call, plan_index(chunk.num), stream);
-      // The walk may begin beside the choice where both find room.
+      // The walk may begin beside the choice where both find space.
       params.options.lists_follow =
           plans.taken() && plans.num_last == 0 && chunk.num * heads * plans.plan.cluster <= most_pdl_blocks();
     } else if (index != nullptr) {

@@ -29,7 +29,7 @@ def heads_of_rank(weight: Tensor, heads: int, rank: int, ranks: int) -> Tensor:
 
 
 def add_weights(layer: nn.Module, heads: tuple[int, int], head_dim: int, index_dim: int) -> None:
-    """Gives an attention layer of vLLM room for the weights of an index. They are NaN until they are loaded.
+    """Gives an attention layer of vLLM memory for the weights of an index. They are NaN until they are loaded.
 
     Args:
         heads: query heads and K/V heads of this rank.

@@ -90,11 +90,11 @@ def pools_of(cache: Tensor, sizes: PageSizes, key_dim: int, value_dim: int) -> L
     """
     num_pages, heads = cache.shape[:2]
     wanted, stride = sizes.elements(heads, key_dim, value_dim, cache.dtype), cache.stride(0)
-    room = cache.untyped_storage().nbytes() // cache.element_size()
-    if cache.storage_offset() != 0 or stride < wanted or num_pages * stride > room:
+    size = cache.untyped_storage().nbytes() // cache.element_size()
+    if cache.storage_offset() != 0 or stride < wanted or num_pages * stride > size:
         raise ValueError(
             f"htree: the cache of a layer must be {num_pages} pages of at least {wanted} numbers in memory of its own, "
-            f"got pages of {stride} from number {cache.storage_offset()} on, in memory of {room} numbers"
+            f"got pages of {stride} from number {cache.storage_offset()} on, in memory of {size} numbers"
         )
     of_lists = 4 * num_pages * sizes.list_numbers(heads) // cache.element_size()  # a multiple of 16 bytes
     forms = ((sizes.tokens, sizes.index_dim), (sizes.key_rows, key_dim), (sizes.value_rows, value_dim))

@@ -39,7 +39,7 @@ def register() -> None:
         )
     spec = Attention.get_kv_cache_spec
     if not hasattr(spec, "plain"):
-        Attention.get_kv_cache_spec = _with_room_for_nodes(spec)
+        Attention.get_kv_cache_spec = _with_space_for_nodes(spec)
         Attention.__init__ = _with_an_index(Attention.__init__)
         Attention.process_weights_after_loading = _with_a_look_at_it(Attention.process_weights_after_loading)
         AutoWeightsLoader.load_weights = loads_indexes(AutoWeightsLoader.load_weights, Attention)
@@ -63,8 +63,8 @@ def _custom_on_the_cpu(chosen: Any, custom: Any) -> Any:
     return choose
 
 
-def _with_room_for_nodes(spec_of: Any) -> Any:
-    """``get_kv_cache_spec`` of a layer whose pages have room for nodes and span means where the backend is ours."""
+def _with_space_for_nodes(spec_of: Any) -> Any:
+    """``get_kv_cache_spec`` of a layer whose pages have space for nodes and span means where the backend is ours."""
 
     @functools.wraps(spec_of)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:

@@ -350,7 +350,7 @@ class MustafarAttention(nn.Module):
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
             TypeError: position_ids is not a tensor of ints, cache is of another class, or lengths are not ints.
-            ValueError: the cache has no room, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
+            ValueError: the cache is full, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
         """
         self._check_call(query, key, value, position_ids, cache)
         decoding = cache is not None and any(cache.host_lengths())

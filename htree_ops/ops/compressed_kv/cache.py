@@ -34,10 +34,10 @@ class CacheBytes(NamedTuple):
 
     Attributes:
         tokens: number of tokens of all sequences together.
-        compressed: rows of the compressed tokens, without empty room; shared pages count once per sequence.
-        window: dense tokens of the windows, without empty room.
+        compressed: rows of the compressed tokens, without empty space; shared pages count once per sequence.
+        window: dense tokens of the windows, without empty space.
         dense: the same tokens in a dense cache.
-        allocated: everything the cache has taken, empty room included.
+        allocated: everything the cache has taken, empty space included.
     """
 
     tokens: int
@@ -96,7 +96,7 @@ class CompressedKVCache(CompressedSequences):
         page_size: tokens of a page, a divisor of chunk; None stores rows without pages.
         num_pages: of the pool; by default enough for every sequence to be full.
         split_size: of :func:`htree_ops.kv_decode_attention`.
-        rollback: the last so many tokens can be taken back without a trace, at most ``chunk``: room for their dense
+        rollback: the last so many tokens can be taken back without a trace, at most ``chunk``: space for their dense
             rows is added. None is the smaller of window and chunk.
         dtype: of keys, values and queries: float32, float16 or bfloat16. 16 bits need one of the latter two.
         device: where the cache lies.
@@ -222,7 +222,7 @@ class CompressedKVCache(CompressedSequences):
         widths = (self.formats[0].head_dim, self.formats[1].head_dim)
         check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, *widths), self.dtype, self.device)
 
-    def _check_room(self, name: str, new_lengths: Sequence[int]) -> None:
+    def _check_capacity(self, name: str, new_lengths: Sequence[int]) -> None:
         for sequence, length in enumerate(new_lengths):
             if length > self.capacity:
                 held = self.host_lengths()[sequence]
@@ -267,8 +267,8 @@ class CompressedKVCache(CompressedSequences):
         if any(self.host_lengths()):
             raise RuntimeError(f"{OP}.prefill: the cache holds tokens already; append them, or reset() it")
         compressed = [self._compressed_tokens(n) for n in totals]
-        self._check_room("prefill", totals)
-        self.storage.check_room("prefill", compressed)
+        self._check_capacity("prefill", totals)
+        self.storage.check_pages("prefill", compressed)
         k, v = self._stored(k.transpose(1, 2)), v.transpose(1, 2)
         most = max(compressed, default=0)
         if most:
@@ -285,9 +285,9 @@ class CompressedKVCache(CompressedSequences):
     def _check_append(self, name: str, counts: Sequence[int]) -> None:
         """Raises unless ``counts[b]`` tokens can be appended to each sequence."""
         lengths = [n + count for n, count in zip(self.host_lengths(), counts, strict=True)]
-        self._check_room(name, lengths)
+        self._check_capacity(name, lengths)
         after = [self._compressed_after(b, n) for b, n in enumerate(lengths)]
-        self.storage.check_room(name, after)
+        self.storage.check_pages(name, after)
         if self.key_weight is not None and after != self._compressed:
             check_weight(f"{OP}.{name}", "key_weight", self.key_weight)
 
@@ -399,8 +399,8 @@ class CompressedKVCache(CompressedSequences):
     def write_token(self, k: Tensor, v: Tensor) -> None:
         """The part of :meth:`append` for one token that runs on the device alone, for CUDA graphs and torch.compile.
 
-        Call :meth:`advance` once after each run: it counts the token and leaves room for another. After :meth:`append`
-        the window may be full; :meth:`settle` makes room. A replayed or compiled graph checks nothing: stop at the
+        Call :meth:`advance` once after each run: it counts the token and leaves space for another. After :meth:`append`
+        the window may be full; :meth:`settle` makes space. A replayed or compiled graph checks nothing: stop at the
         capacity, for a write behind the window is an error of the device.
 
         Args:
@@ -414,7 +414,7 @@ class CompressedKVCache(CompressedSequences):
         wanted = (k.shape[0], 1, *k.shape[2:])
         check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
         if not torch.compiler.is_compiling():  # a graph is not to depend on the counts of its trace
-            self._check_room("write_token", [n + 1 for n in self.host_lengths()])
+            self._check_capacity("write_token", [n + 1 for n in self.host_lengths()])
             if any(n == self._limit(b) for b, n in enumerate(self._dense)):
                 raise ValueError(
                     f"{OP}.write_token: the window is full; settle() compresses its oldest chunk"
@@ -433,7 +433,7 @@ class CompressedKVCache(CompressedSequences):
         """
         self._refuse_graph("advance")
         try:
-            self._check_room("advance", [n + 1 for n in self.host_lengths()])
+            self._check_capacity("advance", [n + 1 for n in self.host_lengths()])
         except ValueError:
             self._count(self._compressed, self._dense)  # the device counted it already
             raise
@@ -456,7 +456,7 @@ class CompressedKVCache(CompressedSequences):
         if not full:
             return
         sizes = {b: self._limit(b) - self.window for b in full}  # less than a chunk after a truncation
-        self.storage.check_room("settle", [n + sizes.get(b, 0) for b, n in enumerate(self._compressed)])
+        self.storage.check_pages("settle", [n + sizes.get(b, 0) for b, n in enumerate(self._compressed)])
         compressed, dense = list(self._compressed), list(self._dense)
         for size in sorted(set(sizes.values())):
             some = [b for b in full if sizes[b] == size]
@@ -653,8 +653,8 @@ class CompressedKVCache(CompressedSequences):
         """
         op = f"{OP}.load_state_dict"
         self._refuse_graph("load_state_dict")
-        room = (self.capacity, self._compressed_tokens(self.capacity))
-        check_state(op, state, self.config(), self.formats, self.batch, room, self.dtype)
+        limits = (self.capacity, self._compressed_tokens(self.capacity))
+        check_state(op, state, self.config(), self.formats, self.batch, limits, self.dtype)
         compressed, dense = (state[name].tolist() for name in ("compressed", "dense"))
         if self.storage.pages is not None:
             self.storage.pages.check_pool("load_state_dict", compressed)

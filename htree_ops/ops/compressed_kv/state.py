@@ -90,7 +90,7 @@ def _check_keys(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) ->
 
 
 def _check_lengths(
-    op: str, state: Mapping[str, Any], config: Mapping[str, Any], batch: int, room: tuple[int, int]
+    op: str, state: Mapping[str, Any], config: Mapping[str, Any], batch: int, most: tuple[int, int]
 ) -> None:
     for name in ("compressed", "dense"):
         numbers = state[name]
@@ -102,7 +102,7 @@ def _check_lengths(
                 f"{numbers.tolist()}"
             )
     window, chunk = config["window"], config["chunk"]
-    capacity, rows = room
+    capacity, rows = most
     for compressed, dense in zip(state["compressed"].tolist(), state["dense"].tolist(), strict=True):
         if compressed + dense > capacity:
             raise ValueError(
@@ -149,7 +149,7 @@ def check_state(
     config: Mapping[str, Any],
     formats: Sequence[RowFormat],
     batch: int,
-    room: tuple[int, int],
+    most: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
     """Checks everything but the bytes of the rows and the signs of the key weight, and copies nothing.
@@ -157,7 +157,7 @@ def check_state(
     Args:
         state: of :meth:`htree_ops.CompressedKVCache.state_dict`.
         config, formats, batch, dtype: of the cache that is to take it.
-        room: most tokens of a sequence, and most compressed ones.
+        most: most tokens of a sequence, and most compressed ones.
 
     Raises:
         ValueError: an entry is missing or does not fit; the message names it.
@@ -168,7 +168,7 @@ def check_state(
         if isinstance(entry, Tensor):
             check_data(op, f"{name} of the state", entry)
     _check_keys(op, state, config)
-    _check_lengths(op, state, config, batch, room)
+    _check_lengths(op, state, config, batch, most)
     heads = config["num_kv_heads"]
     rows, tokens = (max(state[name].tolist(), default=0) for name in ("compressed", "dense"))
     for prefix, f in zip("kv", formats, strict=True):

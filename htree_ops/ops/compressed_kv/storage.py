@@ -77,7 +77,7 @@ class StoredRows:
         """int32 [B, max(1, capacity / page_size)] on the device, -1 where there is no page; None without pages."""
         return None if self.pages is None else self.pages.block_table
 
-    def check_room(self, method: str, lengths: Sequence[int]) -> None:
+    def check_pages(self, method: str, lengths: Sequence[int]) -> None:
         """Raises OutOfPagesError where pages are lacking for sequences of these lengths."""
         if self.pages is not None:
             self.pages.check(method, self.pages.growth(lengths))

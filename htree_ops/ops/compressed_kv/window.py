@@ -101,7 +101,7 @@ class DenseWindow:
             self.whole[b] = size == chunk
 
     def keep(self, sequence: int, k: Tensor, v: Tensor, dense: int) -> None:
-        """Takes the last compressed rows [H_kv, C, D] of a sequence from elsewhere, if they have room."""
+        """Takes the last compressed rows [H_kv, C, D] of a sequence from elsewhere, if they fit."""
         self.whole[sequence] = dense <= self.recent + self.spare
         if self.whole[sequence]:
             for target, aside, x in zip(self.parts, self.aside, (k, v), strict=True):

@@ -703,7 +703,7 @@ class HTreeAttention(nn.Module):
                 layer that has replaced ``q_proj`` checks x itself. A mask that is not bool.
             NotImplementedError: attn_mask is given; a cache or a mask beside ``cp_group``; a cache beside projections
                 that give DTensors.
-            TypeError, ValueError: a cache of another class, of other options or sizes, or without room; lengths outside
+            TypeError, ValueError: a cache of another class, of other options or sizes, or full; lengths outside
                 0 ... T; more than one of key_padding_mask, cache and cu_seqlens; key_padding_mask with
                 importance="lse"; on the CPU padding between tokens, or documents that do not fit.
             ValueError: projections that are sharded over ranks give query and key heads that do not belong together.

@@ -66,7 +66,7 @@ def page_rows(
     """Rows that a page holds of one K/V head: (of the key pool, of the value pool).
 
     The tokens, then ceil(page_size / r^l) nodes of each layer l below ``num_layers``; keys have page_size / c span
-    means behind them. ``num_layers`` is that of the tokens a block table has room for::
+    means behind them. ``num_layers`` is that of the tokens a block table has space for::
 
         page_rows(page_size, cache_layers(max_pages * page_size, r, M), r, c)
 

@@ -70,7 +70,7 @@ def indexed_rows(
         found.append((out, gmax + gsum.log()))
     leaders = -(-(n - begins[-1]) // stride)
     of_layers = lists[:, : layers * leaders].unflatten(1, (layers, leaders))
-    if stride > 1 and (more := options.top_k - lists.shape[3]) > 0:  # the ring has room for all children
+    if stride > 1 and (more := options.top_k - lists.shape[3]) > 0:  # the ring has space for all children
         of_layers = F.pad(of_layers, (0, more), value=-1)
     out, lse = found[0] if len(found) == 1 else (torch.cat(x, dim=1) for x in zip(*found, strict=True))
     return out, lse, of_layers
@@ -78,7 +78,7 @@ def indexed_rows(
 
 @dataclass
 class SequenceCopies:
-    """The copies of the first ``tokens`` tokens of sequences of one length, in a buffer with room for ``capacity``."""
+    """The copies of the first ``tokens`` tokens of sequences of one length, in a buffer with space for ``capacity``."""
 
     sequences: tuple[int, ...]
     heads: int
@@ -280,7 +280,7 @@ class Prompts:
         return tuple(found) if return_lse else (found[0],)
 
     def _take(self, sequences: list[int], heads: int, length: int, rows: int) -> tuple[SequenceCopies, bool]:
-        """Copies with room for sequences of ``length`` tokens, whose last ``rows`` attend, and whether to keep them.
+        """Copies with space for sequences of ``length`` tokens, whose last ``rows`` attend, and whether to keep them.
 
         They are no longer among those that are kept.
         """
@@ -300,7 +300,7 @@ class Prompts:
                 self.pools.keys, self.pools.values, len(names), heads, capacity, *packed
             )
 
-        # With room for half as many tokens again, all of the sequence is copied anew a few times only while it grows.
+        # With space for half as many tokens again, all of the sequence is copied anew a few times only while it grows.
         capacity = min(self.capacity, length + length // 2)
         size = num_bytes(capacity)
         bounded = self.most_bytes is not None and self.num_bytes() + size > self.most_bytes

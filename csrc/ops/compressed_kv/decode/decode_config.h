@@ -27,9 +27,9 @@ struct DecodeConfig {
 inline DecodeConfig choose_decode_config(int stage_bytes, int table_bytes, int merge_bytes, int padding,
                                          int most_warps, int fewest_stages, int most_stages,
                                          int most_shared) {
-  const int room = most_shared - table_bytes - padding;
-  const int num_warps = std::clamp(room / (fewest_stages * stage_bytes), 1, most_warps);
-  const int num_stages = room >= num_warps * most_stages * stage_bytes ? most_stages : fewest_stages;
+  const int available = most_shared - table_bytes - padding;
+  const int num_warps = std::clamp(available / (fewest_stages * stage_bytes), 1, most_warps);
+  const int num_stages = available >= num_warps * most_stages * stage_bytes ? most_stages : fewest_stages;
   const int ring = num_warps * num_stages * stage_bytes + padding;
   return {num_warps, num_stages, table_bytes + std::max(ring, merge_bytes)};
 }

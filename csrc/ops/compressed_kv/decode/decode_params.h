@@ -106,7 +106,7 @@ struct DecodeParams {
   int64_t num_queries;  // B * H
   SequenceTables tables;
   PartsView parts;
-  int64_t capacity;    // tokens that a sequence has room for
+  int64_t capacity;    // most tokens of a sequence
   int64_t split_size;  // tokens, a multiple of 16
   HeadCounts heads;
   PageCounts pages;

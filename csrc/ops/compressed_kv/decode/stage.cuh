@@ -26,8 +26,8 @@ __host__ __device__ constexpr int row_pitch(int row_bytes) {
 }
 
 // Byte offsets of the parts of a stage. They are multiples of 32: copies of 16 bytes to the halves of two
-// 32-byte sectors take twice the time. Every part has room for the bytes before its first row, because copies
-// start at multiples of 16. The last part also has room for a stretch of codes that starts at its end.
+// 32-byte sectors take twice the time. Every part has space for the bytes before its first row, because copies
+// start at multiples of 16. The last part also has space for a stretch of codes that starts at its end.
 struct StageLayout {
   int bitmap[2];  // of K and V
   int scales[2];

@@ -95,7 +95,7 @@ void score(const Real* queries, const Real* packed, int64_t groups, int64_t grou
   }
 }
 
-// Ranks order as scores do, which are never NaN; those of infinities leave room on either side.
+// Ranks order as scores do, which are never NaN; those of infinities leave ranks free on either side.
 template <typename Real>
 inline selection::Rank<Real> rank_of_score(Real score) {
   using R = selection::Rank<Real>;

@@ -27,7 +27,7 @@ struct QueryShape {
   SelectionOptions selection;
 
   int64_t row() const { return 2 * half_pad; }
-  // Elements from a head's scores to the next head's: all candidates, and room for whole
+  // Elements from a head's scores to the next head's: all candidates, and space for whole
   // vectors past the end.
   int64_t score_stride() const { return max_parents * r + r_pad; }
 };

@@ -65,7 +65,7 @@ inline GradientKernels choose_gradients(const AttentionProblem& p, const DeviceF
 }
 
 // The bytes of the record of a query, with all heads that share a K/V head, see gradient_rows.cuh. Records for
-// parent_gradient.cuh have room for 8 heads, even if the group has fewer.
+// parent_gradient.cuh have space for 8 heads, even if the group has fewer.
 inline int64_t gradient_record_bytes(const AttentionProblem& p, const GradientKernels& kernels) {
   return kernels.per_list       ? 0
          : kernels.parent_warps ? tiled_record_bytes(p.key_dim, p.value_dim)

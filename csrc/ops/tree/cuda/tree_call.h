@@ -33,7 +33,7 @@ struct TreeCall {
   // asks for are filled.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
-  // The copies are those of a growing tree, which has room for the tokens' packed copy beside their tiles.
+  // The copies are those of a growing tree, which has space for the tokens' packed copy beside their tiles.
   bool grows = false;
   DenseTiles rows;      // tiles of the tokens that the dense and the masked rows see
   DenseTiles top;       // tiles of layers.back() where config.dense_top holds

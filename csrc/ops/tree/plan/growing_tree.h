@@ -1,4 +1,4 @@
-// The tree of a sequence that grows by chunks, while a tree cache takes a prompt: the room that the kernels' copies need
+// The tree of a sequence that grows by chunks, while a tree cache takes a prompt: the capacity of the kernels' copies
 // for the longest sequence, and what new tokens change in them. Pure functions. No CUDA and no torch.
 //
 // Every copy is cut into units, parents or tiles, that hold a number of neighbouring nodes of one layer. A unit is done
@@ -44,36 +44,36 @@ inline int64_t top_span_tiles(const AttentionProblem& p) {
   return tiling.groups(top_nodes(p)) << tiling.tiles_log2;
 }
 
-// ---- room
+// ---- capacity
 
 // Units of each copy for one (sequence, K/V head).
-struct TreeRoom {
+struct TreeCapacity {
   std::vector<int64_t> parents;    // of each layer
   std::vector<int64_t> span_rows;  // span means of a node where they are packed, else 0
   int64_t top_tiles = 0;           // of whichever layer is the top
   int64_t top_span_tiles = 0;
 };
 
-// Room for every sequence of up to p.num_keys tokens. Of the sequences of one depth the longest one needs most, and if
-// any of them has tiles of span means the shortest one has.
-inline TreeRoom tree_room(const AttentionProblem& p, bool hopper) {
-  TreeRoom room;
+// For every sequence of up to p.num_keys tokens. Of the sequences of one depth the longest one needs most, and if any
+// of them has tiles of span means the shortest one has.
+inline TreeCapacity tree_capacity(const AttentionProblem& p, bool hopper) {
+  TreeCapacity capacity;
   for (int64_t layer = 0; layer < p.layers(); ++layer) {
-    room.parents.push_back(p.parents(layer));
-    room.span_rows.push_back(packs_spans(p, hopper, layer) ? span_rows(p, layer) : 0);
+    capacity.parents.push_back(p.parents(layer));
+    capacity.span_rows.push_back(packs_spans(p, hopper, layer) ? span_rows(p, layer) : 0);
     if (layer == 0) {
       continue;
     }
     const AttentionProblem shortest = with_tokens(p, most_tokens(p, layer - 1) + 1);
     const AttentionProblem longest = with_tokens(p, std::min(p.num_keys, most_tokens(p, layer)));
     if (tiles_top(shortest, hopper)) {
-      room.top_tiles = std::max(room.top_tiles, ceil_div(top_nodes(longest), kDenseTileNodes));
+      capacity.top_tiles = std::max(capacity.top_tiles, ceil_div(top_nodes(longest), kDenseTileNodes));
     }
     if (tiles_top_spans(shortest, hopper)) {
-      room.top_span_tiles = std::max(room.top_span_tiles, top_span_tiles(longest));
+      capacity.top_span_tiles = std::max(capacity.top_span_tiles, top_span_tiles(longest));
     }
   }
-  return room;
+  return capacity;
 }
 
 // The positions that keys and queries of a list are rotated to.
@@ -95,7 +95,8 @@ struct GrowingMemory {
   float* top_span_scales = nullptr;    // [B, H_kv, tiles * 128]
   int32_t* top_span_scaled = nullptr;  // [B, H_kv, tiles]
 };
-inline GrowingMemory lay_out_growing_tree(Workspace& space, const AttentionProblem& p, const TreeRoom& room) {
+inline GrowingMemory lay_out_growing_tree(Workspace& space, const AttentionProblem& p,
+                                          const TreeCapacity& capacity) {
   const int64_t heads = p.batch * p.num_kv_heads;
   const int64_t rotation_bytes = rotation_table_bytes(p.args.top_k + 1, p.key_dim);
   GrowingMemory memory;
@@ -103,14 +104,14 @@ inline GrowingMemory lay_out_growing_tree(Workspace& space, const AttentionProbl
   memory.rope = space.take<char>(rope_positions(p) * (p.key_dim / 2), 2 * sizeof(float));
   memory.fragment_rotations = space.take<char>(rotation_bytes);
   memory.dim_rotations = space.take<char>(rotation_bytes);
-  for (size_t layer = 0; layer < room.parents.size(); ++layer) {
-    const int64_t parents = heads * room.parents[layer], rows = room.span_rows[layer];
+  for (size_t layer = 0; layer < capacity.parents.size(); ++layer) {
+    const int64_t parents = heads * capacity.parents[layer], rows = capacity.span_rows[layer];
     memory.packed.push_back(space.take<char>(parents, packed_parent_bytes(p.key_dim, p.value_dim)));
     memory.spans.push_back(rows > 0 ? space.take<char>(parents * rows, packed_span_bytes(p.key_dim))
                                     : nullptr);
   }
-  memory.top = space.take<char>(dense_layer_bytes(p, room.top_tiles * kDenseTileNodes));
-  const int64_t tiles = heads * room.top_span_tiles;
+  memory.top = space.take<char>(dense_layer_bytes(p, capacity.top_tiles * kDenseTileNodes));
+  const int64_t tiles = heads * capacity.top_span_tiles;
   memory.top_span_keys = space.take<char>(tiles, dense_tile_bytes(p.key_dim));
   memory.top_span_scales = space.take<float>(tiles * kDenseTileNodes);
   memory.top_span_scaled = space.take<int32_t>(tiles);
@@ -119,7 +120,7 @@ inline GrowingMemory lay_out_growing_tree(Workspace& space, const AttentionProbl
 
 inline int64_t growing_tree_bytes(const AttentionProblem& p, bool hopper) {
   Workspace space;
-  lay_out_growing_tree(space, p, tree_room(p, hopper));
+  lay_out_growing_tree(space, p, tree_capacity(p, hopper));
   return space.bytes();
 }
 

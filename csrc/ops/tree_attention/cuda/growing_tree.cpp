@@ -25,9 +25,9 @@ TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& co
                            int64_t capacity, void* memory) {
   const bool hopper = has_dense_top();
   const AttentionProblem longest = with_tokens(problem, capacity);
-  const TreeRoom room = tree_room(longest, hopper);
+  const TreeCapacity units = tree_capacity(longest, hopper);
   Workspace space(memory);
-  const GrowingMemory at = lay_out_growing_tree(space, longest, room);
+  const GrowingMemory at = lay_out_growing_tree(space, longest, units);
   TreeCall call;
   call.grows = true;
   call.problem = problem;
@@ -40,21 +40,21 @@ TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& co
   for (int64_t i = 0; i < problem.layers(); ++i) {
     TreeLayer layer;
     layer.num_nodes = problem.nodes(i);
-    layer.num_parents = room.parents[i];
+    layer.num_parents = units.parents[i];
     layer.node_span = node_span(kTensorCoreRate, i);
     layer.packed = at.packed[i];
     if (packs_spans(problem, hopper, i)) {
-      layer.spans = {at.spans[i], static_cast<int>(room.span_rows[i]), room.parents[i]};
+      layer.spans = {at.spans[i], static_cast<int>(units.span_rows[i]), units.parents[i]};
     }
     call.layers.push_back(layer);
   }
   if (tiles_top(problem, hopper)) {
-    call.top = lay_out_tiles(problem, room.top_tiles * kDenseTileNodes, at.top);
+    call.top = lay_out_tiles(problem, units.top_tiles * kDenseTileNodes, at.top);
   }
   if (tiles_top_spans(problem, hopper)) {
     SpanTiles& spans = call.top_spans;
     spans.tiling = span_tiling(span_rows(problem, problem.layers() - 1));
-    spans.num_tiles = static_cast<int>(room.top_span_tiles);
+    spans.num_tiles = static_cast<int>(units.top_span_tiles);
     spans.keys = at.top_span_keys;
     spans.scales = at.top_span_scales;
     spans.scaled = at.top_span_scaled;

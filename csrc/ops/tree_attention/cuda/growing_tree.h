@@ -1,4 +1,4 @@
-// Calls over a sequence that grows, on copies that have room for more of it: tree/plan/growing_tree.h. Whoever has the
+// Calls over a sequence that grows, on copies with capacity for more of it: tree/plan/growing_tree.h. Whoever has the
 // tokens fills the copies, see ops/tree_cache/prompt/.
 #pragma once
 
@@ -14,7 +14,7 @@ int64_t growing_tree_bytes(const AttentionProblem& problem);
 // What tokens [begin, problem.num_keys) change on the current device.
 TreeChange growing_tree_change(const AttentionProblem& problem, int64_t begin);
 
-// A call over the copies in `memory`, which have room for `capacity` tokens. Its queries are not set, nor are the tiles
+// A call over the copies in `memory`, for up to `capacity` tokens. Its queries are not set, nor are the tiles
 // of its dense and masked rows.
 TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& config, HalfType dtype,
                            int64_t capacity, void* memory);

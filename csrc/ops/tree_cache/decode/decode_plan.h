@@ -54,7 +54,7 @@ struct DecodePlan {
   // Blocks of a row and K/V head, a divisor of kShares; 0: the kernel does not take the call.
   int cluster = 0;
   int shares = 0;  // of a block
-  int stages = 0;  // tiles that a warp has room for
+  int stages = 0;  // tiles that a warp has space for
   DecodePlaces places;
 };
 
@@ -73,7 +73,7 @@ struct DecodePlans {
 constexpr int padded_heads(int64_t group) {
   return group <= 8 ? 8 : 16;
 }
-// Warps of a block: as many as shared memory has room for, whatever the number of blocks that share a row, because
+// Warps of a block: as many as shared memory has space for, whatever the number of blocks that share a row, because
 // a row's bits depend on it.
 constexpr int decode_warps(int heads, bool spans, int64_t slots) {
   return heads == 8 && !spans && slots <= 512 ? kDecodeMostWarps : 8;
@@ -117,7 +117,7 @@ inline DecodePlaces decode_places(const DecodeProblem& problem, int cluster, int
   return places;
 }
 
-// Tiles that a warp may have room for.
+// Tiles that a warp may have space for.
 constexpr int kMostStages = 4;
 constexpr int kLeastStages = 2;
 

@@ -13,7 +13,7 @@
 
 namespace htree::gated_mlp {
 
-// A warp's room to lay out kStaged columns of its rows for a store.
+// A warp's buffer to lay out kStaged columns of its rows for a store.
 template <int kWarps, int kStaged>
 struct StagedTiles {
   alignas(1024) StagedRows out[kWarps][kStaged / kStoreColumns];

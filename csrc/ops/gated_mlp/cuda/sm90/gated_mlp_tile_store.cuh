@@ -1,5 +1,5 @@
 // How a warp stores its part of a tile: it rounds it, lays it out in shared memory and copies it from there, or, where
-// the ring leaves no room or columns are no multiple of 64, stores it from registers.
+// the ring leaves no space or columns are no multiple of 64, stores it from registers.
 #pragma once
 
 #include <cuda.h>

@@ -11,7 +11,7 @@ struct WordRanks {
   uint32_t larger, equal;
 };
 
-// Keys order as scores do, which are never NaN; above that of +inf there is room for what is forced or raised.
+// Keys order as scores do, which are never NaN; above that of +inf there are keys for what is forced or raised.
 __device__ __forceinline__ uint32_t key_of_score(float score) {
   const uint32_t bits = __float_as_uint(score);
   return bits >> 31 != 0 ? ~bits : bits | 1u << 31;

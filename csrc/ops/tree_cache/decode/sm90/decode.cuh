@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_nothing(const DecodeBlock<Tr>& block) {
   }
 }
 
-// What a block reads of all shares to merge them, in the room of its rings. A load of a warp from shared memory of
+// What a block reads of all shares to merge them, in the memory of its rings. A load of a warp from shared memory of
 // others costs as many messages as it meets blocks, so a warp reads neighbouring numbers of few shares.
 template <class Tr>
 struct GatheredStates {

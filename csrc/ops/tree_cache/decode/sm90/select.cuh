@@ -213,7 +213,7 @@ __device__ __forceinline__ uint32_t arriving_key_bytes(const DecodeBlock<Tr>& bl
                                (block.params.plan.cluster - 1) * static_cast<int>(sizeof(KeyRange)));
 }
 
-// The candidates whose keys are in an interval, gathered in the room of its histogram.
+// The candidates whose keys are in an interval, gathered in the memory of its histogram.
 struct Undecided {
   uint32_t key;
   uint32_t place;

@@ -146,13 +146,13 @@ class TileRing {
 
   __device__ __forceinline__ int ahead() const { return stages_ - 1; }
 
-  // The room of a tile: that of the one that was taken last. It is free until the next ask().
-  __device__ __forceinline__ uint8_t* room() const {
+  // The buffer of a tile: that of the one that was taken last. It is free until the next ask().
+  __device__ __forceinline__ uint8_t* buffer() const {
     return memory_ + (taken_ == 0 ? stages_ - 1 : taken_ - 1) * Tr::kStageBytes;
   }
 
   // Asks for place `index` of a layer's sequence: its keys, then its values. Places without a tile
-  // count too, because waiting counts. It takes the room of the tile before the last one that was taken.
+  // count too, because waiting counts. It takes the buffer of the tile before the last one that was taken.
   __device__ __forceinline__ void ask(const LayerSlots& slots, const uint32_t* rows, int index) {
     __syncwarp();
     const int tiles = block_.params.plan.shares * slots.tiles;

@@ -226,12 +226,12 @@ __device__ __forceinline__ void add_parts(const DecodeBlock<Tr>& block, int head
   }
 }
 
-// Adds what the warps have for one share to its state, a tile of heads at a time. Each warp brings its sums in `room`,
+// Adds what the warps have for one share to its state, a tile of heads at a time. Each warp has its sums in `buffer`,
 // that of the tile that it took last. `codes` is that of add_tile(). Every thread calls it; a __syncthreads has to come
 // before that memory is used again.
 template <class Tr>
 __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const WarpValues<Tr>& values,
-                                            bool codes, float* room, DecodeState<Tr>& state) {
+                                            bool codes, float* buffer, DecodeState<Tr>& state) {
   static_assert(8 * Tr::kMergeStride * sizeof(float) <= Tr::kStageBytes);
   const int column_of_lane = block.lane / 4, head_of_lane = block.lane % 4 * 2;
 #pragma unroll
@@ -246,7 +246,7 @@ __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const 
       block.shared.warps[0][block.warp][head_tile * 8 + block.lane / 4].sum = sum;
     }
     if (block.lane == 0) {
-      block.shared.parts[block.warp] = room;
+      block.shared.parts[block.warp] = buffer;
     }
     __syncwarp();  // all lanes have read the tile
 #pragma unroll
@@ -257,7 +257,7 @@ __device__ __forceinline__ void merge_warps(const DecodeBlock<Tr>& block, const 
         if constexpr (Tr::kLeafBits > 0) {
           column = codes ? code_column<Tr>(m, column % 16) : column;
         }
-        room[(head_of_lane + i % 2) * Tr::kMergeStride + column] = values.out[m][head_tile][i];
+        buffer[(head_of_lane + i % 2) * Tr::kMergeStride + column] = values.out[m][head_tile][i];
       }
     }
     __syncthreads();
@@ -292,7 +292,7 @@ __device__ __forceinline__ void add_layer(const DecodeBlock<Tr>& block, TileRing
         add_tile(block, tile, has_codes<Tr>(slots), slot, left_out, values);
       }
     }
-    merge_warps(block, values, has_codes<Tr>(slots), reinterpret_cast<float*>(ring.room()),
+    merge_warps(block, values, has_codes<Tr>(slots), reinterpret_cast<float*>(ring.buffer()),
                 block.states()[share]);
   }
   __syncthreads();
