@@ -8,7 +8,6 @@ import itertools
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from htree_ops.tuning.clock import CpuClock, CudaClock, clock_for, copy_bandwidt
 from tests.support.cases import Case, normal
 from tests.support.causal_softmax_cases import CausalSoftmaxBackwardCase, CausalSoftmaxCase
 from tests.support.compare import assert_close_spec
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeCounter:

@@ -167,7 +167,6 @@ def test_in_place_on_shared_memory_is_refused(device: str) -> None:
 
 # ---- refusals
 
-F = torch.float32
 ERRORS = {
     "not a power": (lambda f, _: f(torch.zeros(3, 12)), ShapeMismatchError, r"power of two.*12"),
     "zero": (lambda f, _: f(torch.zeros(3, 0)), ShapeMismatchError, r"power of two"),

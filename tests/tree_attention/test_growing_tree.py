@@ -21,7 +21,6 @@ except ImportError:  # built for one version of Python
 pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
 
 RATE, TILE = 16, 128
-Units = tuple[int, int]
 #: Copies by name and layer: unit to the flags of its nodes.
 Copies = dict[tuple[str, int], dict[int, tuple[bool, ...]]]
 

@@ -42,7 +42,6 @@ from tests.support.tree_attention_checks import (
 )
 
 ops = torch.ops.htree
-DTYPES = st.sampled_from(CPU_DTYPES)
 
 
 def forward(q, k, v, case):

@@ -145,11 +145,6 @@ def cases(draw: Any, device: str) -> IndexCase:
     )
 
 
-def for_device(case: IndexCase, device: str) -> IndexCase:
-    wide = case.dtype == torch.float64 and device == "cuda"
-    return replace(case, dtype=torch.float32) if wide else case
-
-
 def lists_of(case: IndexCase, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor]) -> list[Tensor]:
     """The lists of each layer, as the op gives them."""
     lists = OPS._index_lists(q, k, *index, [case.T - case.rows], *case.packed())

@@ -28,9 +28,6 @@ from htree_ops.tuning import (
     tuner,
 )
 
-KEY = CacheKey(
-    "rmsnorm_rope", (8, 2048, 4096, 128), "bfloat16", "contiguous", "NVIDIA H200", "9.0", "1", "ab"
-)
 QUICK = {"warmup_runs": 1, "benchmark_runs": 5}
 
 

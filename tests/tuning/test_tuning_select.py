@@ -25,8 +25,6 @@ from htree_ops.tuning import (
 )
 from htree_ops.tuning.cache import cache_dir
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

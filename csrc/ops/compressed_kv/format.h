@@ -32,7 +32,6 @@ struct RowFormat {
 constexpr uint16_t kPoisonedScale = 0x7e00;  // NaN: a kept entry is NaN or infinite
 constexpr uint16_t kSmallestScale = 0x0001;  // 2^-24
 constexpr uint16_t kLargestScale = 0x7bff;   // 65504
-constexpr uint16_t kInfiniteScale = 0x7c00;
 // The keys of the selection are the bits of |x| * weight. Every NaN has this key, above that of infinity.
 constexpr uint32_t kNanKey = 0x7f800001;
 

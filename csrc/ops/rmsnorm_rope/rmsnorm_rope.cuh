@@ -21,7 +21,6 @@ struct Traits {
   static constexpr int kBlock = kThreads <= device::kWarpSize ? kSharedBlock : kThreads;
   static constexpr int kGroups = kBlock / kThreads;  // rows that a block works on at one time
   static constexpr int kScratch = kThreads <= device::kWarpSize ? 1 : kThreads / device::kWarpSize;
-  static constexpr int kPairElems = 2 * kPack * kPairs;
   // Weights stay in registers from row to row where they fit beside everything else.
   static constexpr bool hold_weight(bool backward) { return kPairs * kPack <= (backward ? 8 : 16); }
 
