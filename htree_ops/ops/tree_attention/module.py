@@ -579,9 +579,7 @@ class HTreeAttention(nn.Module):
             return q, k, v
         offsets = cu_seqlens.to(x.device)
         document = torch.bucketize(rows, offsets[1:], right=True)
-        places = (rows - offsets[document]).clamp(
-            min=0
-        )  # offsets that descend are refused where they are read
+        places = (rows - offsets[document]).clamp(min=0)  # descending offsets are refused where they are read
         q, k = self._rotated(q[None], k[None], places)
         return q[0], k[0], v
 
@@ -592,50 +590,11 @@ class HTreeAttention(nn.Module):
         places = positions_of(x.shape[0], self.cp_group, self.cp_balance, x.device)
         behind = (places >= cu_seqlens[-1])[:, None]
         q, k, v = self._project_documents(x.masked_fill(behind, 0), places, cu_seqlens)
-        out = tree_attention_varlen_cp(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            self.cp_group,
-            **self._shared(q, k, x.shape[0]),
-        )
+        shared = self._shared(q, k, x.shape[0])
+        out = tree_attention_varlen_cp(q, k, v, cu_seqlens, self.cp_group, **shared)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         self._learn_shared(q, k, cu_seqlens)
         return self.o_proj(_joined(out)).masked_fill(behind, 0)
-
-    def _padding_of(self, x: Tensor, mask: Tensor) -> Padding:
-        """Checks a key_padding_mask."""
-        check_tensor("HTreeAttention", "key_padding_mask", mask)
-        if mask.dtype != torch.bool:
-            refuse(
-                UnsupportedDtypeError,
-                "HTreeAttention: key_padding_mask must have dtype torch.bool, with True at padding, got "
-                f"{mask.dtype}",
-                dtype=mask.dtype,
-                supported_dtypes=(torch.bool,),
-                tensor_name="key_padding_mask",
-            )
-        if mask.shape != x.shape[:2]:
-            refuse(
-                ShapeMismatchError,
-                f"HTreeAttention: key_padding_mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}",
-                expected=tuple(x.shape[:2]),
-                actual=tuple(mask.shape),
-                tensor_name="key_padding_mask",
-            )
-        check_devices("HTreeAttention", {"x": x, "key_padding_mask": mask})
-        if self.options.importance == "lse":
-            raise ValueError(
-                "HTreeAttention: key_padding_mask must be None where importance is 'lse', which is not causal"
-            )
-        padding = Padding.of(mask)
-        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(padding.broken.any()):
-            raise ValueError(
-                "HTreeAttention: key_padding_mask must be True at one or both ends of each sequence and nowhere "
-                f"else, got padding between tokens of sequence {int(padding.broken.int().argmax())}"
-            )
-        return padding
 
     def _check_x(self, x: Tensor, is_packed: bool) -> None:
         check_tensor("HTreeAttention", "x", x)
@@ -736,7 +695,7 @@ class HTreeAttention(nn.Module):
             return self._attend_from(cache, x, lengths)
         if key_padding_mask is None:
             return self._attend(x)
-        padding = self._padding_of(x, key_padding_mask)
+        padding = Padding.of("HTreeAttention", x, key_padding_mask, self.options.importance)
         return padding.from_front(self._attend(padding.to_front(x), (~padding.mask).sum(1)))
 
     def extra_repr(self) -> str:

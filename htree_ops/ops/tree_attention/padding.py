@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
+from htree_ops.ops.arguments import check_devices, check_tensor
 from htree_ops.ops.ranks import beside
 
 __all__ = ["Padding"]
@@ -27,13 +29,41 @@ class Padding:
     broken: Tensor
 
     @classmethod
-    def of(cls, mask: Tensor) -> Padding:
-        """Reads the mask on its device."""
+    def of(cls, op: str, x: Tensor, mask: Tensor, importance: str) -> Padding:
+        """Checks the key_padding_mask of x [B, T, E] and reads it on its device."""
+        check_tensor(op, "key_padding_mask", mask)
+        if mask.dtype != torch.bool:
+            refuse(
+                UnsupportedDtypeError,
+                f"{op}: key_padding_mask must have dtype torch.bool, with True at padding, got {mask.dtype}",
+                dtype=mask.dtype,
+                supported_dtypes=(torch.bool,),
+                tensor_name="key_padding_mask",
+            )
+        if mask.shape != x.shape[:2]:
+            refuse(
+                ShapeMismatchError,
+                f"{op}: key_padding_mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}",
+                expected=tuple(x.shape[:2]),
+                actual=tuple(mask.shape),
+                tensor_name="key_padding_mask",
+            )
+        check_devices(op, {"x": x, "key_padding_mask": mask})
+        if importance == "lse":
+            raise ValueError(
+                f"{op}: key_padding_mask must be None where importance is 'lse', which is not causal"
+            )
         real = ~mask
         steps = torch.arange(mask.shape[1], device=mask.device)
         first = real.int().argmax(1, keepdim=True) if mask.shape[1] else mask.new_zeros(len(mask), 1).long()
         inside = (steps >= first) & (steps < first + real.sum(1, keepdim=True))
-        return cls(mask, first, (inside != real).any(1))
+        broken = (inside != real).any(1)
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(broken.any()):
+            raise ValueError(
+                f"{op}: key_padding_mask must be True at one or both ends of each sequence and nowhere else, got "
+                f"padding between tokens of sequence {int(broken.int().argmax())}"
+            )
+        return cls(mask, first, broken)
 
     def to_front(self, x: Tensor) -> Tensor:
         """x [B, T, E] with the real rows of each sequence first and zeros behind them."""
