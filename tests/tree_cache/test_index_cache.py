@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from htree_ops import HTreeAttention, TreeKVCache, tree_attention
+from htree_ops import TreeKVCache, tree_attention
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_cache.functions import tree_cache_attention
 from tests.support.cases import normal
@@ -34,16 +34,11 @@ def whole_numbers(
     return (2 * normal(shape, torch.float32, device, seed)).round().to(dtype)
 
 
-def make(device: str = "cpu", batch: int = 2, capacity: int = 96, **others: Any) -> TreeKVCache:
-    settings = {
-        **OPTIONS,
-        "page_size": 8,
-        "index_dim": WIDTH,
-        "dtype": torch.float32,
-        "device": device,
-        **others,
-    }
-    return TreeKVCache(batch, 2, 8, capacity, **settings)
+def make(
+    device: str = "cpu", batch: int = 2, capacity: int = 96, head_dim: int = 8, **others: Any
+) -> TreeKVCache:
+    own = {"page_size": 8, "index_dim": WIDTH, "dtype": torch.float32, "device": device}
+    return TreeKVCache(batch, 2, head_dim, capacity, **OPTIONS | own | others)
 
 
 def row_dtype(cache: TreeKVCache) -> torch.dtype:
@@ -304,22 +299,7 @@ def test_keys_that_are_no_numbers_count_as_the_least(dtype: torch.dtype, device:
 @pytest.mark.parametrize("leaf_bits", [8, 4])
 def test_packed_tokens(leaf_bits: int, device: str) -> None:
     """Lists do not depend on the bits of tokens, nor do those of an index."""
-    sizes: dict[str, Any] = {"top_k": 3, "compression_rate": 4, "max_top_nodes": 12, "page_size": 8}
-    kinds = [
-        TreeKVCache(
-            2,
-            2,
-            64,
-            96,
-            index_dim=WIDTH,
-            dtype=torch.float32,
-            device=device,
-            leaf_bits=bits,
-            selection_stride=4,
-            **sizes,
-        )
-        for bits in (leaf_bits, None)
-    ]
+    kinds = [make(device, selection_stride=4, head_dim=64, leaf_bits=bits) for bits in (leaf_bits, None)]
     rows, index = tokens(kinds[0], 90)
     packed, plain = (served(cache, rows, index, [77, 1, 1, 11]) for cache in kinds)
     assert torch.equal(kinds[0].ring.lists, kinds[1].ring.lists)
@@ -647,68 +627,13 @@ def test_a_cache_on_meta() -> None:
     assert cache.decode(q, k, v, index=(query, query)).shape == (2, 3, 4, 8)  # type: ignore[union-attr]
 
 
-# ---- the module
-
-
-@pytest.mark.parametrize("positions", ["own", "compact"])
-@pytest.mark.parametrize("stride", [1, 4])
-def test_a_layer_decodes_what_it_computes_at_once(device: str, stride: int, positions: Any) -> None:
-    torch.manual_seed(0)
-    layer = HTreeAttention(
-        64,
-        4,
-        2,
-        index_dim=16,
-        selection_span=None,
-        selection_stride=stride,
-        positions=positions,
-        device=device,
-        **OPTIONS,
-    )
-    x = torch.randn(2, 60, 64, device=device)
-    made = layer.make_cache(2, 60)
-    assert (made.index_dim, made.index_dtype) == (16, torch.bfloat16)
-    sizes = {"index_dim": 16, "dtype": torch.float32, "device": device}
-    exact = TreeKVCache(2, 2, 16, 60, options=made.options, index_dtype=torch.float32, **sizes)  # type: ignore[arg-type]
-    with torch.no_grad():
-        wanted = layer(x)
-        found, rounded = (
-            torch.cat([layer(part, cache=cache) for part in x.split((33, 1, 1, 24, 1), dim=1)], dim=1)
-            for cache in (exact, made)
-        )
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    # An index that is rounded to bf16 chooses otherwise now and then, but not where every token is seen.
-    torch.testing.assert_close(rounded[:, :12], wanted[:, :12], atol=1e-4, rtol=1e-4)
-    same = torch.isclose(rounded, wanted, atol=1e-3, rtol=1e-3).all(-1)
-    assert same.float().mean() > 0.8
-    without = HTreeAttention(
-        64,
-        4,
-        2,
-        index_dim=0,
-        selection_span=None,
-        selection_stride=stride,
-        positions=positions,
-        device=device,
-        **OPTIONS,
-    )
-    with pytest.raises(ValueError, match="cache must have the index_dim of the layer = 16, got 0"):
-        layer(x, cache=without.make_cache(2, 60))
-    with pytest.raises(ValueError, match="cache must have the index_dim of the layer = 0, got 16"):
-        without(x, cache=made)
-    assert made.host_lengths() == [60, 60]
-
-
 # ---- a GPU's kernels
-
-
-SERVED: dict[str, Any] = {"compression_rate": 16, "top_k": 8, "max_top_nodes": 128, "page_size": 256}
 
 
 def served_cache(batch: int, capacity: int, **others: Any) -> TreeKVCache:
     """One of the sizes that Hopper's decode kernel takes."""
-    options = {**SERVED, "index_dim": 32, "dtype": torch.bfloat16, "device": "cuda", **others}
-    return TreeKVCache(batch, 2, 64, capacity, **options)
+    sizes = {"compression_rate": 16, "top_k": 8, "max_top_nodes": 128, "page_size": 256, "index_dim": 32}
+    return make("cuda", batch, capacity, 64, dtype=torch.bfloat16, **sizes | others)
 
 
 @pytest.mark.gpu
@@ -724,13 +649,8 @@ def test_decode_kernels_take_the_lists_of_an_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three layers; steps of one row and of several, beside the general kernels and the whole sequence."""
-    options = {
-        "selection_stride": stride,
-        "index_heads": index_heads,
-        "index_dtype": index_dtype,
-        "leaf_bits": leaf_bits,
-    }
-    cache, general = (served_cache(2, 6144, **options) for _ in range(2))
+    options = {"selection_stride": stride, "index_heads": index_heads, "index_dtype": index_dtype}
+    cache, general = (served_cache(2, 6144, leaf_bits=leaf_bits, **options) for _ in range(2))
     rows, index = tokens(cache, 5000, heads=8)
     parts = [4900, 1, 1, 7, 1, 64, 1, 25]
     found = served(cache, rows, index, parts)

@@ -78,18 +78,40 @@ def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> N
             torch.testing.assert_close(torch.cat(parts, dim=1), layer(x), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float8_e4m3fn, None], ids=str)
-def test_the_cache_of_a_layer_with_an_index(kind: torch.dtype | None, device: str) -> None:
-    layer = HTreeAttention(32, 2, 1, device=device, index_dim=16, selection_span=None, **OPTIONS)
-    x = torch.randn(2, 30, 32, device=device)
-    cache = layer.make_cache(2, 30, index_dtype=kind)
-    assert cache.index_dtype == (kind or torch.bfloat16)
+@pytest.mark.parametrize("positions", ["own", "compact"])
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_layer_with_an_index_decodes_what_it_computes_at_once(
+    device: str, stride: int, positions: str
+) -> None:
+    sizes: dict[str, Any] = {"embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "device": device}
+    options: dict[str, Any] = {"selection_span": None, "selection_stride": stride, "positions": positions}
+    torch.manual_seed(0)
+    layer = HTreeAttention(**sizes, index_dim=16, **options, **OPTIONS)
+    x = torch.randn(2, 60, 64, device=device)
+    made = layer.make_cache(2, 60)
+    assert (made.index_dim, made.index_dtype) == (16, torch.bfloat16)
+    exact, coded = (
+        layer.make_cache(2, 60, index_dtype=dtype) for dtype in (torch.float32, torch.float8_e4m3fn)
+    )
+    assert (exact.index_dtype, coded.index_dtype) == (torch.float32, torch.float8_e4m3fn)
     with torch.no_grad():
-        found, wanted = served(layer, x, cache), layer(x)
-    # The first M tokens open everything.
-    torch.testing.assert_close(found[:, :12], wanted[:, :12], atol=1e-4, rtol=1e-4)
-    if kind == torch.float32:
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        wanted = layer(x)
+        found, rounded, of_codes = (
+            torch.cat([layer(part, cache=cache) for part in x.split((33, 1, 1, 24, 1), dim=1)], dim=1)
+            for cache in (exact, made, coded)
+        )
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    # An index that is rounded chooses otherwise now and then, but not where every token is seen.
+    for near in (rounded, of_codes):
+        torch.testing.assert_close(near[:, :12], wanted[:, :12], atol=1e-4, rtol=1e-4)
+    same = torch.isclose(rounded, wanted, atol=1e-3, rtol=1e-3).all(-1)
+    assert same.float().mean() > 0.8
+    without = HTreeAttention(**sizes, index_dim=0, **options, **OPTIONS)
+    with pytest.raises(ValueError, match="cache must have the index_dim of the layer = 16, got 0"):
+        layer(x, cache=without.make_cache(2, 60))
+    with pytest.raises(ValueError, match="cache must have the index_dim of the layer = 0, got 16"):
+        without(x, cache=made)
+    assert made.host_lengths() == [60, 60]
 
 
 def test_without_a_cache_the_message_says_what_to_do() -> None:
