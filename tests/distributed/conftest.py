@@ -1,14 +1,26 @@
-"""The ranks of all tests on GPUs, which begin once: each start makes a context on every GPU and NCCL's channels."""
+"""The ranks of tests. Those on GPUs begin once: each start makes a context on every GPU and NCCL's channels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from process_pool import Pool
+from process_pool import Pool, started
 
 _STARTED: list[Pool] = []
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    """Four processes on the CPU: groups of 4, 2 and 1."""
+    yield from started(4)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    yield from started(2)
 
 
 @pytest.fixture

@@ -89,12 +89,6 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Four processes on the CPU: groups of 4, 2 and 1."""
-    yield from started(4)
-
-
-@pytest.fixture(scope="module")
 def three() -> Iterator[Pool]:
     """Three processes on the CPU."""
     yield from started(3)

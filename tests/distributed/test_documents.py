@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import documents_on_ranks
@@ -11,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from process_pool import Pool, started
+from process_pool import Pool
 
 from htree_ops.distributed.collectives import parts_of, parts_per_rank
 from htree_ops.distributed.documents import Piece, Share, Whole, share_of
@@ -40,12 +39,6 @@ CASES: dict[str, tuple[documents_on_ranks.Sizes, list[int], dict[str, Any]]] = {
     ),
     "frequencies": ((128, 2, 1, 4, 4), [0, 70, 100], SMALL | {"inv_freq": [0.7, 0.0]}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Four processes on the CPU: groups of 4, 2 and 1."""
-    yield from started(4)
 
 
 # ---- who works on what

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import fsdp_start_on_ranks
 import pytest
 import torch
-from process_pool import Pool, started
+from process_pool import Pool
 
 from tests.support.module_makers import NAMED
 
 #: Parameters whose draws DTensor and FSDP1 spread over the ranks in ways of their own.
 DRAWN = ("bias", "gate_weight", "up_weight", "proj.weight")
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    yield from started(2)
 
 
 @pytest.mark.parametrize("way", ["FSDP2", "FSDP1"])

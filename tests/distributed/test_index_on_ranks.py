@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import index_on_ranks
 import pytest
-from process_pool import Pool, started
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    yield from started(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    yield from started(4)
+from process_pool import Pool
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -54,33 +42,33 @@ def assert_near(found: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("balance", ["zigzag", "striped", "contiguous", "work"])
-def test_shared_tokens_learn_as_one_process(balance: str, packed: bool, four: Pool) -> None:
+def test_shared_tokens_learn_as_one_process(balance: str, packed: bool, ranks: Pool) -> None:
     """Seven positions on four ranks: shares of two sizes."""
-    for found in four.run(index_on_ranks.shared_tokens, 4, balance, packed):
+    for found in ranks.run(index_on_ranks.shared_tokens, 4, balance, packed):
         assert_near(found)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(1, 5), (2, 500), (4, 2)])
-def test_shares_of_any_number_of_positions(size: int, rows: int, four: Pool) -> None:
+def test_shares_of_any_number_of_positions(size: int, rows: int, ranks: Pool) -> None:
     """Many that are drawn several times, and fewer than ranks."""
-    for found in four.run(index_on_ranks.shared_tokens, size, "zigzag", False, False, rows):
+    for found in ranks.run(index_on_ranks.shared_tokens, size, "zigzag", False, False, rows):
         assert_near(found)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_shared_tokens_learn_under_checkpoints(packed: bool, four: Pool) -> None:
-    for found in four.run(index_on_ranks.shared_tokens, 2, "zigzag", packed, True):
+def test_shared_tokens_learn_under_checkpoints(packed: bool, ranks: Pool) -> None:
+    for found in ranks.run(index_on_ranks.shared_tokens, 2, "zigzag", packed, True):
         assert_near(found)
 
 
-def test_the_positions_of_the_first_rank_count(four: Pool) -> None:
-    first, *others = four.run(index_on_ranks.other_seeds, 4)
+def test_the_positions_of_the_first_rank_count(ranks: Pool) -> None:
+    first, *others = ranks.run(index_on_ranks.other_seeds, 4)
     assert others == [first] * 3
 
 
 @pytest.mark.parametrize("had", [False, True])
-def test_an_index_is_fitted_on_shared_tokens(had: bool, four: Pool) -> None:
-    for found in four.run(index_on_ranks.shared_fit, 2, had):
+def test_an_index_is_fitted_on_shared_tokens(had: bool, ranks: Pool) -> None:
+    for found in ranks.run(index_on_ranks.shared_fit, 2, had):
         assert found["count"] == 4
         assert found["nats"] < 1e-5, found
         assert found["weights"] < 1e-4, found
@@ -97,11 +85,11 @@ def test_shared_tokens_learn_on_gpus(packed: bool, gpus: Pool) -> None:
         assert found["gradients"] < 1e-2, found
 
 
-def test_shared_documents_without_positions_have_no_loss(four: Pool) -> None:
-    assert four.run(index_on_ranks.nothing_to_learn, 2) == [[0.0, 0.0]] * 4
+def test_shared_documents_without_positions_have_no_loss(ranks: Pool) -> None:
+    assert ranks.run(index_on_ranks.nothing_to_learn, 2) == [[0.0, 0.0]] * 4
 
 
-def test_compiled_code_has_the_losses_of_shared_tokens(four: Pool) -> None:
-    for of_loss, of_gradients in four.run(index_on_ranks.compiled_losses, 4):
+def test_compiled_code_has_the_losses_of_shared_tokens(ranks: Pool) -> None:
+    for of_loss, of_gradients in ranks.run(index_on_ranks.compiled_losses, 4):
         assert of_loss < 1e-5
         assert of_gradients < 1e-4

@@ -31,16 +31,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    yield from started(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    yield from started(4)
-
-
-@pytest.fixture(scope="module")
 def alone() -> Iterator[Pool]:
     yield from started(1)
 
@@ -75,22 +65,22 @@ def test_the_losses_are_those_of_one_process(
     "ways", [("data", "context"), ("data", "tensor"), ("context", "tensor")], ids="-".join
 )
 def test_the_losses_on_meshes_of_two_dimensions(
-    ways: tuple[str, str], text: Path, four: Pool, reference: list[float], tmp_path: Path
+    ways: tuple[str, str], text: Path, ranks: Pool, reference: list[float], tmp_path: Path
 ) -> None:
     mesh = [word for way in ways for word in (f"--{way}-parallel", "2")]
-    for found in four.run(training_on_ranks.train, flags(text, tmp_path, *mesh)):
+    for found in ranks.run(training_on_ranks.train, flags(text, tmp_path, *mesh)):
         assert found["status"] == 0
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
 @pytest.mark.parametrize("ways", [("context",), ("tensor",), ("context", "tensor")], ids="-".join)
 def test_an_index_learns_on_a_mesh(
-    ways: tuple[str, ...], text: Path, alone: Pool, pair: Pool, four: Pool, tmp_path: Path
+    ways: tuple[str, ...], text: Path, alone: Pool, pair: Pool, ranks: Pool, tmp_path: Path
 ) -> None:
     """In four steps at the positions of one process; what it has learned decides what the validation reads."""
     mesh = [word for way in ways for word in (f"--{way}-parallel", "2")]
     found = []
-    for pool, more in ((alone, []), (four if len(ways) > 1 else pair, mesh)):
+    for pool, more in ((alone, []), (ranks if len(ways) > 1 else pair, mesh)):
         many = [*flags(text, tmp_path / str(len(found)), *more), "--dim", "64", "--steps", "4"]
         found.append(pool.run(training_on_ranks.train, many)[0])
         assert (found[-1]["status"], found[-1]["settings"]["index_dim"]) == (0, 16)
