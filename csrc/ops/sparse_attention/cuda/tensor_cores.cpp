@@ -109,8 +109,8 @@ void attend(const ListedCall& c, const AttendParams& params) {
 // The gradients of a call, chunk after chunk. dK and dV are sums in fp32 over all chunks.
 class ListedGradients {
  public:
-  ListedGradients(const ListedCall& call, const SparseCall& of, const SparseResults& results,
-                  const Tensor& dout, const Tensor& dlse, const SparseGradients& gradients)
+  ListedGradients(const ListedCall& call, const SparseResults& results, const Tensor& dout,
+                  const Tensor& dlse, const SparseGradients& gradients)
       : c_(call), p_(call.tree.problem), query_gradient_(std::get<0>(gradients)) {
     const auto& [dq, dk, dv, dsinks] = gradients;
     Workspace sizes;
@@ -357,7 +357,7 @@ void sparse_backward_tensor_cores(const SparseCall& call, const SparseResults& r
                                   const Tensor& dlse, const SparseGradients& gradients, cudaStream_t stream) {
   const ListedCall c(
       call, choose_sparse_backward(listed_problem_of(call), current_device_facts(), gather_choice()), stream);
-  ListedGradients sums(c, call, results, dout, dlse, gradients);
+  ListedGradients sums(c, results, dout, dlse, gradients);
   c.for_each_chunk([&](const Chunk& chunk) { sums.add(chunk); });
   sums.finish(std::get<1>(gradients), std::get<2>(gradients));
 }
