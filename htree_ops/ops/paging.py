@@ -198,14 +198,15 @@ class Pages:
         return Change(rows)
 
     def cut(self, lengths: Sequence[int], kept: Sequence[int]) -> Change:
-        """PagedCache of ``lengths[b]`` tokens become their first ``kept[b]``; pages that are open then are their own.
+        """Sequences of ``lengths[b]`` tokens become their first ``kept[b]``; pages that are open then are their own.
 
-        The last user of a page keeps it, so that no page is copied that this step makes free.
+        Where that is -1, a sequence stays as it is; where it is 0, it gives back reserved pages too. The last user of a
+        page keeps it, so that no page is copied that this step makes free.
         """
         rows: dict[int, list[int]] = {}
         left = Counter[int]()  # how many users a page loses
         for b, keep in enumerate(kept):
-            if keep < lengths[b]:
+            if 0 <= keep < lengths[b] or (keep == 0 and not self.is_whole):
                 count = self.pages_for(keep)
                 rows[b] = list(self.rows[b])
                 for i in range(count, self.shared(b) if self.is_whole else len(rows[b])):

@@ -469,6 +469,24 @@ def test_an_append_that_does_not_fit_changes_nothing() -> None:
 def test_strides_limit_truncation() -> None:
     cache = make(selection_stride=4)
     for step in range(7):
+@pytest.mark.parametrize("end", ["free", "reset", "truncate"])
+def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> None:
+    cache = make(device, num_pages=5)
+    cache.reserve(9)
+    if end == "free":
+        cache.free(0)
+        assert [len(row) for row in cache.pages.rows] == [0, 2], "what others have reserved stays"
+        cache.free(1)
+    elif end == "reset":
+        cache.reset()
+    else:
+        cache.truncate(0)
+    k = rows(2, 40, 2, 0, device)
+    cache.append(k, k, lengths=[40, 0])
+    assert cache.lengths.tolist() == [40, 0]
+    cache.check()
+
+
         fill(cache, 4, seed=3 * step)
     cache.truncate([18, 13])
     assert cache.lengths.tolist() == [18, 13]

@@ -58,7 +58,8 @@ class CacheSequences(PagedCache):
         the ring of the last 4. With leaf_bits it is a multiple of compression_rate, or the tokens of the node that it
         opens are still kept as they came: those of the last page_size tokens are (docs/semantics/tree_cache.md §7.5).
         Lengths on a GPU are not read: there, and in a graph, a sequence can be cut back to the end of the pages that it
-        shares with others.
+        shares with others. Length 0 gives back the pages that :meth:`reserve` has taken, a length below the old one
+        those behind it.
 
         Raises:
             ValueError: another length or more than the sequence holds, as far as the host knows. What only the device
@@ -83,7 +84,7 @@ class CacheSequences(PagedCache):
         if wanted is not None and not left:
             held = self.host.read()
             self._check_truncation(name, wanted, held)
-            change = self.pages.cut(held, [n if m < 0 else m for n, m in zip(held, wanted, strict=True)])
+            change = self.pages.cut(held, wanted)
             self.pages.check("truncate", change)
         own_from = torch.zeros_like(self._own_from) if change is not None else self._own_from
         torch.ops.htree._tree_cache_truncate_(
@@ -111,8 +112,8 @@ class CacheSequences(PagedCache):
         """Whether only the device knows if a truncation is possible: the host would have to wait for it."""
         if self.device.type != "cuda":
             return False
-        if not any(wanted):  # nothing is left of all sequences, whatever they hold
-            return False
+        if max(wanted) == 0 and (not any(wanted) or not self.pages.is_whole):
+            return False  # nothing is left of all sequences, whatever they hold, or pages go back to the pool
         own = [-1 if cut else m for m, cut in zip(wanted, self._cuts_shared_pages(wanted), strict=True)]
         if not self.host.exact:
             return own == wanted or any(m >= 0 for m in own)
