@@ -500,6 +500,24 @@ def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> Non
 def test_a_leader_that_was_never_attended_is_reported() -> None:
     cache = make(selection_stride=4)
     cache.append(rows(2, 6, 2, 0), rows(2, 6, 2, 1))
+@pytest.mark.parametrize("length", [-5, 999])
+def test_lengths_that_somebody_has_broken_are_mended(length: int, device: str) -> None:
+    cache, other = make(device, num_pages=8), make(device, num_pages=8)
+    for x in (cache, other):
+        fill(x, 9)
+    cache.lengths[0] = length
+    mended = min(max(length, 0), 16)  # it has two pages
+    with pytest.raises(
+        ValueError, match=rf"check: lengths .* got \[{length}, 9\]: they are \[{mended}, 9\] now"
+    ):
+        cache.check()
+    assert cache.lengths.tolist() == cache.host_lengths() == [mended, 9]
+    cache.check()
+    for x in (cache, other):
+        x.free(0)
+    assert torch.equal(fill(cache, 3), fill(other, 3))
+
+
     out = cache.attend(rows(2, 1, 4, 2))
     assert isinstance(out, Tensor)
     assert bool(out.isnan().all())
@@ -560,8 +578,15 @@ def test_calls_are_checked() -> None:
         cache.reorder_([0, 2])
     with pytest.raises(ValueError, match="tokens must be 2 integers"):
         cache.advance([1])
-    with pytest.raises(ValueError, match=r"hold \[0, 0\] tokens; \[41, 0\] more exceed the capacity of 40"):
-        cache.advance([41, 0])
+    fill(cache, 9)
+    for tokens in ([32, 0], [0, -10]):
+        message = rf"must leave each sequence between 0 and capacity = 40, got {re.escape(str(tokens))} beside \[9, 9\]"
+        with pytest.raises(ValueError, match=message):
+            cache.advance(tokens)
+    with pytest.raises(TypeError, match=r"TreeKVCache\.advance: tokens must be an int, got float"):
+        cache.advance(1.0)  # type: ignore[arg-type]
+    assert cache.host_lengths() == [9, 9]
+    cache.check()
     with pytest.raises(ValueError, match="target must be between 0 and 1"):
         cache.fork(0, 2)
     with pytest.raises(ValueError, match="layer must be between"):
@@ -597,6 +622,9 @@ def test_heads_are_checked_before_the_lists(device: str) -> None:
         ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \[2, 1, 3"
     ):
         cache.attend(rows(2, 1, 3, 2, device))
+    for numbers in ([-2, 3], torch.tensor([-2, 3])):
+        with pytest.raises(ValueError, match=r"TreeKVCache\.truncate: lengths must be .* -1.*, got .*-2"):
+            cache.truncate(numbers)
     cache.check()
 
 

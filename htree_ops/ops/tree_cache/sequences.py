@@ -71,6 +71,8 @@ class CacheSequences(PagedCache):
             lengths = [lengths] * self.batch
         request = integers(name, "lengths", lengths, self.batch, self.device)
         wanted = None if is_recorded(self.device) else read_counts(lengths)
+        if wanted is not None and min(wanted) < -1:
+            raise ValueError(f"{name}: lengths must be at least -1, got {wanted}")
         left = wanted is None or self._is_left_to_the_device(wanted)
         if wanted is not None and left:
             # A cut into pages that others share takes new pages, which is the host's to do: after the device's part.
@@ -225,13 +227,22 @@ class CacheSequences(PagedCache):
 
         Raises:
             ValueError: an error was recorded; the message names the sequences. Or the host has counted other lengths,
-                because :meth:`advance` was not called after each replay of a graph; it takes those of the device.
+                because :meth:`advance` was not called after each replay of a graph; it takes those of the device. Or
+                ``lengths`` was written to, and has a number below 0 or beyond the pages of its sequence; it becomes the
+                nearest one that is possible.
             DeviceError: the cache is on the device meta, which records none.
         """
         check_data(f"{OP}.check", "cache", self._errors)
         found, lengths = self._errors.tolist(), self.lengths.tolist()
         counted = self.host.read()
-        self.host.set(lengths)
+        possible = [min(max(n, 0), self.pages.tokens(b)) for b, n in enumerate(lengths)]
+        self.host.set(possible)
+        if possible != lengths:
+            self.lengths.copy_(on_device(possible, self.device))
+            raise ValueError(
+                f"{OP}.check: lengths on the device must lie between 0 and what the pages of each sequence hold, got "
+                f"{lengths}: they are {possible} now"
+            )
         if any(found):
             self._errors.zero_()
             raise ValueError(f"{OP}.check: {in_words(found)}")
@@ -249,30 +260,32 @@ class CacheSequences(PagedCache):
         Call it after every replay: what the host does with pages, lengths and prompts follows from its count.
 
         Args:
-            tokens: what each sequence got and kept, or one number for all; None where only the device knows, so that
-                the host reads the lengths when it needs them.
+            tokens: what each sequence got and kept, or one number for all, below 0 where more was taken back; None
+                where only the device knows, so that the host reads the lengths when it needs them.
 
         Raises:
-            ValueError: more tokens than the capacity.
+            TypeError: tokens are no ints. ValueError: another number of them; more tokens than the capacity or than
+                were there to be taken back, as far as the host knows the lengths. Nothing has changed.
         """
         name = f"{OP}.advance"
         self.prompts.drop(None)
+        if tokens is not None:
+            counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * self.batch
+            for count in counts:
+                check_int(name, "tokens", count, -self.capacity)
+            if len(counts) != self.batch:
+                raise ValueError(f"{name}: tokens must be {self.batch} integers, got {len(counts)}")
+            most = self.host.most or [self.capacity] * self.batch
+            after = [n + count for n, count in zip(most, counts, strict=True)]
+            if min(after) < 0 or (self.host.exact and max(after) > self.capacity):
+                raise ValueError(
+                    f"{name}: tokens must leave each sequence between 0 and capacity = {self.capacity}, got {counts} "
+                    f"beside {most}"
+                )
         if tokens is None:
             self.host.lose()
-            return
-        counts = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
-        for count in counts:
-            check_int(name, "tokens", count, -self.capacity)
-        if len(counts) != self.batch:
-            raise ValueError(f"{name}: tokens must be {self.batch} integers, got {len(counts)}")
-        if self.host.exact and any(
-            n + x > self.capacity for n, x in zip(self.host.read(), counts, strict=True)
-        ):
-            raise ValueError(
-                f"{name}: the sequences hold {self.host.read()} tokens; {counts} more exceed the capacity of "
-                f"{self.capacity}"
-            )
-        self.host.grow(counts, self.capacity, exact=True)
+        else:
+            self.host.grow(counts, self.capacity, exact=True)
 
     def _take_pages(self, name: str, counts: list[int] | None, n: int) -> None:
         """Takes the pages of an append as far as the host knows what they are; the device looks at its own lengths."""
