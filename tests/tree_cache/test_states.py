@@ -120,6 +120,22 @@ def test_a_grown_cache_serves_to_its_own_end(kind: str, device: str) -> None:
     assert same(step(cache, 9, 77), step(alone, 9, 77))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_hold_nothing_are_zeros(kind: str, device: str) -> None:
+    """A state follows from the tokens alone, whatever the memory and former sequences have left."""
+    with poisoned_memory():
+        new, used = (make(device, 300, **KINDS[kind], page_size=12) for _ in range(2))
+        step(used, 70, 9)
+        used.reset()
+        for cache in (new, used):
+            fill(cache, 90)
+            cache.truncate([84, -1, -1])
+        ours, theirs = (renumbered(cache.state_dict()) for cache in (new, used))
+    for name, x in ours.items():
+        assert torch.equal(x, theirs[name]), name
+    assert not torch.equal(ours["keys"], torch.zeros_like(ours["keys"]))
+
+
 def test_a_truncated_state_grows(device: str) -> None:
     """Leaders that were taken back have no lists, in the larger cache neither."""
     cache, alone = (make(device, n, selection_stride=4) for n in (64, 640))

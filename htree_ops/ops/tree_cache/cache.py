@@ -585,18 +585,20 @@ class TreeKVCache(CacheSequences):
     # ---- states
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything the cache holds, as copies; pages that nobody uses are left out."""
+        """Everything the cache holds, as copies: pages that are in use, with zeros in rows that hold nothing."""
         check_data(f"{OP}.state_dict", "cache", self.lengths)
         return self._state_of(self._used_rows())
 
     def _state_of(self, rows: list[list[int]]) -> dict[str, Tensor]:
         """The state with these pages of the sequences alone."""
-        pages = sorted({page for row in rows for page in row})
+        begins = {page: i * self.page_size for row in rows for i, page in enumerate(row)}
+        stops = {page: n for row, n in zip(rows, self.host.read(), strict=True) for page in row}
+        pages, tokens = sorted(begins), [(begins[page], stops[page]) for page in sorted(begins)]
         return {
-            **self.pools.state_of(torch.tensor(pages, dtype=torch.int64, device=self.device)),
+            **self.pools.state_of(pages, tokens, self.lengths),
             "block_table": torch.tensor(self.pages.table_of(rows), dtype=torch.int32, device=self.device),
             "lengths": self.lengths.clone(),
-            "lists": self.ring.lists.clone(),
+            "lists": self.ring.lists.masked_fill((self.ring.list_pos < 0)[..., None, None, None], -1),
             "list_pos": self.ring.list_pos.clone(),
             **options_as_tensors(self.options, self.page_size, self.leaf_bits),
         }

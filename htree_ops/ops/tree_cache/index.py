@@ -76,7 +76,7 @@ class IndexPages:
         )
         self.row_dtype = torch.bfloat16 if coded else dtype
 
-    def tensors(self) -> dict[str, Tensor]:
+    def paged(self) -> dict[str, Tensor]:
         """All of them, by their entry in a state."""
         return {INDEX_KEYS: self.keys} | ({} if self.scales is None else {INDEX_SCALES: self.scales})
 

@@ -92,6 +92,16 @@ class PackedLeaves:
         """Those in pages by name, as ``tree_cache_attention`` takes them."""
         return {name: getattr(self, name) for name in self.PAGED}
 
+    def tails(self, lengths: Tensor) -> dict[str, Tensor]:
+        """What sequences of these lengths have beside pages, by name, as copies; rows that hold nothing are 0."""
+        row = torch.arange(self.k_tail.shape[2], dtype=torch.int32, device=lengths.device)
+        begin, stop = self.tail_begin[:, None], lengths[:, None]
+        empty = (row - begin) % len(row) >= stop - begin  # [B, P]
+        tails = {
+            name: getattr(self, name).masked_fill(empty[:, None, :, None], 0) for name in ("k_tail", "v_tail")
+        }
+        return tails | {"tail_begin": self.tail_begin.clone()}
+
     def page_bytes(self) -> int:
         """Bytes of a page."""
         return sum(x[0].nbytes for x in self.paged().values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class Pools:
             None if leaf_bits is None else PackedLeaves(leaf_bits, batch, of_pages, widths, dtype, device)
         )
         self.written = [] if self.leaves is None else list(self.leaves.tensors().values())
-        self.index_pool = [] if index is None else list(index.tensors().values())
+        self.index_pool = [] if index is None else list(index.paged().values())
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
@@ -138,16 +137,46 @@ class Pools:
 
     # ---- states
 
-    def state_of(self, pages: Tensor) -> dict[str, Tensor]:
-        """What a state has of these pages, as copies, and its tails."""
-        state = {"pages": pages.int(), "keys": self.keys[pages], "values": self.values[pages]}
-        if self.index is not None:
-            state |= {name: x[pages] for name, x in self.index.tensors().items()}
-        if self.leaves is None:
-            return state
-        paged: dict[str, Any] = {name: x[pages] for name, x in self.leaves.paged().items()}
-        tails = {name: getattr(self.leaves, name).clone() for name in PackedLeaves.OF_SEQUENCES}
-        return state | paged | tails
+    def state_of(
+        self, pages: Sequence[int], tokens: Sequence[tuple[int, int]], lengths: Tensor
+    ) -> dict[str, Tensor]:
+        """What a state has of these pages, as copies, and its tails; rows that hold nothing are 0.
+
+        Args:
+            tokens: for each page its first token, and how many a sequence has that uses it. lengths: of the sequences.
+        """
+        device = self.keys.device
+        numbers = torch.tensor(pages, dtype=torch.int64, device=device)
+        begin, stop = torch.tensor(tokens, dtype=torch.int64, device=device).view(len(pages), 2, 1).unbind(1)
+        of_tokens, of_values, of_keys = self._written(begin, stop)
+        state = {"pages": numbers.int()}
+        paged = [("keys", self.keys, of_keys), ("values", self.values, of_values)]
+        for part in (self.index, self.leaves):
+            if part is not None:
+                paged += [(name, x, of_tokens) for name, x in part.paged().items()]
+        for name, x, written in paged:
+            empty = ~written[:, None]  # [n, 1, rows]
+            state[name] = x[numbers].masked_fill_(empty if x.dim() == 3 else empty[..., None], 0)
+        return state if self.leaves is None else state | self.leaves.tails(lengths)
+
+    def _written(self, begin: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether each row of pages holds something, [n, rows] each: of tokens, of values and of keys (§7.1).
+
+        Args:
+            begin, stop: [n, 1], the first token of each page, and the tokens of a sequence that uses it.
+        """
+        size, options = self.sizes.page_size, self.sizes.options
+        rate, span = options.compression_rate, options.selection_span
+        stop = stop.minimum(begin + size)
+
+        def rows(tokens: int) -> Tensor:
+            """Of the units of so many tokens."""
+            row = torch.arange(-(-size // tokens), device=begin.device)
+            return begin // tokens + row < stop // tokens
+
+        layers = [rows(rate**layer) for layer in range(self.layers)]
+        values = torch.cat([layers[0][:, :0], *layers[self.sizes.packed :]], dim=1)
+        return layers[0], values, torch.cat([values, rows(span)], dim=1) if span else values
 
     def load(self, state: Mapping[str, Tensor], pages: Tensor) -> None:
         """Takes what a state has in pages, and its tails; of the layers those that both have."""
@@ -159,7 +188,7 @@ class Pools:
         self.values[pages, :, :both] = values[:, :, :both]
         self.keys[pages, :, ours:] = keys[:, :, theirs:]  # span means
         if self.index is not None:
-            for name, x in self.index.tensors().items():
+            for name, x in self.index.paged().items():
                 x[pages] = state[name].to(device)
         if self.leaves is not None:
             for name, tensor in self.leaves.tensors().items():
