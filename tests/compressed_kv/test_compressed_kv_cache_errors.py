@@ -182,6 +182,38 @@ def test_sparse_tokens_do_not_settle_the_cache(name: str) -> None:
     ):
         message = rf"CompressedKVCache\.{method}: {name} must be a dense tensor, got layout torch\.sparse_coo"
         with pytest.raises(TypeError, match=message):
+def test_a_token_behind_a_full_window_is_not_counted(device: str) -> None:
+    cache = make(device)
+    k, v = tokens(device, 22)
+    cache.append(k[:, :21], v[:, :21])
+    before = copy.deepcopy(cache)
+    cache.win_len += 1  # what a graph does that is replayed before settle()
+    with pytest.raises(ValueError, match=r"advance: the window is full; settle\(\)"):
+        cache.advance()
+    assert_same_content(cache, before)
+    assert cache.lengths.tolist() == cache.host_lengths() == [21] * BATCH
+    cache.settle()
+    cache.write_token(k[:, 21:], v[:, 21:])
+    cache.advance()
+    whole = make(device)
+    whole.prefill(k, v)
+    assert_same_content(cache, whole)
+
+
+def test_a_token_that_fills_the_window_waits_for_a_page(device: str) -> None:
+    k, v = tokens(device, 21)
+    cache, whole = (make(device, page_size=16, num_pages=pages) for pages in (2, None))
+    cache.append(k[:, :20], v[:, :20])
+    cache.write_token(k[:, 20:], v[:, 20:])
+    with pytest.raises(OutOfPagesError, match=r"CompressedKVCache\.advance: 1 more pages of 16 tokens"):
+        cache.advance()
+    assert cache.lengths.tolist() == cache.host_lengths() == [21] * BATCH
+    cache.free(2)
+    cache.settle()
+    whole.prefill(k, v, [21, 21, 0])
+    assert_same_content(cache, whole)
+
+
             call(new["k"], new["v"])
     assert_same_content(cache, before)
     assert cache.compressed_lengths == before.compressed_lengths

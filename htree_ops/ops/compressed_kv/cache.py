@@ -395,6 +395,12 @@ class CompressedKVCache(CompressedSequences):
         out, lse = (take_rows(torch.cat(parts, dim=1), places) for parts in (outs, lses))
         return hide_rows(out, lse, counts)
 
+    def _check_token(self, name: str) -> None:
+        """Raises ValueError unless every sequence has space for a token that no chunk is compressed for."""
+        self._check_capacity(name, [n + 1 for n in self.host_lengths()])
+        if any(n == self._limit(b) for b, n in enumerate(self._dense)):
+            raise ValueError(f"{OP}.{name}: the window is full; settle() compresses its oldest chunk")
+
     @torch.no_grad()
     def write_token(self, k: Tensor, v: Tensor) -> None:
         """The part of :meth:`append` for one token that runs on the device alone, for CUDA graphs and torch.compile.
@@ -414,11 +420,7 @@ class CompressedKVCache(CompressedSequences):
         wanted = (k.shape[0], 1, *k.shape[2:])
         check_shape(f"{OP}.write_token", "k", k, wanted, f"one token {list(wanted)}")
         if not torch.compiler.is_compiling():  # a graph is not to depend on the counts of its trace
-            self._check_capacity("write_token", [n + 1 for n in self.host_lengths()])
-            if any(n == self._limit(b) for b, n in enumerate(self._dense)):
-                raise ValueError(
-                    f"{OP}.write_token: the window is full; settle() compresses its oldest chunk"
-                )
+            self._check_token("write_token")
         self._dense_rows.put_at(self._stored(k.transpose(1, 2)), v.transpose(1, 2), self.win_len)
         # What depends on no argument torch.export would do at once, to the cache itself.
         one = k.new_ones((), dtype=torch.int32) if torch.compiler.is_compiling() else 1
@@ -428,18 +430,19 @@ class CompressedKVCache(CompressedSequences):
         """Counts one token that :meth:`write_token` wrote, and compresses a full window.
 
         Raises:
-            ValueError: the token was one more than the capacity; it is forgotten.
-            OutOfPagesError: pages are lacking.
+            ValueError: the token was one more than the capacity, or a window was full before it, for want of
+                :meth:`settle`. It is forgotten.
+            OutOfPagesError: pages are lacking. The token is counted: free a sequence, then :meth:`settle`.
         """
         self._refuse_graph("advance")
         try:
-            self._check_capacity("advance", [n + 1 for n in self.host_lengths()])
+            self._check_token("advance")
         except ValueError:
             self._count(self._compressed, self._dense)  # the device counted it already
             raise
         self._dense = [n + 1 for n in self._dense]
         self._dense_rows.grown(self._dense)
-        self.settle()
+        self._settle(range(self.batch), "advance")
 
     def settle(self) -> None:
         """Compresses the oldest chunk of every window that is full.
@@ -451,12 +454,12 @@ class CompressedKVCache(CompressedSequences):
         self._settle(range(self.batch))
 
     @torch.no_grad()
-    def _settle(self, sequences: Sequence[int]) -> None:
+    def _settle(self, sequences: Sequence[int], method: str = "settle") -> None:
         full = [b for b in sequences if self._dense[b] == self._limit(b)]
         if not full:
             return
         sizes = {b: self._limit(b) - self.window for b in full}  # less than a chunk after a truncation
-        self.storage.check_pages("settle", [n + sizes.get(b, 0) for b, n in enumerate(self._compressed)])
+        self.storage.check_pages(method, [n + sizes.get(b, 0) for b, n in enumerate(self._compressed)])
         compressed, dense = list(self._compressed), list(self._dense)
         for size in sorted(set(sizes.values())):
             some = [b for b in full if sizes[b] == size]
