@@ -394,8 +394,17 @@ def test_wrong_calls() -> None:
     module(q[:, :1], k[:, :1], v[:, :1], cache=cache)
     with pytest.raises(ValueError, match="exceed the capacity of 6"):
         module(q[:, :1], k[:, :1], v[:, :1], cache=cache)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="MustafarAttention: position_ids must"):
         module(q, k, v, torch.arange(198, 203))
+    for changes, message in (
+        ({"sparsity": 0.25}, r"keep of the layer = \(32, 32\), got \(48, 48\)"),
+        ({"bits": 4}, r"bits of the layer = \(8, 8\), got \(4, 4\)"),
+        ({"window": 5}, "window of the layer = 4, got 5"),
+    ):
+        other = layer("cpu", **changes).make_cache(BATCH, 6)
+        with pytest.raises(ValueError, match=f"MustafarAttention: cache must have {message}"):
+            module(q, k, v, cache=other)
+        assert other.host_lengths() == [0] * BATCH
     places = torch.arange(5)
     wrong: tuple[tuple[Any, type[Exception], str], ...] = (
         ([0, 1, 2, 3, 4], TypeError, "must be a Tensor, got list"),

@@ -19,11 +19,12 @@ from htree_ops.ops.arguments import (
     check_option_dtype,
     check_tensors,
     option_device,
+    validate_arguments_as,
 )
 from htree_ops.ops.compressed_kv.cache import CompressedKVCache
 from htree_ops.ops.compressed_kv.checks import check_policy, pair, prompt_lengths
 from htree_ops.ops.compressed_kv.format import check_format, check_hadamard_group, num_kept
-from htree_ops.ops.tree_attention.stages import rope, rope_cache
+from htree_ops.ops.tree_attention.stages import rope_cache
 
 __all__ = ["MustafarAttention", "key_weight_from_queries"]
 
@@ -69,6 +70,12 @@ def key_weight_from_queries(
     sizes = q.detach().float().abs().masked_fill((share == 0)[..., None, None], 0.0)
     heads = torch.einsum("bshd,bs->bhd", sizes, share)
     return heads.unflatten(1, (num_kv_heads, -1)).sum(dim=2)
+
+
+@validate_arguments_as(OP, positions="position_ids")
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """:func:`htree_ops.ops.tree_attention.stages.rope` in the words of the module."""
+    return torch.ops.htree.rope(x, cos, sin, positions)
 
 
 class MustafarAttention(nn.Module):
@@ -318,6 +325,13 @@ class MustafarAttention(nn.Module):
                 actual=query.shape[0],
                 tensor_name="query",
             )
+        for name, theirs in cache.config().items():
+            ours = getattr(self, name)
+            if theirs != ours and name != "dtype":  # that of the inputs decides
+                raise ValueError(
+                    f"{OP}: cache must have {name} of the layer = {ours}, got {theirs}: make_cache of the layer makes "
+                    "one"
+                )
 
     def forward(
         self,
@@ -350,7 +364,8 @@ class MustafarAttention(nn.Module):
         Raises:
             ShapeMismatchError, UnsupportedDtypeError, DeviceError: a tensor that does not fit.
             TypeError: position_ids is not a tensor of ints, cache is of another class, or lengths are not ints.
-            ValueError: the cache is full, positions counted beyond ``max_positions``, or lengths outside 0 ... S.
+            ValueError: the cache is full, or of another format or window than that of :meth:`make_cache`; positions
+                counted beyond ``max_positions``, or lengths outside 0 ... S.
         """
         self._check_call(query, key, value, position_ids, cache)
         decoding = cache is not None and any(cache.host_lengths())
@@ -365,7 +380,7 @@ class MustafarAttention(nn.Module):
         if self.rope_base is not None:
             places = self._positions(query, cache) if position_ids is None else position_ids
             cos, sin = self.tables
-            query, key = (rope(x, cos, sin, places) for x in (query, key))
+            query, key = (_rotated(x, cos, sin, places) for x in (query, key))
         if cache is not None and decoding:
             if self.output_aware and 0 in cache.host_lengths():
                 self._weigh_new_sequences(cache, query, stops)
