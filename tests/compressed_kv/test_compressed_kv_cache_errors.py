@@ -124,6 +124,18 @@ def test_a_single_token_is_checked(device: str) -> None:
     cache = make(device)
     k, v = tokens(device, 22)
     one, other = k[:, :1], v[:, :1]
+def test_the_next_sequence_begins_without_the_weights_of_the_last(device: str) -> None:
+    cache = make(device)
+    given = 2 * torch.ones(BATCH, HEADS, WIDTH, device=device)
+    cache.key_weight = given
+    cache.free(1)
+    assert cache.key_weight is not None
+    assert cache.key_weight[:, 0, 0].tolist() == [2, 1, 2]
+    assert bool((given == 2).all()), "the tensor is the caller's"
+    cache.reset()
+    assert cache.key_weight is None
+
+
     for new, kind, message in (
         ((one[:, :, :1], other[:, :, :1]), ShapeMismatchError, r"write_token: k must be \[3, S, 4, 64\]"),
         ((one[..., :1], other[..., :1]), ShapeMismatchError, r"write_token: k must be \[3, S, 4, 64\]"),
@@ -170,18 +182,6 @@ def test_a_single_token_is_checked(device: str) -> None:
 def test_sparse_tokens_do_not_settle_the_cache(name: str) -> None:
     cache = make("cpu")
     cache.append(*tokens("cpu", 21))  # the window is full
-    new = dict(zip("kv", tokens("cpu", 1, seed=3), strict=True))
-    new[name] = new[name].to_sparse()
-    before = copy.deepcopy(cache)
-    q = normal((BATCH, 1, 8, WIDTH), torch.float16, "cpu", seed=15)
-    for method, call in (
-        ("append", cache.append),
-        ("decode", lambda k, v: cache.decode(q, k, v)),
-        ("prefill", cache.prefill),
-        ("write_token", cache.write_token),
-    ):
-        message = rf"CompressedKVCache\.{method}: {name} must be a dense tensor, got layout torch\.sparse_coo"
-        with pytest.raises(TypeError, match=message):
 def test_a_token_behind_a_full_window_is_not_counted(device: str) -> None:
     cache = make(device)
     k, v = tokens(device, 22)
@@ -214,6 +214,18 @@ def test_a_token_that_fills_the_window_waits_for_a_page(device: str) -> None:
     assert_same_content(cache, whole)
 
 
+    new = dict(zip("kv", tokens("cpu", 1, seed=3), strict=True))
+    new[name] = new[name].to_sparse()
+    before = copy.deepcopy(cache)
+    q = normal((BATCH, 1, 8, WIDTH), torch.float16, "cpu", seed=15)
+    for method, call in (
+        ("append", cache.append),
+        ("decode", lambda k, v: cache.decode(q, k, v)),
+        ("prefill", cache.prefill),
+        ("write_token", cache.write_token),
+    ):
+        message = rf"CompressedKVCache\.{method}: {name} must be a dense tensor, got layout torch\.sparse_coo"
+        with pytest.raises(TypeError, match=message):
             call(new["k"], new["v"])
     assert_same_content(cache, before)
     assert cache.compressed_lengths == before.compressed_lengths

@@ -103,7 +103,7 @@ class CompressedKVCache(CompressedSequences):
 
     Attributes:
         key_weight: [B, H_kv, D] >= 0 or None: weight of the channels for keys that are compressed from now on;
-            checked when it is set.
+            checked when it is set; a NaN keeps its channel. :meth:`free` makes it 1 for a sequence, :meth:`reset` None.
         comp_len, win_len: int32 [B] on the device: numbers of compressed and of dense tokens.
 
     Raises:
@@ -666,7 +666,9 @@ class CompressedKVCache(CompressedSequences):
         self.reset()
         rows = [
             CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
+        key_weight = self._key_weight
             for prefix in "kv"
+        self._key_weight = key_weight
         ]
         self.storage.fill(rows, compressed)
         for target, name in ((self.k_win, "k_win"), (self.v_win, "v_win")):

@@ -152,8 +152,17 @@ class CompressedSequences(PagedCache):
             self._key_weight = self._key_weight.index_select(0, places)
         self._count([self._compressed[i] for i in numbers], [self._dense[i] for i in numbers])
 
+    @torch.no_grad()
+    def free(self, sequence: int) -> None:
+        """Empties a sequence and gives back the pages that nobody else uses. Its key_weight becomes 1, the default."""
+        super().free(sequence)
+        if self._key_weight is not None:
+            self._key_weight = self._key_weight.clone()
+            self._key_weight[sequence] = 1.0
+
     def reset(self) -> None:
-        """Forgets every token; the memory stays, and pages are free again."""
+        """Forgets every token and key_weight; the memory stays, and pages are free again."""
         self.storage.clear()
         self._dense_rows.clear()
+        self._key_weight = None
         self._count([0] * self.batch, [0] * self.batch)
