@@ -27,6 +27,7 @@ __all__ = [
     "check_devices",
     "check_dtype",
     "check_int",
+    "check_integers",
     "check_kind",
     "check_number",
     "check_option_dtype",
@@ -387,6 +388,23 @@ def check_int(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1)
     check_kind(op, name, value, "int")
     if not least <= value <= most:
         raise ValueError(f"{op}: {name} must be between {least} and {most}, got {value}")
+
+
+def check_integers(op: str, name: str, values: Any) -> None:
+    """Checks a tensor or a list whose numbers are read as ints; the entries of a list are left to the caller.
+
+    Raises:
+        TypeError: it is neither, or a tensor of another dtype than int32 and int64. ValueError: a tensor that is not
+            1-D. DeviceError: a tensor on the device meta.
+    """
+    if isinstance(values, Tensor):
+        check_data(op, name, values)
+        if values.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{op}: {name} must have dtype torch.int32 or torch.int64, got {values.dtype}")
+        if values.dim() != 1:
+            raise ValueError(f"{op}: {name} must be 1-D, got {values.dim()}-D {tuple(values.shape)}")
+    elif not isinstance(values, Sequence):
+        raise TypeError(f"{op}: {name} must be a list of ints or a Tensor, got {type(values).__name__}")
 
 
 def check_number(

@@ -360,7 +360,7 @@ def test_a_refused_call_changes_nothing(device: str) -> None:
         (lambda: cache.append(k, v, [1, 0]), ValueError, r"append: lengths must be 3 numbers"),
         (lambda: cache.decode(q[:, :2], *ones[1:]), ShapeMismatchError, r"decode: q must be \[B, S of k, H, D\]"),
         (lambda: cache.decode(q[:, 0], *ones[1:]), ShapeMismatchError, r"decode: q must be"),
-        (lambda: cache.decode(q[:, :1, :3], *ones[1:]), ShapeMismatchError, r"H of q must be a multiple of H_kv = 4"),
+        (lambda: cache.decode(q[:, :1, :3], *ones[1:]), ShapeMismatchError, r"a positive multiple of H_kv = 4"),
         (lambda: cache.decode(q.float(), k, v), UnsupportedDtypeError, r"decode: q must have dtype"),
         (lambda: cache.decode(*ones, scale=torch.inf), ValueError, r"decode: scale must be finite"),
     ):  # fmt: skip

@@ -570,8 +570,18 @@ def test_calls_are_checked() -> None:
             cache.append(bad, k)
     with pytest.raises(ValueError, match="lengths must lie between 0 and n = 3"):
         cache.append(k, k, lengths=[4, 0])
-    with pytest.raises(ValueError, match="lengths must be 2 integers"):
-        cache.append(k, k, lengths=[1])
+    one = torch.ones(2, dtype=torch.int32)
+    for lengths, error, message in (
+        ([1], ValueError, "lengths must be 2 integers, got 1"),
+        (one[None], ValueError, r"lengths must be 1-D, got 2-D \(1, 2\)"),
+        (one.float(), TypeError, r"lengths must have dtype torch\.int32 or torch\.int64, got torch\.float32"),
+        (one.to(torch.uint8), TypeError, r"lengths must have dtype .* got torch\.uint8"),
+        ({0, 1}, TypeError, "lengths must be a list of ints or a Tensor, got set"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.append(k, k, lengths=lengths)  # type: ignore[arg-type]
+        with pytest.raises(error, match=message.replace("lengths", "beams")):
+            cache.reorder_(lengths)  # type: ignore[arg-type]
     with pytest.raises(ShapeMismatchError, match=r"TreeKVCache.decode: size 1 of k must be 1"):
         cache.decode(rows(2, 1, 4, 0), k, k)
     with pytest.raises(ValueError, match="a beam must lie between"):
@@ -612,6 +622,9 @@ def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
     with pytest.raises(DeviceError, match=r"TreeKVCache\.truncate: lengths must be .* got meta"):
         cache.truncate(torch.zeros(2, dtype=torch.int32, device="meta"))
     assert cache.lengths.tolist() == [9, 9]
+    for numbers in ([-2, 3], torch.tensor([-2, 3])):
+        with pytest.raises(ValueError, match=r"TreeKVCache\.truncate: lengths must be .* -1.*, got .*-2"):
+            cache.truncate(numbers)
 
 
 def test_heads_are_checked_before_the_lists(device: str) -> None:
@@ -622,9 +635,6 @@ def test_heads_are_checked_before_the_lists(device: str) -> None:
         ShapeMismatchError, match=r"attend: H of q must be a positive multiple of H_kv = 2, got \[2, 1, 3"
     ):
         cache.attend(rows(2, 1, 3, 2, device))
-    for numbers in ([-2, 3], torch.tensor([-2, 3])):
-        with pytest.raises(ValueError, match=r"TreeKVCache\.truncate: lengths must be .* -1.*, got .*-2"):
-            cache.truncate(numbers)
     cache.check()
 
 

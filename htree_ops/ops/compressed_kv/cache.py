@@ -648,10 +648,11 @@ class CompressedKVCache(CompressedSequences):
         Everything is copied. The bytes of the rows are taken as they are.
 
         Raises:
-            TypeError: the state is not a dict, an entry is not dense, or key_weight is not a floating tensor.
+            TypeError: the state is not a dict, an entry is not dense or of another dtype, the cache has another dtype,
+                or key_weight is not a floating tensor.
             DeviceError: an entry has no numbers, because it is on the device meta.
             ValueError: an entry is missing or does not fit: another configuration or batch, more tokens than the
-                capacity, lengths that no cache has, a tensor of another shape or dtype.
+                capacity, lengths that no cache has, a tensor of another shape.
             OutOfPagesError: pages are lacking. The cache is left as it was.
         """
         op = f"{OP}.load_state_dict"
@@ -665,10 +666,10 @@ class CompressedKVCache(CompressedSequences):
         self.key_weight = weight.to(self.device, copy=True) if weight.shape[0] or not self.batch else None
         self.reset()
         rows = [
-            CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
         key_weight = self._key_weight
-            for prefix in "kv"
+            CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
         self._key_weight = key_weight
+            for prefix in "kv"
         ]
         self.storage.fill(rows, compressed)
         for target, name in ((self.k_win, "k_win"), (self.v_win, "v_win")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
-    check_data,
     check_dtype,
     check_int,
+    check_integers,
     check_number,
     check_shape,
     check_tensor,
@@ -96,11 +96,11 @@ def check_query(
     heads = q.shape[-2] if q.dim() > 1 else 0
     wanted = (batch, *(q.shape[1:2] if q.dim() == 4 else ()), heads, width)
     check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, n, H, {width}]")
-    if heads % kv_heads:
+    if not heads or heads % kv_heads:
         refuse(
             ShapeMismatchError,
-            f"{op}: H of q must be a multiple of H_kv = {kv_heads}, got {heads}",
-            expected=f"a multiple of {kv_heads}",
+            f"{op}: H of q must be a positive multiple of H_kv = {kv_heads}, got {heads}",
+            expected=f"a positive multiple of {kv_heads}",
             actual=heads,
             tensor_name="q",
         )
@@ -108,14 +108,14 @@ def check_query(
         check_number(op, "scale", scale)
 
 
-def integers(op: str, name: str, values: Iterable[int]) -> list[int]:
+def integers(op: str, name: str, values: Tensor | Sequence[int]) -> list[int]:
     """A tensor or sequence of ints as a list; a tensor on a device is waited for.
 
     Raises:
-        TypeError: something else, floats and bools included. DeviceError: a tensor on the device meta.
+        TypeError: something else, floats and bools included. DeviceError: a tensor on the device meta. ValueError: a
+            tensor that is not 1-D.
     """
-    if isinstance(values, Tensor):
-        check_data(op, name, values)
+    check_integers(op, name, values)
     try:
         entries = values.tolist() if isinstance(values, Tensor) else list(values)
         if any(isinstance(n, bool) for n in entries):
@@ -125,7 +125,7 @@ def integers(op: str, name: str, values: Iterable[int]) -> list[int]:
         raise TypeError(f"{op}: {name} must be a list of ints, got {values!r}") from error
 
 
-def prompt_lengths(op: str, lengths: Iterable[int] | None, batch: int, size: int) -> list[int]:
+def prompt_lengths(op: str, lengths: Tensor | Sequence[int] | None, batch: int, size: int) -> list[int]:
     """Tokens of each of ``batch`` prompts in rows of ``size``; None is ``size`` for all.
 
     Raises:

@@ -125,7 +125,7 @@ class CompressedSequences(PagedCache):
     def _indices(self, name: str, argument: str, index: Tensor | Sequence[int]) -> list[int]:
         numbers = integers(f"{OP}.{name}", argument, index)
         if not all(0 <= i < self.batch for i in numbers):
-            raise IndexError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
+            raise ValueError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
         return numbers
 
     def reorder_(self, beams: Tensor | Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class CompressedSequences(PagedCache):
 
         Raises:
             TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
-                entries. IndexError: an entry outside [0, B). OutOfPagesError: no page for the copy of an open one.
+                entries, or one that does not exist. OutOfPagesError: no page for the copy of an open one.
         """
         self._reorder("reorder_", beams)
 

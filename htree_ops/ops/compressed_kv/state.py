@@ -128,7 +128,7 @@ def _check_entry(
     x = state[name]
     if not isinstance(x, Tensor) or x.dtype != dtype:
         came = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{op}: {name} of the state must be a tensor of {dtype}, got {came}")
+        raise TypeError(f"{op}: {name} of the state must be a Tensor of {dtype}, got {came}")
     fits = x.dim() == len(shape) and all(
         size >= most if wanted < 0 else size == wanted for size, wanted in zip(x.shape, shape, strict=True)
     )
@@ -160,7 +160,7 @@ def check_state(
         most: most tokens of a sequence, and most compressed ones.
 
     Raises:
-        ValueError: an entry is missing or does not fit; the message names it.
+        ValueError: an entry is missing or does not fit; the message names it. TypeError: an entry of another dtype.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{op}: state must be a dict, got {type(state).__name__}")
@@ -169,6 +169,11 @@ def check_state(
             check_data(op, f"{name} of the state", entry)
     _check_keys(op, state, config)
     _check_lengths(op, state, config, batch, most)
+    came, other = (getattr(state[name], "dtype", None) for name in ("k_win", "v_win"))
+    if came == other not in (None, dtype):
+        raise TypeError(
+            f"{op}: dtype must be {came}, that of the state, got {dtype}: make the cache with dtype={came}"
+        )
     heads = config["num_kv_heads"]
     rows, tokens = (max(state[name].tolist(), default=0) for name in ("compressed", "dense"))
     for prefix, f in zip("kv", formats, strict=True):

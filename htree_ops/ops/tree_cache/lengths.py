@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import check_data, check_int
+from htree_ops.ops.arguments import check_int, check_integers
 
 __all__ = ["HostLengths", "integers", "read_counts"]
 
@@ -29,18 +29,13 @@ def integers(
     Raises:
         TypeError, ValueError, DeviceError: they are no such numbers.
     """
+    check_integers(name, argument, values)
     if not isinstance(values, Tensor):
-        if not isinstance(values, Sequence):
-            raise TypeError(f"{name}: {argument} must be {batch} integers, got {type(values).__name__}")
-        values = list(values)
         for value in values:
             check_int(name, argument, value, -1)
-        values = torch.tensor(values, dtype=torch.int32, device="cpu")
-    check_data(name, argument, values)
-    if values.shape != (batch,) or values.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{name}: {argument} must be {batch} integers, got {values.dtype} {tuple(values.shape)}"
-        )
+        values = torch.tensor(list(values), dtype=torch.int32, device="cpu")
+    if len(values) != batch:
+        raise ValueError(f"{name}: {argument} must be {batch} integers, got {len(values)}")
     if values.dtype == torch.int64:
         values = values.clamp(-(2**31), 2**31 - 1)  # a number that int32 cannot hold is refused as one
     return values.to(device, torch.int32).contiguous()

@@ -168,7 +168,8 @@ class CacheSequences(PagedCache):
         Whose the pages are, the host decides: beams on a device are waited for, and lengths that only it knows.
 
         Raises:
-            ValueError: a beam that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
+            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
+                entries, or one that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
             NotImplementedError: the call is being compiled or captured: reorder between two replays.
         """
         self._reorder("reorder_", beams)
@@ -268,7 +269,6 @@ class CacheSequences(PagedCache):
                 were there to be taken back, as far as the host knows the lengths. Nothing has changed.
         """
         name = f"{OP}.advance"
-        self.prompts.drop(None)
         if tokens is not None:
             counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * self.batch
             for count in counts:
@@ -282,6 +282,7 @@ class CacheSequences(PagedCache):
                     f"{name}: tokens must leave each sequence between 0 and capacity = {self.capacity}, got {counts} "
                     f"beside {most}"
                 )
+        self.prompts.drop(None)
         if tokens is None:
             self.host.lose()
         else:
