@@ -440,11 +440,14 @@ def test_a_cache_without_numbers(kind: str, options: dict[str, Any]) -> None:
         ("layer", lambda: cache.layer(0, 0)),
         ("state_dict", cache.state_dict),
         ("load_state_dict", lambda: cache.load_state_dict(real.state_dict())),
+        ("to", lambda: cache.to("cpu")),
     ):
         with pytest.raises(
             DeviceError, match=rf"TreeKVCache\.{name}: cache must be on a device .*, got meta"
         ):
             call()
+    with pytest.raises(DeviceError, match=r"TreeKVCache\.to: device must be one that holds .*, got meta"):
+        real.to("meta")
 
 
 # ---- what is refused on the CPU
@@ -466,9 +469,6 @@ def test_an_append_that_does_not_fit_changes_nothing() -> None:
     assert cache.lengths.tolist() == [0, 19]
 
 
-def test_strides_limit_truncation() -> None:
-    cache = make(selection_stride=4)
-    for step in range(7):
 @pytest.mark.parametrize("end", ["free", "reset", "truncate"])
 def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> None:
     cache = make(device, num_pages=5)
@@ -487,6 +487,9 @@ def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> Non
     cache.check()
 
 
+def test_strides_limit_truncation() -> None:
+    cache = make(selection_stride=4)
+    for step in range(7):
         fill(cache, 4, seed=3 * step)
     cache.truncate([18, 13])
     assert cache.lengths.tolist() == [18, 13]
@@ -497,9 +500,6 @@ def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> Non
         cache.truncate([19, -1])
 
 
-def test_a_leader_that_was_never_attended_is_reported() -> None:
-    cache = make(selection_stride=4)
-    cache.append(rows(2, 6, 2, 0), rows(2, 6, 2, 1))
 @pytest.mark.parametrize("length", [-5, 999])
 def test_lengths_that_somebody_has_broken_are_mended(length: int, device: str) -> None:
     cache, other = make(device, num_pages=8), make(device, num_pages=8)
@@ -518,6 +518,9 @@ def test_lengths_that_somebody_has_broken_are_mended(length: int, device: str) -
     assert torch.equal(fill(cache, 3), fill(other, 3))
 
 
+def test_a_leader_that_was_never_attended_is_reported() -> None:
+    cache = make(selection_stride=4)
+    cache.append(rows(2, 6, 2, 0), rows(2, 6, 2, 1))
     out = cache.attend(rows(2, 1, 4, 2))
     assert isinstance(out, Tensor)
     assert bool(out.isnan().all())
@@ -619,12 +622,12 @@ def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
     for wrong in (1.0, None, torch.tensor([3, 3]).to_sparse()):
         with pytest.raises(TypeError, match=r"TreeKVCache\.truncate: lengths must be"):
             cache.truncate(wrong)  # type: ignore[arg-type]
-    with pytest.raises(DeviceError, match=r"TreeKVCache\.truncate: lengths must be .* got meta"):
-        cache.truncate(torch.zeros(2, dtype=torch.int32, device="meta"))
-    assert cache.lengths.tolist() == [9, 9]
     for numbers in ([-2, 3], torch.tensor([-2, 3])):
         with pytest.raises(ValueError, match=r"TreeKVCache\.truncate: lengths must be .* -1.*, got .*-2"):
             cache.truncate(numbers)
+    with pytest.raises(DeviceError, match=r"TreeKVCache\.truncate: lengths must be .* got meta"):
+        cache.truncate(torch.zeros(2, dtype=torch.int32, device="meta"))
+    assert cache.lengths.tolist() == [9, 9]
 
 
 def test_heads_are_checked_before_the_lists(device: str) -> None:

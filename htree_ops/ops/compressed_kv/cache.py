@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import FLOATING, check_int, check_shape, check_tensors, option_device
+from htree_ops.ops.arguments import FLOATING, check_data, check_int, check_shape, check_tensors, option_device
 from htree_ops.ops.compressed_kv.checks import (
     check_new_tokens,
     check_place,
@@ -576,7 +576,7 @@ class CompressedKVCache(CompressedSequences):
 
         Raises:
             TypeError: an argument of another kind. UnsupportedDtypeError: a dtype that the cache cannot have.
-            DeviceError: a device that torch does not know.
+            DeviceError: a device that torch does not know, or any for a cache on the device meta.
         """
         for x in to:
             if isinstance(x, torch.dtype):
@@ -589,6 +589,8 @@ class CompressedKVCache(CompressedSequences):
         dtype = self.dtype if dtype is None else dtype
         if (place, dtype) == (self.device, self.dtype):
             return self
+        if place.type != "meta":
+            check_data(f"{OP}.to", "cache", self.comp_len)
         other = self._like(self.batch, num_pages=self.num_pages, dtype=dtype, device=place)
         other.storage.copy_from(self.storage, self.dtype, dtype)
         other._dense_rows.copy_from(self._dense_rows, range(self.batch))
@@ -664,11 +666,11 @@ class CompressedKVCache(CompressedSequences):
             self.storage.pages.check_pool("load_state_dict", compressed)
         weight = state["key_weight"]
         self.key_weight = weight.to(self.device, copy=True) if weight.shape[0] or not self.batch else None
-        self.reset()
-        rows = [
         key_weight = self._key_weight
-            CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
+        self.reset()
         self._key_weight = key_weight
+        rows = [
+            CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
             for prefix in "kv"
         ]
         self.storage.fill(rows, compressed)

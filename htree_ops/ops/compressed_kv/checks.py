@@ -68,10 +68,14 @@ def check_new_tokens(
         and k.device == v.device == device
     ):
         return  # fast path: a model's step comes here twice per layer; the rest only finds the words
-    check_tensors(op, k=(k, "B S H_kv D"), v=(v, "B S H_kv V"))
-    check_dtype(op, (dtype,), k=k, v=v)
-    check_place(op, "k", k, device)
-    for name, x, size in (("k", k, width), ("v", v, value_width)):
+    of_k = {"k": (k, "B S H_kv D")}
+    for name, x, size, tensors in (
+        ("k", k, width, of_k),
+        ("v", v, value_width, of_k | {"v": (v, "B S H_kv V")}),
+    ):
+        check_tensors(op, **tensors)
+        check_dtype(op, (dtype,), **{name: x})
+        check_place(op, name, x, device)
         check_shape(op, name, x, (batch, x.shape[1], heads, size), f"[{batch}, S, {heads}, {size}]")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.errors import ShapeMismatchError, in_words_of, refuse
+from htree_ops.errors import DeviceError, ShapeMismatchError, in_words_of, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
     FLOATING_AND_DOUBLE,
@@ -567,11 +567,19 @@ class TreeKVCache(CacheSequences):
         The dtype stays: nodes are means of tokens as they came, which another dtype would round anew.
 
         Raises:
-            DeviceError: a device that torch does not know, or meta. TypeError: something else.
+            DeviceError: a device that torch does not know, or one of both is meta. TypeError: something else.
         """
         place = option_device(f"{OP}.to", device)
         if place == self.device:
             return self
+        check_data(f"{OP}.to", "cache", self.lengths)
+        if place.type == "meta":
+            refuse(
+                DeviceError,
+                f"{OP}.to: device must be one that holds numbers, got meta",
+                expected_device=self.device,
+                actual_device=place,
+            )
         other = TreeKVCache(
             **self._sizes(),
             options=self.options,
