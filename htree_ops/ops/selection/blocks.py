@@ -55,7 +55,7 @@ def select_blocks(
         ShapeMismatchError: a rank or size that does not fit, d that is no multiple of 16 up to 128, T_q > T.
         UnsupportedDtypeError: a dtype that is not supported, or different ones; float64 on CUDA.
         DeviceError: tensors on different devices.
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, T - T_q that is no multiple of selection_stride.
         RuntimeError: a backward through the scores.
 
     Example:

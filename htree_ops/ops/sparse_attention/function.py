@@ -86,7 +86,7 @@ def sparse_attention(
         block_size: tokens per block, at least 1; on CUDA at least 16.
         selection_stride: s, consecutive queries that share a list: a power of two that divides block_size. T - T_q must
             be a multiple of it.
-        scale: factor of the scores, finite; None is K^-1/2.
+        scale: factor of the scores, finite in fp32; None is K^-1/2.
         sinks: [H] of a floating dtype: exp(sink) is added to the denominator of each row of a head. Differentiable.
         return_lse: also return the log-sum-exp of each row's scores, without the sink.
 
