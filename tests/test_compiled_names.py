@@ -195,7 +195,7 @@ def linears(device: str) -> nn.Module:
 
 def mustafar(device: str) -> MustafarAttention:
     return MustafarAttention(
-        4, 2, 64, window=4, chunk=8, max_positions=64, dtype=torch.float32, device=device
+        4, 2, 64, sparsity=44 / 64, window=4, chunk=8, max_positions=64, dtype=torch.float32, device=device
     )
 
 

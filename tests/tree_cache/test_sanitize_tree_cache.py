@@ -112,13 +112,15 @@ def test_every_step_of_a_cache() -> None:
     torch.testing.assert_close(out, whole[:, 22:], atol=1e-4, rtol=1e-4)  # type: ignore[index]
     cache.truncate([39, 25, 8])
     cache.reorder_([1, 1, 0])
-    cache.fork(2, 0)
-    cache.free(1)
-    cache.reserve(4)
     cache.truncate([-1, -1, 13])
-    assert cache.lengths.tolist()[:2] == [39, 0]
     with pytest.raises(ValueError, match="inside a stride"):
         cache.check()
+    cache.fork(2, 0)
+    with pytest.raises(ValueError, match="sequence 2 can be truncated to a multiple of selection_stride = 4"):
+        cache.truncate([-1, -1, 13])  # into pages that it shares, which is the host's to do
+    cache.free(1)
+    cache.reserve(4)
+    assert cache.lengths.tolist() == [39, 0, 39]
     counts = torch.full((3,), 30, dtype=torch.int32, device="cuda")
     cache.append(
         k[:, :30], k[:, :30], counts

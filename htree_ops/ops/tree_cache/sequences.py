@@ -58,8 +58,8 @@ class CacheSequences(PagedCache):
         the ring of the last 4. With leaf_bits it is a multiple of compression_rate, or the tokens of the node that it
         opens are still kept as they came: those of the last page_size tokens are (docs/semantics/tree_cache.md §7.5).
         Lengths on a GPU are not read: there, and in a graph, a sequence can be cut back to the end of the pages that it
-        shares with others. Length 0 gives back the pages that :meth:`reserve` has taken, a length below the old one
-        those behind it.
+        shares with others. For a cut inside a stride of shared pages the host waits for the ring. Length 0 gives back
+        the pages that :meth:`reserve` has taken, a length below the old one those behind it.
 
         Raises:
             ValueError: another length or more than the sequence holds, as far as the host knows. What only the device
@@ -123,12 +123,15 @@ class CacheSequences(PagedCache):
         return any(m > 0 and m != n and m % unit for m, n in zip(own, self.host.read(), strict=True))
 
     def _check_truncation(self, name: str, wanted: list[int], held: list[int]) -> None:
-        """Raises ValueError for a truncation that the op would refuse; ring and tails are read on the CPU alone."""
-        options, on_cpu = self.options, self.device.type == "cpu" and type(self.lengths) is Tensor
-        leaders = self.ring.list_pos.tolist() if on_cpu else None
-        leaves = self.pools.leaves
-        begins = leaves.tail_begin.tolist() if leaves is not None and on_cpu else None
-        stride, rate = options.selection_stride, options.compression_rate
+        """Raises ValueError for a truncation that the op would refuse; ring and tails are read if it turns on them."""
+        stride, rate, leaves = self.options.selection_stride, self.options.compression_rate, self.pools.leaves
+
+        def turns_on(unit: int) -> bool:
+            inside = any(m not in (-1, n) and m % unit for m, n in zip(wanted, held, strict=True))
+            return inside and type(self.lengths) is Tensor
+
+        leaders = self.ring.list_pos.tolist() if turns_on(stride) else None
+        begins = leaves.tail_begin.tolist() if leaves is not None and turns_on(rate) else None
         for b, (length, holds) in enumerate(zip(wanted, held, strict=True)):
             if length > holds:
                 raise ValueError(
