@@ -1,7 +1,8 @@
 """Writes what was measured into the README and the pages of ``docs``, from the rows under ``benchmarks/results``.
 
 ``SECTIONS`` names each table, its page and what renders it. Run ``python -m benchmarks.harness.readme_table`` after
-committing results; ``--check`` changes nothing and fails where a page differs. What has no row is a dash.
+committing results; ``--check`` changes nothing and fails where a page differs. What has no row is a dash. One short
+function renders a table, and there are as many as the pages have.
 """
 
 from __future__ import annotations

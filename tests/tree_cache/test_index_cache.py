@@ -1,7 +1,7 @@
 """Caches that keep the keys of an index (docs/semantics/tree_cache.md §7.7).
 
 Index rows are small whole numbers: products are exact in every order of sums, so lists are those of the whole sequence
-on every device, and scores tie.
+on every device, and scores tie. All of it stands here, from a row to a cache, because each test needs those numbers.
 """
 
 from __future__ import annotations

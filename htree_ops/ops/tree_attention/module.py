@@ -1,4 +1,7 @@
-"""The attention layer around tree attention (docs/semantics/tree_attention.md §1)."""
+"""The attention layer around tree attention (docs/semantics/tree_attention.md §1).
+
+One class, with every way of a call; half of the lines are its documentation.
+"""
 
 from __future__ import annotations
 
