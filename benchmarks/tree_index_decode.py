@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.harness import bounds, timing
 from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache
+from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.tuning.clock import clock_for
 
 INDEX_DIM = 32
@@ -81,10 +82,9 @@ class DecodeRow(Measured):
 
 def least_us(setting: Setting) -> float:
     """The bound of ``benchmarks/harness/bounds.py``: all index keys, the top, and k lists of children below it."""
-    x, layers, nodes = setting, 1, setting.T
-    while nodes > x.M:
-        layers, nodes = layers + 1, -(-nodes // 16)
-    rows = nodes + (layers - 1) * 16 * x.k
+    x, rate = setting, 16
+    below = cache_layers(x.T, rate, x.M) - 1
+    rows = -(-x.T // rate**below) + below * rate * x.k
     index = INDEX_DIM * x.index_dtype.itemsize + (x.index_dtype.itemsize == 1)  # and a scale
     return 1e3 * bounds.least_ms(moved=x.B * x.H_kv * (x.T * index + rows * 4 * x.D))
 

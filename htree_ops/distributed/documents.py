@@ -35,8 +35,14 @@ from htree_ops.distributed.context_parallel import (
     under_autocast,
     wanted_gradients,
 )
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import check_kind, check_tensor, check_tensors, validate_arguments_as
+from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
+from htree_ops.ops.arguments import (
+    check_dtype,
+    check_kind,
+    check_tensor,
+    check_tensors,
+    validate_arguments_as,
+)
 from htree_ops.ops.tree_attention.attention import Balance, Index, check_balance
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions
 
@@ -307,14 +313,7 @@ def _offsets(function: str, cu_seqlens: object) -> tuple[int, ...]:
             raise DeviceError(
                 f"{function}: cu_seqlens must have numbers to read, got a tensor on {cu_seqlens.device}"
             )
-        if cu_seqlens.dtype != torch.int32:
-            refuse(
-                UnsupportedDtypeError,
-                f"{function}: cu_seqlens must have dtype torch.int32, got {cu_seqlens.dtype}",
-                dtype=cu_seqlens.dtype,
-                supported_dtypes=(torch.int32,),
-                tensor_name="cu_seqlens",
-            )
+        check_dtype(function, (torch.int32,), cu_seqlens=cu_seqlens)
         if cu_seqlens.dim() != 1:
             refuse(
                 ShapeMismatchError,

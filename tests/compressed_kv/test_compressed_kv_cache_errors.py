@@ -136,6 +136,16 @@ def test_the_next_sequence_begins_without_the_weights_of_the_last(device: str) -
     assert cache.key_weight is None
 
 
+def assert_goes_on(cache: CompressedKVCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """A cache of 21 tokens with a full window takes the last one of k and v."""
+    cache.settle()
+    cache.write_token(k[:, 21:], v[:, 21:])
+    cache.advance()
+    whole = make(str(cache.device))
+    whole.prefill(k, v)
+    assert_same_content(cache, whole)
+
+
 def test_a_single_token_is_checked(device: str) -> None:
     cache = make(device)
     k, v = tokens(device, 22)
@@ -164,12 +174,7 @@ def test_a_single_token_is_checked(device: str) -> None:
     with pytest.raises(ValueError, match=r"write_token: the window is full; settle\(\)"):
         cache.write_token(one, other)
     assert cache.win_len.tolist() == [21] * BATCH
-    cache.settle()
-    cache.write_token(k[:, 21:], v[:, 21:])
-    cache.advance()
-    whole = make(device)
-    whole.prefill(k, v)
-    assert_same_content(cache, whole)
+    assert_goes_on(cache, k, v)
     for capacity in (3, 22):
         small = make(device, capacity=capacity)
         small.append(k[:, :capacity], v[:, :capacity])
@@ -192,12 +197,7 @@ def test_a_token_behind_a_full_window_is_not_counted(device: str) -> None:
         cache.advance()
     assert_same_content(cache, before)
     assert cache.lengths.tolist() == cache.host_lengths() == [21] * BATCH
-    cache.settle()
-    cache.write_token(k[:, 21:], v[:, 21:])
-    cache.advance()
-    whole = make(device)
-    whole.prefill(k, v)
-    assert_same_content(cache, whole)
+    assert_goes_on(cache, k, v)
 
 
 def test_a_token_that_fills_the_window_waits_for_a_page(device: str) -> None:

@@ -666,9 +666,7 @@ class CompressedKVCache(CompressedSequences):
             self.storage.pages.check_pool("load_state_dict", compressed)
         weight = state["key_weight"]
         self.key_weight = weight.to(self.device, copy=True) if weight.shape[0] or not self.batch else None
-        key_weight = self._key_weight
-        self.reset()
-        self._key_weight = key_weight
+        self._forget()
         rows = [
             CompressedKV(*(state[f"{prefix}_{name}"].to(self.device) for name in CompressedKV._fields))
             for prefix in "kv"

@@ -162,7 +162,11 @@ class CompressedSequences(PagedCache):
 
     def reset(self) -> None:
         """Forgets every token and key_weight; the memory stays, and pages are free again."""
+        self._forget()
+        self._key_weight = None
+
+    def _forget(self) -> None:
+        """Forgets every token."""
         self.storage.clear()
         self._dense_rows.clear()
-        self._key_weight = None
         self._count([0] * self.batch, [0] * self.batch)

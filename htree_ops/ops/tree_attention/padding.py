@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import check_devices, check_tensor
+from htree_ops.errors import UnsupportedDtypeError, refuse
+from htree_ops.ops.arguments import check_devices, check_shape, check_tensor
 from htree_ops.ops.ranks import beside
 
 __all__ = ["Padding"]
@@ -40,14 +40,8 @@ class Padding:
                 supported_dtypes=(torch.bool,),
                 tensor_name="key_padding_mask",
             )
-        if mask.shape != x.shape[:2]:
-            refuse(
-                ShapeMismatchError,
-                f"{op}: key_padding_mask must be [B, T] = {tuple(x.shape[:2])}, got {tuple(mask.shape)}",
-                expected=tuple(x.shape[:2]),
-                actual=tuple(mask.shape),
-                tensor_name="key_padding_mask",
-            )
+        wanted = tuple(x.shape[:2])
+        check_shape(op, "key_padding_mask", mask, wanted, f"[B, T] = {wanted}")
         check_devices(op, {"x": x, "key_padding_mask": mask})
         if importance == "lse":
             raise ValueError(
