@@ -618,8 +618,9 @@ def needle_fine(scale: Scale) -> list[Run]:
 
 
 def needle_index(scale: Scale) -> list[Run]:
-    """(e) An index that learns beside the model."""
-    return [needle_run(scale.needle, scale, scale.needle.by_index(1, "compact"))]
+    """(e) An index that learns beside the model, with M as it is recommended and with that of the other runs."""
+    size = scale.needle
+    return [needle_run(size, scale, size.by_index(1, "compact", nodes=nodes)) for nodes in (8192, 0)]
 
 
 def needle_others(scale: Scale) -> list[Run]:
@@ -652,7 +653,7 @@ PIECES = (
         "scratch-index", "from scratch: an index that learns beside the model", 14, scratch_index, "scratch"
     ),
     Piece("recall-index", "multi-query associative recall by an index", 1.5, recall_index, "recall"),
-    Piece("needle-index", "the same by an index", 6, needle_index, "needle"),
+    Piece("needle-index", "the same by an index", 12, needle_index, "needle"),
     Piece("long-128k-index", "131 072 bytes, equal time, by an index", 6, long_index, "long-128k"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
 )

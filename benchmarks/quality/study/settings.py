@@ -42,7 +42,8 @@ class Attention:
         if self.kind == "window":
             return f"window {self.window}"
         score = f"index {self.index_dim}" if self.index_dim else f"span {self.span}" if self.span else "mean"
-        return f"{score}, s={self.stride}, k={self.top_k}, {self.positions}"
+        top = f", M={self.max_top_nodes}" if self.max_top_nodes > self.top_k * RATE else ""
+        return f"{score}, s={self.stride}, k={self.top_k}{top}, {self.positions}"
 
     def layers(self, context: int) -> int:
         """Layers of the tree over ``context`` tokens (docs/semantics/tree_attention.md §1.2); 0 without a tree."""

@@ -25,7 +25,8 @@ def label(row: Row) -> str:
     if row.kind == "window":
         return f"window {row.window}"
     score = f"index {row.index_dim}" if row.index_dim else f"span {row.span}" if row.span else "mean"
-    return f"tree, {score}, s={row.stride}" + (", compact" if row.positions == "compact" else "")
+    top = f", M={row.max_top_nodes}" if row.max_top_nodes > row.top_k * row.compression_rate else ""
+    return f"tree, {score}, s={row.stride}{top}" + (", compact" if row.positions == "compact" else "")
 
 
 def run_of(row: Row) -> tuple[str, str, int]:
