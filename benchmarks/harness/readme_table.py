@@ -570,15 +570,16 @@ def render_cpu(results: Results) -> str:
     return grid(("op", "case", "dtype", "commit", "times as fast as dense"), lines, 4)
 
 
-#: The rows of the first table of docs/quality.md: a name, the span and the stride of the tree; None is dense attention.
-COPIES: tuple[tuple[str, tuple[int | None, int] | None], ...] = (
+#: The rows of the first table of docs/quality.md: a name, and how the tree chooses; None is dense attention.
+COPIES: tuple[tuple[str, str | None], ...] = (
     ("dense attention", None),
-    ("quality: span 2, stride 1", (2, 1)),
-    ("finest: span 1, stride 1", (1, 1)),
-    ("speed: span 2, stride 4", (2, 4)),
-    ("span 2, stride 16", (2, 16)),
-    ("no span, stride 1: the public algorithm", (None, 1)),
-    ("no span, stride 16", (None, 16)),
+    ("recommended: index, stride 1", "index 32, s=1"),
+    ("quality without an index: span 2, stride 1", "span 2, s=1"),
+    ("finest: span 1, stride 1", "span 1, s=1"),
+    ("speed without an index: span 2, stride 4", "span 2, s=4"),
+    ("span 2, stride 16", "span 2, s=16"),
+    ("no span, stride 1: the public algorithm", "mean, s=1"),
+    ("no span, stride 16", "mean, s=16"),
 )
 
 
@@ -597,8 +598,8 @@ def render_copies(results: Results) -> str:
         found = [f"{100 * row['copies_found']:.1f} %, {row['bits_per_byte']:.3f}" for row in rows]
         return " · ".join(dict.fromkeys(found)) or MISSING
 
-    def converted(setting: tuple[int | None, int] | None, text: str, seen: int) -> list[Entry]:
-        run = "evaluated: dense" if setting is None else f"evaluated: {_words(setting)}, k=16, own"
+    def converted(setting: str | None, text: str, seen: int) -> list[Entry]:
+        run = "evaluated: dense" if setting is None else f"evaluated: {setting}, k=16, own"
         return [
             row
             for row in done
@@ -608,8 +609,8 @@ def render_copies(results: Results) -> str:
             and text in row["text"]
         ]
 
-    def trained(setting: tuple[int | None, int] | None, positions: str) -> list[Entry]:
-        name = "dense" if setting is None else f"{_words(setting)}, k=16, {positions}"
+    def trained(setting: str | None, positions: str) -> list[Entry]:
+        name = "dense" if setting is None else f"{setting}, k=16, {positions}"
         names = {f"{name}, seed {seed}" for seed in (0, 1)} | ({"train: dense"} if setting is None else set())
         return [
             row
@@ -632,11 +633,6 @@ def render_copies(results: Results) -> str:
     ]
     titles = ("attention", "converted, model 1", "converted, model 2", "trained, own", "trained, compact")
     return grid(titles, lines, 1)
-
-
-def _words(setting: tuple[int | None, int]) -> str:
-    span, stride = setting
-    return f"{'mean' if span is None else f'span {span}'}, s={stride}"
 
 
 def markers(name: str) -> tuple[str, str]:
