@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.quality import report, run
 from benchmarks.quality.study import (
-    choices,
     corpus,
     evaluation,
     lists,
@@ -32,8 +31,8 @@ def loaded_study():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield SimpleNamespace(
-        main=run.main, publish=report.main, report=report, choices=choices, corpus=corpus, evaluation=evaluation,
-        lists=lists, model=model, pictures=pictures, pieces=pieces, recall=recall, record=record, session=session,
+        main=run.main, publish=report.main, report=report, corpus=corpus, evaluation=evaluation, lists=lists,
+        model=model, pictures=pictures, pieces=pieces, recall=recall, record=record, session=session,
         settings=settings, tables=tables, training=training,
     )  # fmt: skip
     torch.set_num_threads(threads)

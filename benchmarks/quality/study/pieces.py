@@ -14,7 +14,6 @@ from torch import Tensor
 from htree_ops import fit_index, index_losses
 
 from . import evaluation, lists, record
-from .choices import Choice, Indexer, fit_indexers, make_indexers, with_choice
 from .corpus import Texts, draw_texts
 from .model import LanguageModel, SearchModel
 from .recall import draw_recall, lesson
@@ -155,11 +154,6 @@ def evaluate_runs(
     return [Run(name(a), lambda session, a=a: work(session, a)) for a in settings]  # type: ignore[misc]
 
 
-def most_top_nodes(top_k: int, context: int) -> int:
-    """The largest M that ``top_k`` allows and that leaves two layers or more."""
-    return min(top_k * RATE, context // RATE)
-
-
 def conversion_settings(size: Training, scale: Scale) -> list[Attention]:
     """Score, stride and kind of positions at the budget of the experiment, then other budgets."""
     strides = (1, 4) if scale.name == "tiny" else (1, 16) if scale.name == "quick" else (1, 2, 4, 8, 16)
@@ -169,7 +163,7 @@ def conversion_settings(size: Training, scale: Scale) -> list[Attention]:
     found += [size.tree(span, stride, "compact") for stride in some for span in SPANS]
     if scale.name == "full":
         for top_k in (size.top_k // 2, 2 * size.top_k, 4 * size.top_k):
-            nodes = most_top_nodes(top_k, size.context)
+            nodes = min(top_k * RATE, size.context // RATE)  # the most that leave two layers
             found += [tree(top_k, nodes, span) for span in (None, 4, 2)]
     return found
 
@@ -238,87 +232,6 @@ def conversion_long(scale: Scale) -> list[Run]:
         train_on_text(session, setup, model, evaluate, earlier)
 
     return [Run("train: dense, longer texts", work)]
-
-
-def choice_settings(size: Training) -> list[tuple[Attention, Choice]]:
-    """What might help where spans of 2 and 4 lose copies: other nodes, other scores, scores that are learned."""
-    usual, quarter = size.tree(), size.context // 4
-    found = [
-        Choice(f"span {span}, s={stride}, half and their neighbours", span, stride, open_next=True)
-        for span in (4, 2)
-        for stride in (1, 4, 16)
-    ]
-    found += [
-        Choice(f"{far}, s=1, span {near_span} in the last quarter", span, near=quarter, near_span=near_span)
-        for far, span, near_span in (("mean", None, 2), ("span 4", 4, 1), ("span 2", 2, 1))
-    ]
-    width = size.width // size.heads
-    learned = [
-        (
-            f"means of {span} projected keys" if span > 1 else f"projected keys of {kept} numbers",
-            kept,
-            span,
-            0,
-        )
-        for kept, span in ((width, RATE), (width, 2), (width // 2, 1), (width // 4, 1), (width // 8, 1))
-    ]
-    learned += [(f"means of {span} features of keys", width, span, 4 * width) for span in (RATE, 4)]
-    found += [
-        Choice(f"learned: {name}", indexers=make_indexers(size, *options)) for name, *options in learned
-    ]
-    half = size.top_k // 2
-    smaller = tree(half, most_top_nodes(half, size.context))
-    return [(usual, choice) for choice in found] + [
-        (smaller, Choice(f"span {span}, s=1, {upper} of the nodes above", span, upper=upper))
-        for span in (4, 2)
-        for upper in (half, half * 3 // 2, half * 2)
-    ]
-
-
-def choices(scale: Scale) -> list[Run]:
-    """(a) The dense model of (a) with other rules for the nodes that are opened."""
-    size = scale.conversion
-    load = loader(size)
-
-    def work(session: Session, attention: Attention, choice: Choice) -> None:
-        model, progress, note = load(session), Progress(), ""
-        if choice.indexers:
-            progress, apart = train_indexers(session, scale, model, choice.indexers)
-            note = f"{apart:.4f} nats from the true masses"
-        replaced = with_choice(size, attention, choice)
-        setup = Setup(
-            "choices", f"evaluated: {choice.name}", replaced, size, parameters=model.num_parameters(), note=note,
-            baseline="dense, same weights",
-        )  # fmt: skip
-        found = evaluation.measure_texts(session, model, replaced, held_out_texts(session, size))
-        products = choice.products(size.context, size.width // size.heads)
-        session.write(setup, "final", progress, choice=choice.name, products=products, **found)
-
-    usual = [dense(), *(size.tree(span, stride) for span in SPANS for stride in (1, 4, 16))]
-    return [
-        *evaluate_runs("choices", size, usual, load),
-        *(
-            Run(f"evaluated: {choice.name}", lambda session, a=attention, c=choice: work(session, a, c))  # type: ignore[misc]
-            for attention, choice in choice_settings(size)
-        ),
-    ]
-
-
-def train_indexers(
-    session: Session, scale: Scale, model: LanguageModel, indexers: Sequence[Indexer]
-) -> tuple[Progress, float]:
-    """Trains them on texts like those of the model; what :func:`fit_indexers` returns, and the steps."""
-    size, steps, batch = scale.conversion, scale.indexer_steps, min(4, scale.conversion.batch)
-
-    def draw(step: int) -> Tensor:
-        texts = draw_texts(
-            session.corpus.train, batch, size.context, size.strings, size.letters, STEP_SEEDS + step
-        )
-        return texts.tokens[:, :-1]
-
-    begin = time.monotonic()
-    apart = fit_indexers(session, model, indexers, draw, steps, scale.indexer_queries)
-    return Progress(steps, steps, steps * batch * size.context, time.monotonic() - begin), apart
 
 
 def index_conversion(scale: Scale) -> list[Run]:
@@ -645,7 +558,6 @@ PIECES = (
     Piece("scratch-more", "from scratch: second seeds", 8.5, scratch_more, "scratch"),
     Piece("scratch-seed", "from scratch: a second seed with compact positions", 3, scratch_seed, "scratch"),
     Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
-    Piece("choices", "the dense model of 4096 bytes with other rules for the nodes", 4, choices),
     Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
     Piece("index", "the dense model gets an index, and its lists", 3, index_conversion),
     Piece("index-more", "the same with two more dense models", 6, index_more, "index"),

@@ -54,7 +54,7 @@ class Row:
             error over texts. copies_bits: per repeated letter. copies_whole: share of the strings of which every letter
             from the fifth on is found.
         pairs, accuracy: of the recall task.
-        choice: another rule for the nodes that are opened, and products: its cost, both as in ``choices.Choice``.
+        choice: another rule for the nodes that are opened. products: of its scores, in parts of those of dense attention.
         series: a list of measurements, None where there is nothing to measure; series_of: what they are.
         note: anything a reader must know.
     """

@@ -138,7 +138,7 @@ class Scale:
         corpus_bytes: of text, at most. pairs: of the recall task. needle_lengths: of the texts with needles.
         long_settings: span and stride of the trees of the long texts.
         wide: an upper layer more in every other step of the needle's training: its ``max_top_nodes``.
-        indexer_steps, indexer_queries: of the training of indexers and of ``fit_index``, the latter of each text.
+        indexer_steps, indexer_queries: of ``fit_index``, the latter of each text.
         index_rows: positions of a text at which an index learns beside its model.
         dense_models: that get an index.
     """

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from benchmarks.harness.plots import place
 
-from .choices import Choice
 from .record import DONE, Row
+from .settings import RATE
 
 __all__ = ["SECTIONS", "label", "last_rows", "render"]
 
@@ -129,7 +129,7 @@ def choices_of(used: Sequence[Row]) -> str:
     for row in used:
         products = row.products
         if products is None and row.kind == "tree":
-            products = Choice("", row.span, row.stride).products(row.context, head_dim=1)  # of any width
+            products = 1 / (row.span or RATE) / row.stride  # of the last query, which shares its choice
         share = percent((row.copies_found or 0) / whole) if whole else ""
         cost = "" if products is None else f"{products:.3f}"
         budget = str(row.top_k * row.compression_rate or row.context)
