@@ -17,26 +17,6 @@ from typing import NoReturn
 
 import torch
 
-__all__ = [
-    "SEED",
-    "Command",
-    "OneLineParser",
-    "Program",
-    "UsageError",
-    "add_sizes",
-    "at_least",
-    "bandwidth",
-    "columns",
-    "counted",
-    "free_memory",
-    "is_out_of_memory",
-    "output_file",
-    "output_folder",
-    "regular_expression",
-    "run_program",
-    "show_progress",
-]
-
 
 class OneLineParser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line on the error stream, with exit status 2."""

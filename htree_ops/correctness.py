@@ -33,17 +33,6 @@ from htree_ops.reference import (
 from htree_ops.reference import tree_attention as reference
 from htree_ops.tuning.verification import compare
 
-__all__ = [
-    "COMMAND",
-    "GRADIENT_FACTOR",
-    "TOLERANCE",
-    "Judgement",
-    "Problem",
-    "fault_of_lists",
-    "judge",
-    "largest",
-]
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PASS, ALARM, FAIL = "PASS", "PASS_WITH_ALARM", "FAIL"
 #: Elements of the gathered keys of one piece of query rows, in float64: 256 MiB.

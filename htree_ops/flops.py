@@ -23,8 +23,6 @@ import torch
 
 from htree_ops.ops.tree_attention.options import TreeOptions
 
-__all__ = ["tree_candidates"]
-
 Shape = Sequence[int]
 
 

@@ -20,17 +20,6 @@ from htree_ops._load import PACKAGE, build_info
 from htree_ops.cli import Command, UsageError
 from htree_ops.version import __version__
 
-__all__ = [
-    "COMMAND",
-    "Environment",
-    "collect",
-    "collect_environment",
-    "cuda_missing",
-    "format_text",
-    "op_names",
-    "source_commit",
-]
-
 #: The checkout that this file belongs to; None where it is installed, even inside a checkout of something else.
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "setup.py").is_file() else None
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from benchmarks.harness.suite import Candidate
 
-__all__ = ["compile_every_case", "copy_compiled_eager", "copy_of"]
-
 
 def compile_every_case() -> None:
     """Allows one compilation per case: beyond its limit torch.compile would run a baseline eagerly."""

@@ -6,8 +6,6 @@ bytes of the DRAM: the longest of the three. Neighbours that share what they gat
 
 from __future__ import annotations
 
-__all__ = ["least_ms", "part_of"]
-
 FLOPS, GATHERED_BYTES, DRAM_BYTES = 781e12, 9.3e12, 4.3e12  # a second
 
 

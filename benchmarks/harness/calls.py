@@ -15,8 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.harness import timing
 from htree_ops.tuning.clock import Call, clock_for
 
-__all__ = ["backward_of", "dense", "dense_heads_first", "forward_of", "medians_ms", "peak_of", "sustained_ms"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from benchmarks.harness.results import ResultsError, Row, read_json
 from htree_ops.cli import Command, UsageError, columns, counted
 
-__all__ = ["COMMAND", "Change", "compare", "format_changes"]
-
 Key = tuple[str, str, str, str]
 DEFAULT_TOLERANCE = 3.0
 

@@ -16,8 +16,6 @@ from benchmarks.harness import timing
 from htree_ops.tuning.clock import clock_for, copy_bandwidth
 from tests.support.cases import Case
 
-__all__ = ["IO_ONLY", "Floor", "floor"]
-
 
 def _io_compute_scores(*arguments: Any) -> Any:
     return torch.ops.htree.io_compute_scores(*arguments)

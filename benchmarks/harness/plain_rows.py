@@ -21,8 +21,6 @@ from htree_ops.info import source_commit
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Measured", "make_parser", "measure_each", "parse_for_gpu", "print_rows", "where"]
-
 R = TypeVar("R", bound="DataclassInstance")
 Item = TypeVar("Item")
 

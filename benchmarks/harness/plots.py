@@ -14,22 +14,6 @@ from typing import Any, Protocol
 
 from benchmarks.harness.results import Environment, Row
 
-__all__ = [
-    "MARKERS",
-    "THEMES",
-    "Measured",
-    "MissingMatplotlibError",
-    "bars",
-    "by_run",
-    "finish",
-    "lengths",
-    "load_matplotlib",
-    "place",
-    "roofline",
-    "short_commit",
-    "time_us",
-]
-
 
 @dataclass(frozen=True)
 class Theme:

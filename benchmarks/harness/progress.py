@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-__all__ = ["Progress", "progress"]
-
 Item = TypeVar("Item")
 #: Seconds between two lines where the stream is not a terminal.
 EVERY = 20.0

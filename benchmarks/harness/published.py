@@ -9,11 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "NOTHING", "Entry", "Results", "both_times", "commit_words", "count_words", "grid", "machine_words", "read_results",
-    "read_rows", "sustained_or_median", "time_words",
-]  # fmt: skip
-
 NOTHING = "No figures are recorded: `make bench` measures them."
 FACTS = (
     "op",

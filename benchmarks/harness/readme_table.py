@@ -34,21 +34,6 @@ from benchmarks.harness.published import (
 )
 from htree_ops.cli import run_program
 
-__all__ = [
-    "DENSE",
-    "DENSE_TO",
-    "RECOMMENDED",
-    "SECTIONS",
-    "SETTINGS",
-    "Results",
-    "attention_times",
-    "markers",
-    "read_results",
-    "recommended_times",
-    "replace_section",
-    "write_sections",
-]
-
 DENSE = "dense SDPA, cuDNN"
 
 

@@ -16,8 +16,6 @@ from benchmarks.harness.results import ResultsError, Row, read_json
 from htree_ops.bench import verdict
 from htree_ops.cli import Command, UsageError
 
-__all__ = ["COMMAND", "read_folder", "with_floor", "write_report"]
-
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.25em; margin-top: 2em; } .muted { color: #5b6770; }

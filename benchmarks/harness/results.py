@@ -14,15 +14,6 @@ from pathlib import Path
 from htree_ops.cli import columns
 from htree_ops.info import Environment
 
-__all__ = [
-    "ResultsError",
-    "Row",
-    "format_table",
-    "read_json",
-    "write_csv",
-    "write_json",
-]
-
 
 class ResultsError(ValueError):
     """A results file that cannot be used; the message is one line that names the file."""

@@ -16,8 +16,6 @@ from benchmarks.harness.published import (
     time_words,
 )
 
-__all__ = ["render", "render_headlines"]
-
 #: So many cases of an op and dtype ``docs/results.md`` shows, those of the lowest factor, and all that lose; the files
 #: have every case.
 CASES_PER_OP = 4

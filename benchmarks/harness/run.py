@@ -23,9 +23,6 @@ from htree_ops.info import collect_environment
 from htree_ops.ops.arguments import dtype_name
 from htree_ops.tuning.clock import copy_bandwidth
 
-__all__ = ["COMMAND", "FAMILIES", "choose", "make_benchmarks"]
-
-
 #: Families with benchmarks, each a module of :mod:`benchmarks` that defines ``make_benchmarks(device)``. Those of
 #: tree attention's stages and of the FP8 product are apart from the rest of their family.
 FAMILIES = (

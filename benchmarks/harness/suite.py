@@ -16,20 +16,7 @@ from htree_ops.bench import verdict
 from htree_ops.info import Environment
 from htree_ops.ops.arguments import dtype_name
 from htree_ops.tuning.clock import Clock, clock_for
-from htree_ops.tuning.verification import verify
 from tests.support.cases import Case
-
-__all__ = [
-    "Benchmark",
-    "Candidate",
-    "GateError",
-    "gate",
-    "make_calls",
-    "run_benchmark",
-    "select",
-    "sustained_times",
-    "verify",
-]
 
 #: The inputs of a case that reads a part of them are repeated up to this size, by the type of the device.
 _MOST_BYTES = {"cuda": 40_000_000_000, "cpu": 4_000_000_000}

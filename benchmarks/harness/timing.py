@@ -16,22 +16,6 @@ import torch
 
 from htree_ops.tuning.clock import Call, Clock, percentile
 
-__all__ = [
-    "ALONE_BYTES",
-    "QUICK",
-    "ROTATED_BYTES",
-    "Effort",
-    "Timing",
-    "capture",
-    "measure",
-    "measure_undisturbed",
-    "num_input_sets",
-    "order_of_turn",
-    "summarise",
-    "sustained",
-    "warm_up",
-]
-
 #: Inputs are rotated over at least this many bytes: three times the largest L2 in use (60 MB).
 ROTATED_BYTES = 180_000_000
 #: Inputs of this size leave the caches by themselves: the L2 keeps less than 1 % of them.

@@ -21,8 +21,6 @@ from tqdm import tqdm
 
 from htree_ops import HTreeAttention, fit_index
 
-__all__ = ["CopyModel", "PlantedTexts", "copies_found", "copies_table", "draw_planted", "train_copies"]
-
 SEEN = 4  # a byte and those before it
 WIDTH = 32  # of the embedding of a byte
 LETTERS = 24  # of a planted string

@@ -20,8 +20,6 @@ from htree_ops.ops.tree_attention.stages import rope
 from .model import Block, ByteLM
 from .training import wait_for
 
-__all__ = ["CACHES", "Decoder", "Storage", "Trace", "cache_dtype", "continuation", "read_along"]
-
 #: Names of the caches and the options of their :class:`htree_ops.MustafarAttention`; None is the dense one.
 CACHES: dict[str, dict[str, object] | None] = {
     "dense": None,

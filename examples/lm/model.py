@@ -13,18 +13,6 @@ from htree_ops import HTreeAttention, TreeKVCache
 
 from .settings import Settings
 
-__all__ = [
-    "Block",
-    "ByteLM",
-    "DenseAttention",
-    "candidates_per_query",
-    "dense_attention",
-    "draw_weights",
-    "layer_sizes",
-    "rotate",
-    "span_means_of_last_query",
-]
-
 VOCABULARY = 256
 
 

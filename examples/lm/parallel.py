@@ -37,8 +37,6 @@ from .settings import Settings, UserError
 from .text import Text, training_batch, validation_windows
 from .training import CLIP_NORM, INDEX_ROWS, learning_rate
 
-__all__ = ["DIMENSIONS", "Trainer", "check_mesh", "leave", "make_mesh", "read_latest"]
-
 #: Dimensions of the mesh: ranks with sequences of their own, with tokens of one sequence, and with heads and columns.
 DIMENSIONS = ("data", "context", "tensor")
 

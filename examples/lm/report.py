@@ -27,16 +27,6 @@ from .settings import Settings
 from .text import Text
 from .training import Learner, Run, precision, wait_for
 
-__all__ = [
-    "attention_times",
-    "comparison",
-    "draw_curves",
-    "generate",
-    "times_table",
-    "tree_words",
-    "write_history",
-]
-
 #: One timing: context length, then seconds per call forward and forward with backward, tree and dense.
 Times = dict[str, float]
 

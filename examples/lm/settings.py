@@ -12,8 +12,6 @@ import torch
 from htree_ops.ops.tree_attention import HTreeAttention
 from htree_ops.ops.tree_attention.options import WITHOUT_INDEX
 
-__all__ = ["MOST", "Settings", "UserError", "check_size", "is_out_of_memory", "make_parser", "resolve"]
-
 
 class UserError(Exception):
     """Something the caller can put right; shown as one line, exit status 2."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .settings import UserError
 
-__all__ = ["Text", "default_folder", "load_text", "training_batch", "validation_windows"]
-
 #: Not the library itself, and not on every machine.
 SKIPPED = {
     "site-packages",

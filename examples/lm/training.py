@@ -25,8 +25,6 @@ from .model import ByteLM, DenseAttention
 from .settings import Settings, UserError
 from .text import Text, training_batch, validation_windows
 
-__all__ = ["Learner", "Run", "bits_per_byte", "precision", "read_checkpoint"]
-
 CLIP_NORM = 1.0
 WARMUP_STEPS = 10
 EMBEDDING_RATE = 0.2  # AdamW's learning rate as a share of Muon's

@@ -13,16 +13,6 @@ import torch
 from htree_ops.flops import tree_candidates
 from htree_ops.reference import tree_attention as reference
 
-__all__ = [
-    "PipelineProblem",
-    "Traffic",
-    "candidate_sums",
-    "layer_sizes",
-    "overhead_percent",
-    "traffic",
-    "verdict",
-]
-
 #: Query heads that a block of the scores and accumulation kernels serves: for more heads K or V is read again.
 HEADS_PER_BLOCK = 8
 #: A block of the accumulation kernel covers the value columns of at most 32 lanes, a 16-byte pack each.

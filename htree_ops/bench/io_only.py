@@ -30,8 +30,6 @@ from htree_ops.info import Environment, collect_environment
 from htree_ops.tuning.clock import copy_bandwidth
 from htree_ops.tuning.metrics import peak_of
 
-__all__ = ["COMMAND", "choose_rows", "format_summary"]
-
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LIMITS = (
     "Limits: hashing is not free; hashed positions are not the clustered ones of a real selection;",

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from htree_ops.bench.io_model import PipelineProblem
 
-__all__ = ["SELECTIONS", "Inputs", "Pipeline", "Recorder", "make_inputs", "milliseconds"]
-
 #: How the IO-only variant chooses positions: the hashes of §2.3, and the two modes that the design document rejects.
 SELECTIONS = ("lcg", "stratified", "contiguous", "randint")
 

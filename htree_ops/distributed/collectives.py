@@ -18,20 +18,6 @@ from torch.distributed.tensor import DTensor
 from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.tree_attention.attention import Balance
 
-__all__ = [
-    "added",
-    "agree",
-    "all_gather",
-    "check_local",
-    "cut",
-    "exchange",
-    "group_of",
-    "join",
-    "parts_of",
-    "parts_per_rank",
-    "waited",
-]
-
 
 def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The process group that a caller means; None is the default group.

@@ -35,8 +35,6 @@ from htree_ops.ops.tree_attention.attention import (
 )
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
-__all__ = ["tree_attention_cp"]
-
 #: Keys and values are gathered in up to so many steps, of at least so many bytes: less is soon there, and the results
 #: of several steps have to be put together. For fewer ranks than these the exchange is a hundredth of the work.
 MOST_STEPS = 4

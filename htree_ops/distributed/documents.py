@@ -46,9 +46,6 @@ from htree_ops.ops.arguments import (
 from htree_ops.ops.tree_attention.attention import Balance, Index, check_balance
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions
 
-__all__ = ["tree_attention_varlen_cp"]
-
-
 # ---- which documents a rank works on. A document inside one part needs nothing of another rank.
 
 

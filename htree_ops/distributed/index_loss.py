@@ -15,8 +15,6 @@ from htree_ops.ops.index_loss.collector import Attended
 from htree_ops.ops.index_loss.layers import index_of
 from htree_ops.ops.ranks import here
 
-__all__ = ["shared_index_loss"]
-
 
 class _Loss(torch.autograd.Function):
     """The mean over the positions of all ranks, and the gradients of this rank's share of them.

@@ -23,8 +23,6 @@ from htree_ops.ops.gated_mlp import FusedGatedMLP
 from htree_ops.ops.index_loss.layers import WEIGHTS
 from htree_ops.ops.rmsnorm_rope import FusedRMSNormRoPE
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel"]
-
 
 def _placed(x: Any, mesh: DeviceMesh, given: Sequence[Placement], wanted: Sequence[Placement]) -> Any:
     """A tensor as a DTensor with the ``wanted`` placements; a local one has those that were ``given``."""

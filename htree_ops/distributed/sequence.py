@@ -26,8 +26,6 @@ from htree_ops.distributed.collectives import (
 from htree_ops.ops.arguments import check_kind, check_tensor
 from htree_ops.ops.tree_attention.attention import Balance, check_balance
 
-__all__ = ["shard_sequence", "unshard_sequence"]
-
 
 def _checked_dim(function: str, x: Tensor, dim: int) -> int:
     check_local(function, x=x)

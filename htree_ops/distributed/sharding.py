@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["register"]
-
 #: Placements of the outputs and of the arguments; None for what is no tensor.
 Rule = tuple[list[Placement | None], list[Placement | None]]
 _WHOLE = Replicate()

@@ -20,8 +20,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from htree_ops.integrations.transformers import mask
 from htree_ops.ops.sparse_attention import sparse_attention
 
-__all__ = ["NAME", "attention", "register_block_lists"]
-
 #: The value of ``attn_implementation``.
 NAME = "htree_blocks"
 

@@ -23,8 +23,6 @@ from htree_ops.ops.tree_cache import TreeCacheBytes, TreeKVCache
 from htree_ops.ops.tree_cache.leaves import check_bits
 from htree_ops.ops.tree_cache.ring import RING
 
-__all__ = ["CACHE", "HandedOver", "TreeCache"]
-
 #: The keyword of a cache in a model and in ``generate()``: another since transformers 5.24, which warns of the old one;
 #: before it "cache" meant a paged one.
 CACHE = "cache" if "cache" in inspect.signature(LlamaAttention.forward).parameters else "past_key_values"

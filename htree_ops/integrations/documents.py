@@ -16,19 +16,6 @@ from htree_ops.ops.tree_attention.index import TreeOf
 
 T = TypeVar("T")
 
-__all__ = [
-    "Documents",
-    "attend_cached",
-    "attend_documents",
-    "attend_padded",
-    "attend_real_documents",
-    "attend_restarting",
-    "documents_of",
-    "has_restarts",
-    "restarts",
-    "take_rows",
-]
-
 
 @dataclass(frozen=True)
 class Documents:

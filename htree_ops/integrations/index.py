@@ -19,8 +19,6 @@ from htree_ops.ops.tree_attention import options as of_tree
 from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.options import OTHER_CHOICES
 
-__all__ = ["ABSENT", "RECOMMENDED", "FittedAttention", "chooses_by_index", "fitted_layers", "our_attention"]
-
 #: The key of the width in ``config.htree``, and what stands for a config that does not have it.
 KEY, ABSENT = "index_dim", -1
 #: What ``config.htree = "recommended"`` says.

@@ -20,8 +20,6 @@ from transformers.cache_utils import DynamicLayer
 from htree_ops.integrations.documents import attend_cached
 from htree_ops.ops.tree_attention.index import TreeOf
 
-__all__ = ["LeaderLayer", "keep_leaders", "leaders_of"]
-
 #: The attribute by which the attention call finds the layer of the keys that it gets.
 LAYER = "htree_leaders"
 

@@ -34,9 +34,6 @@ from htree_ops.ops.gated_mlp.module import formula_of
 from htree_ops.ops.rmsnorm_rope import head_rmsnorm_rope
 from htree_ops.ops.tree_attention import rope
 
-__all__ = ["patch_model_", "unpatch_model_"]
-
-
 #: Width of the heads of a rotation by no angle, where it divides the width of a row.
 IDENTITY_WIDTH = 128
 

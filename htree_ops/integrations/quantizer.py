@@ -23,8 +23,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from htree_ops.ops.fp8 import FP8Linear
 from htree_ops.ops.fp8.linear import QUANT_METHOD
 
-__all__ = ["FP8Config", "FP8Quantizer", "register"]
-
 
 class FP8Config(QuantizationConfigMixin):
     """What ``config.json`` says of a quantised model: ``layers``, by name "dynamic" or "static" activations."""

@@ -19,29 +19,6 @@ from torch import Tensor
 
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, in_words_of, refuse
 
-__all__ = [
-    "FLOATING",
-    "FLOATING_AND_DOUBLE",
-    "autocast_dtype",
-    "check_data",
-    "check_devices",
-    "check_dtype",
-    "check_int",
-    "check_integers",
-    "check_kind",
-    "check_number",
-    "check_option_dtype",
-    "check_shape",
-    "check_tensor",
-    "check_tensors",
-    "constant_in_traces",
-    "dtype_name",
-    "option_device",
-    "tuning_config",
-    "validate_arguments",
-    "validate_arguments_as",
-]
-
 #: dtypes of every op on every device.
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 #: dtypes on the CPU, and of the ops that have double kernels on CUDA.

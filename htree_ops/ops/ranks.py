@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["beside", "drawn_once", "here", "of_all_heads", "placed_as"]
-
 
 def beside(x: Tensor, like: Tensor) -> Tensor:
     """A tensor that every rank has whole: as a DTensor where ``like`` is one, for an op takes no mixture of the two."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["causal_softmax", "causal_softmax_backward"]
-
 
 def _visible(scores: torch.Tensor) -> torch.Tensor:
     """Bool [h, w]: row i sees the columns j <= i + (w - h)."""

@@ -6,19 +6,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = [
-    "code_values",
-    "compute_scale",
-    "dequantize",
-    "encode",
-    "expand_scale",
-    "fake_quant",
-    "fake_quant_backward",
-    "gemm",
-    "quantize",
-    "scale_shape",
-]
-
 MAX_VALUE = 448.0
 
 

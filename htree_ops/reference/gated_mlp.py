@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["activate", "activation_slope", "as_rows", "gated_mlp", "gated_mlp_backward", "products"]
-
 
 def activate(z: Tensor, activation: str) -> Tensor:
     """silu: z·σ(z); gelu: z·Φ(z), the form with erf."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["grouped_hadamard", "hadamard_matrix", "hadamard_transform"]
-
 
 def hadamard_matrix(n: int, device: str | torch.device = "cpu") -> torch.Tensor:
     """H_n in Sylvester order, float64 [n, n]: H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]]; n a power of two.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["divergences", "index_loss"]
-
 
 def divergences(
     query: Tensor,

@@ -5,14 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "head_rmsnorm_rope",
-    "head_rmsnorm_rope_backward",
-    "normalised",
-    "rmsnorm_rope",
-    "rmsnorm_rope_backward",
-]
-
 
 def full_table(table: Tensor, num_positions: int, head_dim: int) -> Tensor:
     """[S', d], [1 or B, S', d] or [1 or B, S', 1, d] with d = hd or hd/2, as float64 [1 or B, S, hd]."""

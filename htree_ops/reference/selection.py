@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["block_scores", "choose_blocks", "select_blocks", "select_blocks_varlen"]
-
 
 def block_scores(
     index_query: Tensor, index_key: Tensor, block_size: int = 16, selection_stride: int = 1

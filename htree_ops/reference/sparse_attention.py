@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["seen_tokens", "sparse_attention", "sparse_attention_varlen"]
-
 
 def seen_tokens(
     blocks: Tensor, T_q: int, T: int, *, block_size: int = 16, selection_stride: int = 1

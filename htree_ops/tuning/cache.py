@@ -29,8 +29,6 @@ from htree_ops.tuning.files import locked, new_file, read_regular, replace_text
 from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.space import Config, same_config
 
-__all__ = ["BUNDLED", "TuningCache", "cache_dir"]
-
 FORMAT = 1
 FILE_NAME = "tuning.json"
 #: Results that come with the package, in the format of the cache file.

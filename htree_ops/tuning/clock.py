@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Call", "Clock", "CpuClock", "CudaClock", "clock_for", "copy_bandwidth", "percentile"]
-
 Call = Callable[[], Any]
 
 

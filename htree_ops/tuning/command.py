@@ -27,8 +27,6 @@ from htree_ops.tuning.metrics import compute_metrics, peak_of
 from htree_ops.tuning.space import SPACES
 from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark
 
-__all__ = ["COMMAND", "nothing_to_tune"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""

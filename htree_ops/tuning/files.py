@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["locked", "new_file", "read_regular", "replace_text"]
-
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:

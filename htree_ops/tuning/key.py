@@ -10,8 +10,6 @@ import torch
 from htree_ops._load import build_info
 from htree_ops.version import __version__
 
-__all__ = ["CacheKey", "device_facts", "source_hash"]
-
 #: The folder of csrc/ops whose kernels an op runs, where it is not named like the op.
 FAMILY_OF = {"fp8_gemm": "fp8"}
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from htree_ops.tuning.space import Config
 
-__all__ = ["KernelMetrics", "TuningResult", "compute_metrics", "gated_mlp_flops", "gemm_flops", "peak_of"]
-
 #: Memory bandwidth from data sheets in GB/s (10^9), by a part of torch's device name. The first match counts.
 PEAKS_GB_PER_S: dict[str, float] = {
     "H200": 4800.0,

@@ -12,17 +12,6 @@ import htree_ops
 from htree_ops.tuning.metrics import gated_mlp_flops, gemm_flops
 from htree_ops.tuning.space import SPACES
 
-__all__ = [
-    "DTYPES",
-    "PROBLEMS",
-    "Problem",
-    "all_problems",
-    "check_sizes",
-    "input_bytes",
-    "make_problem",
-    "tunable_kernels",
-]
-
 #: Sizes of each op: (B, S, Hd, hd) · (rows, Hd, I) · (M, N, K).
 PROBLEMS: dict[str, tuple[tuple[int, ...], ...]] = {
     "rmsnorm_rope": tuple(

@@ -22,8 +22,6 @@ from htree_ops.tuning.key import CacheKey
 from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
 
-__all__ = ["configured", "forget", "tuning_mode"]
-
 MODES = ("off", "read", "tune")
 #: How many problems are remembered; beyond that all are looked up again.
 MAX_CHOSEN = 4096

@@ -11,17 +11,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "FP8_GEMM",
-    "GATED_MLP",
-    "RMSNORM_ROPE",
-    "SPACES",
-    "Config",
-    "Space",
-    "config_search",
-    "same_config",
-]
-
 Config = dict[str, Any]
 Space = Mapping[str, Sequence[Any]]
 

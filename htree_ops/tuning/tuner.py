@@ -22,8 +22,6 @@ from htree_ops.tuning.key import CacheKey, source_hash
 from htree_ops.tuning.metrics import KernelMetrics, TuningResult, compute_metrics, gemm_flops, peak_of
 from htree_ops.tuning.space import SPACES, Config, Space, config_search, same_config
 
-__all__ = ["AutoTuner", "TritonAutoTuner", "benchmark", "may_tune"]
-
 #: A configuration replaces the kernel's own choice where its time is below this share of it; less is noise.
 WORTHWHILE = 0.98
 

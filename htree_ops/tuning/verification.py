@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SEGMENT", "Report", "compare", "mismatch", "verify"]
-
 SEGMENT = 1024
 _CHUNK = SEGMENT << 14  # elements that are held as float64 at a time: 128 MiB
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["LETTER", "PLANTED", "REPEATED", "TEXT", "Corpus", "Texts", "default_folders", "read_corpus"]
-
 LARGEST_FILE = 256 * 1024  # larger ones are tables that a program wrote
 HELD_OUT = 25  # one folder in so many is for evaluation
 SEPARATOR = b"\0"  # begins every file

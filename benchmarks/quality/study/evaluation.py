@@ -16,8 +16,6 @@ from .recall import draw_recall
 from .session import Session
 from .settings import Attention, Training
 
-__all__ = ["byte_losses", "copies", "measure_recall", "measure_texts", "needles"]
-
 FOUND = math.log(0.5)  # a byte is found where its log-probability is above this
 #: Letters that say which string is repeated. They are counted in ``copies_found`` as all others are.
 CUE = 4

@@ -17,8 +17,6 @@ from .model import LanguageModel, attend
 from .session import Progress, Session, Setup
 from .settings import RATE, Attention, Substitute
 
-__all__ = ["COUNTS", "lists_of", "read", "union_sizes", "write"]
-
 NEIGHBOURS = 64  # queries of a window
 COUNTS = [2**n for n in range(1, NEIGHBOURS.bit_length())]
 MOST = 2**20  # entries of a file

@@ -19,8 +19,6 @@ from htree_ops.ops.tree_attention.index import TreeOf
 
 from .settings import RATE, Attention, Substitute, Training
 
-__all__ = ["LanguageModel", "Model", "SearchModel", "attend", "sliding_window"]
-
 Function = TypeVar("Function", bound=Callable[..., object])
 #: cos, sin and positions; None where nothing is rotated.
 Table = tuple[Tensor, Tensor, Tensor] | None

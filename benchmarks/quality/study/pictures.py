@@ -11,8 +11,6 @@ from benchmarks.harness import plots
 from .record import Row
 from .tables import by_model, by_run, converted, digest, label, last_rows, needle_rows, run_of, with_dense
 
-__all__ = ["PICTURES", "draw"]
-
 Curve = tuple[str, Sequence[float], Sequence[float]]
 #: The curves of one model, and the rows from which they come.
 Panel = tuple[Sequence[Row], Sequence[Curve]]

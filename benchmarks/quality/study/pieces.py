@@ -21,8 +21,6 @@ from .session import Progress, Session, Setup
 from .settings import RATE, Attention, Scale, Training, dense, tree, window
 from .training import train
 
-__all__ = ["PIECES", "Piece", "Run", "held_out_texts", "train_on_text", "trained_search"]
-
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens

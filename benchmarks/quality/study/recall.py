@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Recall", "draw_recall", "lesson"]
-
 POWER = 0.01  # of the law that the places of the questions follow
 #: Shares of a training until which sequences have a sixteenth, then an eighth of their length.
 SHORT, MIDDLE = 0.4, 0.6

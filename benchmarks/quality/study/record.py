@@ -15,18 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DONE",
-    "LARGEST_PART",
-    "Row",
-    "States",
-    "append_row",
-    "load_checkpoint",
-    "mend",
-    "read_rows",
-    "save_checkpoint",
-]
-
 ROWS = "rows.jsonl"
 LARGEST_PART = 14 * 2**20  # bytes of a file of a checkpoint, unless the command line says otherwise
 AROUND = 4096  # bytes of a file beside its part of the content
@@ -54,7 +42,7 @@ class Row:
             error over texts. copies_bits: per repeated letter. copies_whole: share of the strings of which every letter
             from the fifth on is found.
         pairs, accuracy: of the recall task.
-        choice: another rule for the nodes that are opened. products: of its scores, in parts of those of dense attention.
+        choice: another rule for the nodes that are opened. products: of its scores, in parts of dense attention's.
         series: a list of measurements, None where there is nothing to measure; series_of: what they are.
         note: anything a reader must know.
     """

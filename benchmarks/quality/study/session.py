@@ -18,8 +18,6 @@ from .corpus import Corpus, read_corpus
 from .model import LanguageModel
 from .settings import RATE, Attention, Scale, Training
 
-__all__ = ["WITHOUT_TEXT", "Interrupted", "NoTime", "Session", "Setup"]
-
 #: The experiment that needs no text, and what its rows name in place of one.
 WITHOUT_TEXT, RANDOM_TOKENS = "recall", "random tokens"
 

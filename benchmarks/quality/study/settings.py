@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-__all__ = ["SCALES", "Attention", "Scale", "Substitute", "Training", "dense", "tree", "window"]
-
 RATE = 16  # tokens per node, r
 INDEX_DIM = 32  # numbers of a learned index, where heads have as many
 

@@ -10,8 +10,6 @@ from benchmarks.harness.plots import place
 from .record import DONE, Row
 from .settings import RATE
 
-__all__ = ["SECTIONS", "label", "last_rows", "render"]
-
 SWAPPED = ", evaluated: "  # in the name of a row whose model was trained with another attention
 
 MOST_STEPS = 8  # that a table over steps shows, the last one among them

@@ -15,8 +15,6 @@ from .model import Model
 from .session import Interrupted, NoTime, Progress, Session, Setup
 from .settings import Training
 
-__all__ = ["train"]
-
 CLIP_NORM = 1.0
 WARMUP_STEPS = 100
 LAST_RATE = 0.1  # share of the learning rate at the end

@@ -42,8 +42,6 @@ from htree_ops.integrations.vllm.settings import (  # noqa: E402
 )
 from htree_ops.integrations.vllm.steps import Step, Steps, attend_step, try_prompt  # noqa: E402
 
-__all__ = ["HTreeBackend", "HTreeImpl", "HTreeMetadataBuilder"]
-
 #: The block that wastes least: few rows of upper layers, and small enough to share.
 PREFERRED_BLOCK = 256
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from htree_ops.ops.index_loss.layers import WEIGHTS, index_of, is_drawn
 
-__all__ = ["add_weights", "check_weights", "heads_of_rank", "loads_indexes", "rows_of_index"]
-
 #: The name of vLLM's attention layer in the attention of a model.
 LAYER = "attn"
 

@@ -17,8 +17,6 @@ from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.pools import Sizes
 from htree_ops.ops.tree_cache.ring import RING
 
-__all__ = ["LayerPools", "PageSizes", "page_sizes", "pools_of", "table_width"]
-
 #: vLLM rounds the width of its block tables up to so many tokens.
 TABLE_TOKENS = 128
 

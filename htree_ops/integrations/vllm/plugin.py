@@ -15,8 +15,6 @@ from typing import Any
 from htree_ops.integrations.vllm.index import add_weights, check_weights, loads_indexes
 from htree_ops.integrations.vllm.versions import is_supported
 
-__all__ = ["register"]
-
 BACKEND = "htree_ops.integrations.vllm.backend.HTreeBackend"
 
 

@@ -8,8 +8,6 @@ from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.options import TreeOptions, recommended_options
 from htree_ops.ops.tree_cache.ring import RING
 
-__all__ = ["Served", "check_engine", "check_layer", "layer_reasons", "options_of_engine", "refuse"]
-
 DENSE = "leave --attention-backend out for dense attention"
 #: Speculative decoding without a draft model: nothing but drafts of tokens comes into the engine.
 WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")

@@ -20,8 +20,6 @@ from htree_ops.ops.tree_cache.functions import tree_cache_append_, tree_cache_at
 from htree_ops.ops.tree_cache.prompts import LISTED_ROWS, PROMPT_ROWS, indexed_rows, prompt_begin
 from htree_ops.ops.tree_cache.ring import RING, Ring
 
-__all__ = ["Index", "Prompt", "Step", "Steps", "attend_step", "try_prompt"]
-
 #: Index queries and index keys of the rows of a step, [N or more, H_kv, d] each.
 Index = tuple[Tensor, Tensor]
 

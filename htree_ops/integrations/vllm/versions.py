@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["SUPPORTED", "check_version", "is_supported"]
-
 #: (from, below), as (major, minor). The engine tests run on the first one.
 SUPPORTED = ((0, 26), (0, 27))
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from htree_ops.ops.arguments import validate_arguments
 
-__all__ = ["causal_softmax"]
-
 BLOCK_SIZES = (0, 512, 1024)
 
 

@@ -21,8 +21,6 @@ from htree_ops.ops.arguments import (
 from htree_ops.ops.fp8.quantize import FP8
 from htree_ops.tuning.select import configured
 
-__all__ = ["fp8_gemm", "fp8_gemm_exact"]
-
 KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_SIZE_M", "num_warps", "num_stages")
 #: Tuples of the tuning space, in the order of KEYS, that have a kernel.
 COMPILED_CONFIGS = tuple(

@@ -25,8 +25,6 @@ from htree_ops.ops.arguments import (
 from htree_ops.ops.fp8.quantize import FP8Format, fp8_quantize
 from htree_ops.tuning.select import configured
 
-__all__ = ["QUANT_METHOD", "FP8Linear", "calibrate_activation_scales", "quantize_model_"]
-
 #: The name of these layers in the config of a transformers model.
 QUANT_METHOD = "htree_fp8"
 

@@ -16,16 +16,6 @@ from torch import Tensor
 from htree_ops.errors import NumericalOverflowError
 from htree_ops.ops.arguments import check_number, validate_arguments, validate_arguments_as
 
-__all__ = [
-    "FP8Format",
-    "fp8_compute_scale",
-    "fp8_dequantize",
-    "fp8_fake_quant",
-    "fp8_quantize",
-    "fp8_scale_inv",
-    "handle_fp8_overflow",
-]
-
 FP8 = torch.float8_e4m3fn
 Granularity = Literal["tensor", "channel", "block"]
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from htree_ops.ops.arguments import FLOATING, autocast_dtype, tuning_config, validate_arguments
 from htree_ops.tuning.select import configured
 
-__all__ = ["gated_mlp"]
-
 Activation = Literal["silu", "gelu"]
 Side = Literal["up", "gate"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")

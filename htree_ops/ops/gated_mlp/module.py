@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from htree_ops.ops.arguments import check_int, reraise_as
 from htree_ops.ops.gated_mlp.function import ACTIVATIONS, SIDES, Activation, Side, gated_mlp
 
-__all__ = ["FusedGatedMLP", "formula_of"]
-
 
 def formula_of(module: nn.Module) -> tuple[Activation, Side]:
     """What a gated MLP computes, ``(activation, act_on)``, found by comparing its outputs with each possibility.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from htree_ops.ops.arguments import check_int, check_number, validate_arguments
 
-__all__ = ["HadamardTransform", "grouped_hadamard", "hadamard_transform", "hadamard_transform_"]
-
 #: Longest row that the ops transform.
 MAX_LENGTH = 32768
 

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
     from htree_ops.ops.tree_attention.attention import Balance
 
-__all__ = [
-    "Attended",
-    "IndexLosses",
-    "collect",
-    "fitting",
-    "index_losses",
-    "is_collecting",
-    "is_fitting",
-]
-
 
 #: Of queries and of keys.
 Pair = tuple[Tensor, Tensor]

@@ -16,8 +16,6 @@ from htree_ops.ops.arguments import check_int, check_kind
 from htree_ops.ops.index_loss.collector import fitting
 from htree_ops.ops.index_loss.layers import WEIGHTS, draw_index, index_dim_of, query_scale
 
-__all__ = ["Fitted", "fit_index"]
-
 #: The last steps whose mean loss is returned.
 REPORTED = 10
 

@@ -9,8 +9,6 @@ from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import check_int, validate_arguments
 from htree_ops.ops.ranks import beside, drawn_once, here
 
-__all__ = ["draw_among", "draw_positions", "index_loss"]
-
 
 @validate_arguments
 def index_loss(

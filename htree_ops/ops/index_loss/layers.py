@@ -16,21 +16,6 @@ from torch import Tensor, nn
 from htree_ops.ops.paging import is_recorded
 from htree_ops.ops.ranks import beside, here, placed_as
 
-__all__ = [
-    "WEIGHTS",
-    "add_index_",
-    "choose_by_index",
-    "draw_index",
-    "draw_index_",
-    "index_dim_of",
-    "index_of",
-    "is_drawn",
-    "know",
-    "query_scale",
-    "set_index_",
-    "take_pending",
-]
-
 WEIGHTS = ("index_query_weight", "index_key_weight")
 #: A query weight that differs by less from what the key weight says is as it was drawn: in steps of its dtype, relative
 #: to the largest one. The two were rounded apart, by half a step each.

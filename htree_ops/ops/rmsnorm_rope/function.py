@@ -10,8 +10,6 @@ from torch import Tensor
 from htree_ops.ops.arguments import tuning_config, validate_arguments
 from htree_ops.tuning.select import configured
 
-__all__ = ["head_rmsnorm_rope", "rmsnorm_rope"]
-
 #: (BLOCK_SIZE, num_warps, num_stages) of the kernels a caller may ask for.
 COMPILED_CONFIGS = tuple((32 * warps, warps, stages) for warps in (2, 4, 8) for stages in (1, 2, 3))
 

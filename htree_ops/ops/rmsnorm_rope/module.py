@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_int, check_option_dtype, reraise_as
 from htree_ops.ops.rmsnorm_rope.function import rmsnorm_rope
 
-__all__ = ["FusedRMSNormRoPE"]
-
 
 class FusedRMSNormRoPE(nn.Module):
     """:func:`rmsnorm_rope` with its weight.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from htree_ops.ops.arguments import validate_arguments
 
-__all__ = ["select_blocks", "select_blocks_varlen"]
-
 
 @validate_arguments
 def select_blocks(

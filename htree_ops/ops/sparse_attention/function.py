@@ -9,8 +9,6 @@ from torch import Tensor
 
 from htree_ops.ops.arguments import validate_arguments
 
-__all__ = ["sparse_attention", "sparse_attention_varlen"]
-
 
 @overload
 def sparse_attention(

@@ -12,8 +12,6 @@ from typing_extensions import Unpack
 from htree_ops.ops.arguments import check_tensor, validate_arguments, validate_arguments_as
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
-__all__ = ["attention_backward", "attention_forward", "expand_heads", "tree_attention"]
-
 #: index_query and index_key.
 Index: TypeAlias = tuple[Tensor, Tensor]
 Balance = Literal["zigzag", "striped", "contiguous", "work"]

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.module import HTreeAttention
 
-__all__ = ["FittedLayer", "fitted_layers"]
-
 
 @dataclass(frozen=True)
 class FittedLayer:

@@ -15,8 +15,6 @@ from htree_ops.ops.tree_attention.attention import expand_heads, tree_attention
 from htree_ops.ops.tree_attention.options import TreeOptions, check_index_dim, other_choices
 from htree_ops.ops.tree_attention.stages import rope, rope_cache
 
-__all__ = ["TreeOf", "every_node", "resolve_index_dim"]
-
 
 def resolve_index_dim(function: str, index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
     """The width of a layer's index; None is what fits its heads and options.

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HTreeAttention"]
-
 
 def _joined(out: Tensor) -> Tensor:
     """The heads [..., heads, head_dim] of an attention as channels.

@@ -18,26 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from htree_ops.ops.arguments import check_int, check_kind
 
-__all__ = [
-    "OTHER_CHOICES",
-    "RECOMMENDED",
-    "WITHOUT_INDEX",
-    "Frequencies",
-    "Goal",
-    "Importance",
-    "Positions",
-    "Scope",
-    "TreeKeywords",
-    "TreeOptions",
-    "check_frequencies",
-    "check_index_dim",
-    "frequencies",
-    "other_choices",
-    "pack",
-    "recommended_options",
-    "tree_options",
-]
-
 #: In the order of kImportanceNames in csrc/ops/tree/options.h.
 Importance = Literal["lse_causal", "lse", "exp_joint"]
 Scope = Literal["kv_head", "q_head"]

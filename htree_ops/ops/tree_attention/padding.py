@@ -11,8 +11,6 @@ from htree_ops.errors import UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import check_devices, check_shape, check_tensor
 from htree_ops.ops.ranks import beside
 
-__all__ = ["Padding"]
-
 
 @dataclass(frozen=True)
 class Padding:

@@ -21,27 +21,6 @@ from torch import Tensor
 from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.options import Frequencies, frequencies
 
-__all__ = [
-    "accumulate_non_topk",
-    "bottom_accumulate",
-    "compute_and_select",
-    "compute_next_parents",
-    "compute_scores",
-    "final_normalize",
-    "mask_topk_scores_",
-    "merge_to_global_",
-    "recompute_selection",
-    "rope",
-    "rope_cache",
-    "select_accumulate",
-    "select_topk",
-    "span_means",
-    "subtract_topk",
-    "top_parents",
-    "tree_build",
-    "tree_build_backward",
-]
-
 State = tuple[Tensor, Tensor, Tensor]
 
 

@@ -12,8 +12,6 @@ from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.attention import Index, check_index, expand_heads
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 
-__all__ = ["tree_attention_varlen"]
-
 
 @overload
 def tree_attention_varlen(

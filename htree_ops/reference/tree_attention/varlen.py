@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .attention import htree_forward_naive
 
-__all__ = ["attention_varlen"]
-
 
 def attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, **options: Any
