@@ -29,6 +29,13 @@ __all__ = [
 class HTreeKernelError(Exception):
     """Base of every error that this package raises itself."""
 
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        for name, fact in facts.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__}: keywords must be facts of the class, got {name!r}")
+            setattr(self, name, fact)
+
 
 class ShapeMismatchError(HTreeKernelError, ValueError):
     """A tensor has the wrong rank or sizes.
@@ -39,13 +46,9 @@ class ShapeMismatchError(HTreeKernelError, ValueError):
         tensor_name: name of the argument.
     """
 
-    def __init__(
-        self, message: str = "", *, expected: Any = None, actual: Any = None, tensor_name: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.expected = expected
-        self.actual = actual
-        self.tensor_name = tensor_name
+    expected: Any = None
+    actual: Any = None
+    tensor_name: str | None = None
 
 
 class UnsupportedDtypeError(HTreeKernelError, TypeError):
@@ -57,18 +60,9 @@ class UnsupportedDtypeError(HTreeKernelError, TypeError):
         tensor_name: name of the argument.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        dtype: torch.dtype | None = None,
-        supported_dtypes: Sequence[torch.dtype] | None = None,
-        tensor_name: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.dtype = dtype
-        self.supported_dtypes = supported_dtypes
-        self.tensor_name = tensor_name
+    dtype: torch.dtype | None = None
+    supported_dtypes: Sequence[torch.dtype] | None = None
+    tensor_name: str | None = None
 
 
 class DeviceError(HTreeKernelError, RuntimeError):
@@ -80,18 +74,9 @@ class DeviceError(HTreeKernelError, RuntimeError):
         tensor_name: name of the argument.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        expected_device: torch.device | str | None = None,
-        actual_device: torch.device | str | None = None,
-        tensor_name: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.expected_device = expected_device
-        self.actual_device = actual_device
-        self.tensor_name = tensor_name
+    expected_device: torch.device | str | None = None
+    actual_device: torch.device | str | None = None
+    tensor_name: str | None = None
 
 
 class NumericalOverflowError(HTreeKernelError, ArithmeticError):
@@ -103,18 +88,9 @@ class NumericalOverflowError(HTreeKernelError, ArithmeticError):
         attempts: number of scales tried.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        max_value: float | None = None,
-        scale: float | None = None,
-        attempts: int = 0,
-    ) -> None:
-        super().__init__(message)
-        self.max_value = max_value
-        self.scale = scale
-        self.attempts = attempts
+    max_value: float | None = None
+    scale: float | None = None
+    attempts: int = 0
 
 
 class OutOfPagesError(HTreeKernelError, ValueError):
@@ -124,9 +100,7 @@ class OutOfPagesError(HTreeKernelError, ValueError):
         pages: how many are lacking.
     """
 
-    def __init__(self, message: str = "", *, pages: int = 0) -> None:
-        super().__init__(message)
-        self.pages = pages
+    pages: int = 0
 
 
 class TuningFailedError(HTreeKernelError, RuntimeError):
@@ -138,18 +112,9 @@ class TuningFailedError(HTreeKernelError, RuntimeError):
         last_error: exception of the last one.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        problem_size: Sequence[int] | None = None,
-        configs_tried: int = 0,
-        last_error: BaseException | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.problem_size = problem_size
-        self.configs_tried = configs_tried
-        self.last_error = last_error
+    problem_size: Sequence[int] | None = None
+    configs_tried: int = 0
+    last_error: BaseException | None = None
 
 
 class ArchitectureNotSupportedError(HTreeKernelError, NotImplementedError):
