@@ -1,10 +1,8 @@
 """What it costs to keep the tokens of a tree cache in 8 or 4 bits while its nodes stay in 16 (docs/quality.md).
 
-Run: ``python -m benchmarks.tree_cache_leaves errors --csv PATH``, then ``model``, ``memory`` and ``time``. The first
-two fill a cache with 16-bit tokens, so that its nodes are those of the tokens as they were, and then put in the place
-of the tokens what rows of ``kv_compress`` give back. ``errors`` compares attention from such a cache with that of the
-untouched one on random data, ``model`` evaluates small models (some minutes on a CPU), ``memory`` counts bytes of
-pages and of a decoding step, ``time`` takes the time of a step from caches with ``leaf_bits``.
+Run: ``python -m benchmarks.tree_cache_leaves errors --csv PATH``, then ``model`` and ``time``. ``errors`` compares
+attention from a cache with ``leaf_bits`` with that from one of 16 bits on random data, ``model`` evaluates small models
+(some minutes on a CPU), ``time`` takes the time of a step.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,71 +27,32 @@ from benchmarks.quality.study import corpus, evaluation, pieces
 from benchmarks.quality.study.session import Session, Setup
 from benchmarks.quality.study.settings import SCALES, Attention, Substitute, Training
 from htree_ops import TreeKVCache
-from htree_ops.ops.compressed_kv import kv_compress, kv_decompress
-from htree_ops.ops.tree_cache import cache_layers, page_rows
-from htree_ops.reference import compressed_kv as reference
-from htree_ops.reference.hadamard import grouped_hadamard
 from tests.support.cases import normal
 from tests.support.compressed_kv_cases import rows_with_outliers
 
 RATE = 16
-PAGE = 256
+BITS = (16, 8, 4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leaves:
-    """How the tokens of a cache are stored.
-
-    Attributes:
-        bits: of a kept channel. sparsity: share of the channels that are dropped. transformed: "no", "keys", or "both"
-            where values are transformed too. dense_tokens: so many of the last tokens stay as they were.
-    """
-
-    bits: int
-    sparsity: float = 0.0
-    transformed: str = "no"
-    dense_tokens: int = 0
+def leaf_bits(bits: int) -> int | None:
+    """Of a cache whose tokens have so many."""
+    return None if bits == 16 else bits
 
 
-SETTINGS = [
-    *(Leaves(bits=bits) for bits in (16, 8, 4)),
-    *(Leaves(bits=bits, transformed=rows) for bits in (8, 4) for rows in ("keys", "both")),
-    *(Leaves(bits=bits, dense_tokens=PAGE) for bits in (8, 4)),
-    *(Leaves(bits=bits, sparsity=0.5) for bits in (16, 8, 4)),
-]
-
-
-def restored(x: Tensor, leaves: Leaves, transformed: bool) -> Tensor:
-    """What rows of x [B, H_kv, T, D] are after they were pruned, quantised and packed."""
-    width = x.shape[-1]
-    stored = grouped_hadamard(x, 1).to(x.dtype) if transformed else x
-    keep = reference.num_kept(width, leaves.sparsity)
-    rows = kv_compress(stored, keep, leaves.bits)
-    found = kv_decompress(*rows, width, keep, leaves.bits, x.dtype)
-    return grouped_hadamard(found, 1).to(x.dtype) if transformed else found
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, leaves: Leaves, **options: object) -> Tensor:
-    """Attention of q [B, n, H, D], the last n tokens, from a cache of k, v [B, T, H_kv, D] with such leaves."""
+def attend(q: Tensor, k: Tensor, v: Tensor, bits: int, **options: Any) -> Tensor:
+    """Attention of q [B, n, H, D], the last n tokens, from a cache of k, v [B, T, H_kv, D] with tokens of ``bits``."""
     batch, tokens, heads, width = k.shape
-    cache = TreeKVCache(
-        batch, heads, width, tokens, page_size=PAGE, dtype=k.dtype, device=k.device, **options  # type: ignore[arg-type]
-    )  # fmt: skip
+    place: dict[str, Any] = {"dtype": k.dtype, "device": k.device}
+    cache = TreeKVCache(batch, heads, width, tokens, leaf_bits=leaf_bits(bits), **place, **options)
     cache.append(k, v)
-    table = cache.block_table.long()
-    for pool, x, names in ((cache.k_pool, k, ("keys", "both")), (cache.v_pool, v, ("both",))):
-        changed = restored(x.transpose(1, 2), leaves, leaves.transformed in names)
-        for first in range(0, tokens - leaves.dense_tokens, PAGE):
-            end = min(first + PAGE, tokens - leaves.dense_tokens)
-            pool[table[:, first // PAGE], :, : end - first] = changed[:, :, first:end]
     out = cache.attend(q)
     assert isinstance(out, Tensor)  # a pair only with return_lse
     return out
 
 
-def attend_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> Tensor:
+def attend_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     """:func:`attend` for float32 tensors."""
-    return attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).to(q.dtype)  # type: ignore[arg-type]
+    return attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).to(q.dtype)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -105,14 +65,11 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow:
-    """One kind of leaves on one kind of keys: relative L2 error of the outputs against the cache of 16-bit tokens."""
+    """Relative L2 error of the outputs on one kind of keys against the cache of 16-bit tokens."""
 
     keys: str
     scores: float
     bits: int
-    sparsity: float
-    transformed: str
-    dense_tokens: int
     output_error: float
 
 
@@ -130,12 +87,10 @@ def errors(tokens: int, device: str) -> Iterator[ErrorRow]:
         for scores in (1.0, 4.0):
             q = normal((2, 64, 8, 128), torch.float32, device, seed=1).mul(scores).half()
             options = {"compression_rate": RATE, "top_k": 64, "max_top_nodes": 1024}
-            expected = attend(q, k, v, Leaves(bits=16), **options)
-            for leaves in SETTINGS:
-                out = attend(q, k, v, leaves, **options)
-                yield ErrorRow(
-                    keys=keys, scores=scores, **asdict(leaves), output_error=relative(out, expected)
-                )
+            expected = attend(q, k, v, 16, **options)
+            for bits in BITS:
+                error = relative(attend(q, k, v, bits, **options), expected)
+                yield ErrorRow(keys=keys, scores=scores, bits=bits, output_error=error)
 
 
 # ---- trained models
@@ -143,7 +98,7 @@ def errors(tokens: int, device: str) -> Iterator[ErrorRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A trained model with one kind of leaves, on held-out texts.
+    """A trained model with tokens of so many bits, on held-out texts.
 
     The row with 32 bits is the model as it was trained, in float32 and without a cache. ``copies_bits`` is the loss of
     the repeated letters and ``copies_found`` the share of those found; ``bits_per_byte`` that of natural text.
@@ -153,8 +108,6 @@ class ModelRow:
     model: str
     attention: str
     bits: int
-    sparsity: float
-    transformed: str
     bits_per_byte: float | None
     copies_bits: float
     copies_found: float
@@ -195,102 +148,24 @@ def models(scale: str, device: str) -> Iterator[ModelRow]:
             ("language", language, language.tree(2)),
         ):
             model, texts = trained(name, size, attention), pieces.held_out_texts(session, size)
-            for leaves in (None, *SETTINGS):
-                if leaves is not None and leaves.dense_tokens:
-                    continue  # here every token has a row, so none can stay as it was
+            for bits in (32, *BITS):
                 used = attention
-                if leaves is not None:
+                if bits < 32:
                     cached = partial(
-                        attend_in_bfloat16, leaves=leaves, compression_rate=RATE, top_k=attention.top_k,
-                        rope_base=None, max_top_nodes=attention.max_top_nodes, selection_span=attention.span,
+                        attend_in_bfloat16, bits=bits, compression_rate=RATE, top_k=attention.top_k, rope_base=None,
+                        max_top_nodes=attention.max_top_nodes, selection_span=attention.span,
                     )  # fmt: skip
                     used = Substitute(**asdict(attention), function=cached)
                 found = evaluation.measure_texts(session, model, used, texts)  # type: ignore[arg-type]
-                stored = leaves or Leaves(bits=32)
                 yield ModelRow(
                     model=name,
                     attention=attention.label,
-                    bits=stored.bits,
-                    sparsity=stored.sparsity,
-                    transformed=stored.transformed,
+                    bits=bits,
                     bits_per_byte=found["bits_per_byte"] if name == "language" else None,
                     copies_bits=found["copies_bits"],
                     copies_found=found["copies_found"],
                     text=session.corpus.name,
                 )
-
-
-# ---- memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryRow:
-    """Bytes of a cache, and those that a step reads of it; H_kv = 4, K = V = 128, k = 512, M = 8192.
-
-    Attributes:
-        format: "rows" without a bitmap, as every channel is kept, or "pruned rows" with half of the channels.
-        leaf_bytes, node_bytes, mean_bytes: per token, of all K/V heads, keys and values together.
-        gib: of the cache. share: of one with 16-bit tokens.
-        step_mb: what a decoding step reads of nodes, means and tokens. step_share: of one with 16-bit tokens.
-    """
-
-    tokens: int
-    span: int
-    bits: int
-    format: str
-    leaf_bytes: float
-    node_bytes: float
-    mean_bytes: float
-    gib: float
-    share: float
-    step_mb: float
-    step_share: float
-
-
-def memory_row(tokens: int, span: int, bits: int, keep: int) -> MemoryRow:
-    """Counts one setting; the shares are filled in by :func:`memory`."""
-    heads, width, top_k, most = 4, 128, 512, 8192
-    layers = cache_layers(tokens, RATE, most)
-    key_rows, value_rows = page_rows(PAGE, layers, RATE, span or None)
-    both = 2 * heads  # keys and values
-    leaf = reference.row_bytes(keep, bits) if bits < 16 else 2 * width
-    leaf += (2 if bits < 16 else 0) + (width // 8 if keep < width else 0)
-    nodes = (value_rows - PAGE) / PAGE * both * 2 * width
-    means = (key_rows - value_rows) / PAGE * heads * 2 * width
-    counted = [tokens]  # candidates of each layer, tokens first
-    for _ in range(layers - 1):
-        counted.append(-(-counted[-1] // RATE))
-    candidates = [min(count, top_k * RATE) for count in counted[:-1]] + counted[-1:]
-    read = candidates[0] * both * leaf + sum(candidates[1:]) * both * 2 * width
-    # Means of a candidate of layer l: r^l / c of them, where the layer has to choose.
-    chosen = [count for count in candidates[1:] if count > top_k]
-    read_means = sum(
-        count * RATE**layer // span * heads * 2 * width for layer, count in enumerate(chosen, start=1) if span
-    )
-    return MemoryRow(
-        tokens=tokens,
-        span=span,
-        bits=bits,
-        format="rows" if keep == width else "pruned rows",
-        leaf_bytes=both * leaf,
-        node_bytes=nodes,
-        mean_bytes=means,
-        gib=tokens * (both * leaf + nodes + means) / 2**30,
-        share=1.0,
-        step_mb=(read + read_means) / 1e6,
-        step_share=1.0,
-    )
-
-
-def memory() -> Iterator[MemoryRow]:
-    """Every format at 131 072 and 1 048 576 tokens, without span means and with those of 4 and 2 tokens."""
-    for tokens in (131_072, 1_048_576):
-        for span in (0, 4, 2):
-            plain = memory_row(tokens, span, 16, 128)
-            for bits, keep in ((16, 128), (8, 128), (4, 128), (8, 64), (4, 64)):
-                row = memory_row(tokens, span, bits, keep)
-                shares = {"share": row.gib / plain.gib, "step_share": row.step_mb / plain.step_mb}
-                yield MemoryRow(**(asdict(row) | shares))
 
 
 # ---- time
@@ -323,11 +198,10 @@ def times(tokens: int, device: str, rounds: int = 30) -> Iterator[TimeRow]:
     q = normal((1, 1, heads, width), dtype, device, seed=1)
     steps: dict[int, Callable[[], object]] = {}
     caches = []  # a captured graph holds none of the tensors that it reads
-    for bits in (16, 8, 4):
+    for bits in BITS:
         cache = TreeKVCache(
-            1, kv_heads, width, tokens, top_k=top_k, dtype=dtype, device=device,
-            leaf_bits=None if bits == 16 else bits,
-        )  # fmt: skip
+            1, kv_heads, width, tokens, top_k=top_k, dtype=dtype, device=device, leaf_bits=leaf_bits(bits)
+        )
         for first in range(0, tokens, 1 << 16):
             shape = (1, min(1 << 16, tokens - first), kv_heads, width)
             cache.append(*(normal(shape, dtype, device, seed=first + i) for i in (2, 3)))
@@ -360,7 +234,7 @@ def times(tokens: int, device: str, rounds: int = 30) -> Iterator[TimeRow]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table and writes it where ``--csv`` says."""
     parser = argparse.ArgumentParser(description="tokens of a tree cache in 8 and 4 bits")
-    parser.add_argument("part", choices=("errors", "model", "memory", "time"))
+    parser.add_argument("part", choices=("errors", "model", "time"))
     parser.add_argument(
         "--tokens", type=int, default=16_384, help="tokens of a sequence of `errors` and `time`"
     )
@@ -368,16 +242,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parse_for_gpu(parser, argv)
-    rows: Iterator[ErrorRow] | Iterator[ModelRow] | Iterator[MemoryRow] | Iterator[TimeRow]
-    if arguments.part == "errors":
-        rows = errors(arguments.tokens, arguments.device)
-    elif arguments.part == "model":
-        rows = models(arguments.scale, arguments.device)
-    elif arguments.part == "memory":
-        rows = memory()
-    else:
-        rows = times(arguments.tokens, arguments.device)
-    print_rows(rows, arguments.csv)
+    parts: dict[str, Callable[[], Iterator[ErrorRow] | Iterator[ModelRow] | Iterator[TimeRow]]] = {
+        "errors": lambda: errors(arguments.tokens, arguments.device),
+        "model": lambda: models(arguments.scale, arguments.device),
+        "time": lambda: times(arguments.tokens, arguments.device),
+    }
+    print_rows(parts[arguments.part](), arguments.csv)
     return 0
 
 
