@@ -24,7 +24,6 @@ try:
     import train_lm
     from lm import generation, settings, text, training
     from lm.model import ByteLM, DenseAttention
-    from tqdm import tqdm
 except ImportError as error:
     print(f"compressed_generation.py: {error}; run 'make demo' once", file=sys.stderr)
     sys.exit(2)
@@ -129,13 +128,7 @@ def train_model(arguments: argparse.Namespace, device: str) -> tuple[settings.Se
         stored, model = read_model(path, device)
         if asdict(stored) | {"device": device} == asdict(chosen):
             return stored, model
-    source = text.load_text(Path(chosen.text), chosen.context)
-    torch.manual_seed(chosen.seed)
-    learner = training.Learner("dense", ByteLM(chosen, DenseAttention), chosen)
-    for step in (bar := tqdm(range(chosen.steps), desc="training", unit="step")):
-        batch = text.training_batch(source, step, chosen.context, chosen.batch, chosen.seed)
-        learner.step(batch.to(device))
-        bar.set_postfix_str(f"{learner.recent_bits():.2f} bits per byte")
+    learner = training.train_briefly("dense", chosen, DenseAttention)
     torch.save({"settings": asdict(chosen), "learners": {"dense": learner.state()}}, path)
     return chosen, learner.model
 

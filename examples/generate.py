@@ -197,13 +197,7 @@ def make_model(arguments: argparse.Namespace, device: str) -> tuple[settings.Set
         device=device,
         text=str(text.default_folder()),
     )
-    source = text.load_text(Path(chosen.text), chosen.context)
-    torch.manual_seed(chosen.seed)
-    learner = training.Learner("tree", ByteLM(chosen), chosen)
-    for step in (bar := tqdm(range(chosen.steps), desc="training", unit="step")):
-        learner.step(text.training_batch(source, step, chosen.context, chosen.batch, chosen.seed).to(device))
-        bar.set_postfix_str(f"{learner.recent_bits():.2f} bits per byte")
-    return chosen, learner.model.eval()
+    return chosen, training.train_briefly("tree", chosen).model.eval()
 
 
 def parse_lengths(arguments: argparse.Namespace, device: str) -> Sequence[int]:

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,13 +35,6 @@ except ImportError as error:
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
 LEARNING_RATE = 0.003  # AdamW's; the default of train_lm.py is Muon's
-HELP = {
-    "context": "bytes per sequence",
-    "batch": "sequences per step, of all ranks together",
-    "learning_rate": f"peak of AdamW's (default {LEARNING_RATE})",
-    "kv_heads": "key and value heads, a divisor of heads",
-    "max_top_nodes": "M, most nodes of the top layer",
-}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,11 +72,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds that a rank waits for another (default 600)",
     )
-    for field in fields(settings.Settings):
-        if field.name not in ("device", "text", "dense"):
-            flag = f"--{field.name.replace('_', '-')}"
-            kind = float if field.name == "learning_rate" else int
-            parser.add_argument(flag, type=kind, metavar="N", help=HELP.get(field.name))
+    settings.add_settings(
+        parser,
+        batch="sequences per step, of all ranks together",
+        learning_rate=f"peak of AdamW's (default {LEARNING_RATE})",
+    )
     parser.set_defaults(dense=False)
     return parser
 

@@ -102,23 +102,64 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+#: What the flags of the settings mean, by their groups; :func:`add_settings` adds the defaults.
+ABOUT: dict[str, dict[str, str]] = {
+    "model": {
+        "layers": "blocks of attention and MLP",
+        "dim": "width of the model",
+        "heads": "query heads, dim / heads even",
+        "kv_heads": "key and value heads, a divisor of heads",
+    },
+    "tree": {
+        "compression_rate": "r, children per node",
+        "top_k": "k, nodes that a query refines per layer",
+        "max_top_nodes": "M, most nodes of the top layer; decides the depth",
+        "selection_stride": "s consecutive queries refine the set of their first one; a power of two that divides r",
+        "index_dim": "numbers of an index that learns to select nodes, a multiple of 16, by default at most those of a "
+        "head; 0 selects by the means of keys",
+        "selection_span": "without an index: tokens of a mean by which nodes are selected, a divisor of r; 0 takes one "
+        "mean of the whole node",
+    },
+    "training": {
+        "context": "bytes per sequence; below M + 1 nothing is selected",
+        "batch": "sequences per step",
+        "steps": "optimizer steps",
+        "learning_rate": "peak of Muon's",
+        "seed": "of weights, batches and the sample",
+        "eval_every": "steps between validations",
+        "eval_windows": "validation sequences of context bytes",
+    },
+}
+
+
+def add_settings(parser: argparse.ArgumentParser, **words: str) -> None:
+    """Flags of the settings, with other ``words`` for some. One without a value given is None: see PRESETS."""
+    for title, flags in ABOUT.items():
+        group = parser.add_argument_group(title)
+        for name, about in flags.items():
+            cpu, gpu = (PRESETS[device][name] for device in ("cpu", "cuda"))
+            if name == "selection_span":  # where there is no index
+                cpu = gpu = WITHOUT_INDEX["quality"][name]
+            default = f"default {cpu}" if cpu == gpu else f"default {cpu}, on a GPU {gpu}"
+            group.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=float if name == "learning_rate" else int,
+                metavar="N",
+                help=words.get(name, f"{about} ({default})"),
+            )
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """The command line. A flag without a value given is None: its default depends on the device."""
-
-    def both(name: str) -> str:
-        cpu, gpu = (PRESETS[device][name] for device in ("cpu", "cuda"))
-        return f"default {cpu}" if cpu == gpu else f"default {cpu}, on a GPU {gpu}"
-
+    """The command line."""
     parser = OneLineParser(
         prog="train_lm.py",
         description="Trains a byte-level causal language model with tree attention on the sources of Python's "
         "standard library, and the same model with dense attention on the same batches beside it.",
     )
-    data = parser.add_argument_group("data and files")
-    data.add_argument(
+    parser.add_argument(
         "--text", metavar="DIR", help="folder with .py files to learn from; default: the standard library"
     )
-    data.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/train_lm"),
@@ -126,93 +167,22 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder for checkpoint.pt, history.json, curves.png and sample.txt (default %(default)s); "
         "a run without --resume replaces what is there",
     )
-    data.add_argument(
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="continue the checkpoint in --out; sizes come from it, and --steps may be raised",
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--layers", type=int, metavar="N", help=f"blocks of attention and MLP ({both('layers')})"
+    parser.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda or cuda:1; default: cuda where the GPU kernels can run"
     )
-    model.add_argument("--dim", type=int, metavar="N", help=f"width of the model ({both('dim')})")
-    model.add_argument(
-        "--heads", type=int, metavar="N", help=f"query heads, dim / heads even ({both('heads')})"
-    )
-    model.add_argument(
-        "--kv-heads",
-        type=int,
-        metavar="N",
-        help=f"key and value heads, a divisor of heads ({both('kv_heads')})",
-    )
-    tree = parser.add_argument_group("tree")
-    tree.add_argument(
-        "--compression-rate", type=int, metavar="N", help=f"r, children per node ({both('compression_rate')})"
-    )
-    tree.add_argument(
-        "--top-k", type=int, metavar="N", help=f"k, nodes that a query refines per layer ({both('top_k')})"
-    )
-    tree.add_argument(
-        "--max-top-nodes",
-        type=int,
-        metavar="N",
-        help=f"M, most nodes of the top layer; decides the depth ({both('max_top_nodes')})",
-    )
-    tree.add_argument(
-        "--selection-stride",
-        type=int,
-        metavar="N",
-        help="s consecutive queries refine the set of their first one; a power of two that divides r "
-        f"({both('selection_stride')})",
-    )
-    tree.add_argument(
-        "--index-dim",
-        type=int,
-        metavar="N",
-        help="numbers of an index that learns to select nodes, a multiple of 16; 0 selects by the means of keys "
-        f"({both('index_dim')}, less in narrow heads)",
-    )
-    tree.add_argument(
-        "--selection-span",
-        type=int,
-        metavar="N",
-        help="without an index: tokens of a mean by which nodes are selected, a divisor of r; 0 takes one mean of the "
-        f"whole node (default {WITHOUT_INDEX['quality']['selection_span']})",
-    )
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help=f"bytes per sequence ({both('context')}); below M + 1 nothing is selected",
-    )
-    training.add_argument("--batch", type=int, metavar="N", help=f"sequences per step ({both('batch')})")
-    training.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps ({both('steps')})")
-    training.add_argument(
-        "--learning-rate", type=float, metavar="X", help=f"peak of Muon's ({both('learning_rate')})"
-    )
-    training.add_argument(
-        "--seed", type=int, metavar="N", help=f"of weights, batches and the sample ({both('seed')})"
-    )
-    training.add_argument(
-        "--eval-every", type=int, metavar="N", help=f"steps between validations ({both('eval_every')})"
-    )
-    training.add_argument(
-        "--eval-windows",
-        type=int,
-        metavar="N",
-        help=f"validation sequences of context bytes ({both('eval_windows')})",
-    )
-    training.add_argument(
+    parser.add_argument(
         "--no-dense",
         dest="dense",
         action="store_const",
         const=False,
         help="train only the tree model, without the dense one beside it",
     )
-    training.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda or cuda:1; default: cuda where the GPU kernels can run"
-    )
+    add_settings(parser)
     after = parser.add_argument_group("after training")
     after.add_argument(
         "--sample-bytes",

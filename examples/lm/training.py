@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from htree_ops import index_losses
+from htree_ops import HTreeAttention, index_losses
 
 from .model import ByteLM, DenseAttention
 from .settings import Settings, UserError
-from .text import Text, training_batch, validation_windows
+from .text import Text, load_text, training_batch, validation_windows
 
 CLIP_NORM = 1.0
 WARMUP_STEPS = 10
@@ -148,6 +148,18 @@ class Learner:
             "validation_bits_per_byte": self.validation,
             "seconds_per_step": self.seconds,
         }
+
+
+def train_briefly(name: str, settings: Settings, attention: type[HTreeAttention] = HTreeAttention) -> Learner:
+    """A model for an example that was given no checkpoint."""
+    source = load_text(Path(settings.text), settings.context)
+    torch.manual_seed(settings.seed)
+    learner = Learner(name, ByteLM(settings, attention), settings)
+    for step in (bar := tqdm(range(settings.steps), desc="training", unit="step")):
+        batch = training_batch(source, step, settings.context, settings.batch, settings.seed)
+        learner.step(batch.to(settings.device))
+        bar.set_postfix_str(f"{learner.recent_bits():.2f} bits per byte")
+    return learner
 
 
 class Run:
