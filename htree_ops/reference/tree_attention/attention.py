@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from . import selection, state
 from .rotary import rope_cache
-from .stages import score_candidates, span_importance
+from .stages import gather_values, importance_of_leaders, score_candidates
 from .state import State
 from .tree import (
     Candidates,
@@ -172,30 +172,23 @@ def htree_forward_naive(
         scores = score_candidates(query, layer_k, found, cos, sin, scale)
         value = None
         if layer > 0 and (parents is None or with_importance):
-            leaders = found.rows(slice(None, None, stride))
-            if span_k is None or selection_span is None:
-                value = selection.importance_of(scores[:, ::stride].detach(), leaders.num, importance)
-            else:
-                per_node = rate**layer // selection_span
-                value = span_importance(
-                    query[:, ::stride].detach(), span_k, leaders, per_node, cos, sin, scale, importance
-                )
+            per_node = rate**layer // (selection_span or 1)
+            rotation = (cos, sin, scale)
+            value = importance_of_leaders(
+                query.detach(), scores.detach(), found, stride, span_k, per_node, *rotation, importance
+            )
         if layer == 0:
             selected = torch.zeros_like(found.present)
         elif parents is not None:
             selected = listed_candidates(found, rows_of_queries(parents[layer - 1], num_queries, stride))
         else:
             assert value is not None
-            positions = selection.select_important(value, leaders.num, top_k, **choice)
+            positions = selection.select_important(value, found.num[:, ::stride], top_k, **choice)
             lists = selection.compute_next_parents(short, positions, rate)
             mask = selection.positions_mask(positions, scores.shape[-2])
             selected = rows_of_queries(mask, num_queries, stride)
         merged = found.present & ~selected
-        values = (
-            state.gather_nodes(layer_v, found.nodes)
-            if layer_v.shape[1]
-            else layer_v.new_zeros(*found.nodes.shape, layer_v.shape[-1])
-        )
+        values = gather_values(layer_v, found, layer_v.dtype)
         if accumulate == "direct":
             part = state.accumulate(scores, values, merged)
         else:

@@ -36,17 +36,7 @@ def importance_of(scores: Tensor, num_candidates: Tensor, importance: str = "lse
     positions = torch.arange(scores.shape[-2], device=scores.device)
     inside = positions < num_candidates[..., None]
     counted = inside if importance == "lse" else positions < num_candidates[..., None] - 1
-    normalised = scores.masked_fill(~counted[..., None], -torch.inf)
-    if importance == "exp_joint":
-        reference = normalised.flatten(-2).amax(-1)[..., None, None] if scores.numel() else scores
-    else:
-        reference = torch.logsumexp(normalised, dim=-2, keepdim=True)
-    weights = torch.exp(scores - reference)
-    weights = torch.where((reference == -torch.inf) | (weights < SMALLEST_NORMAL), 0.0, weights)
-    total = torch.zeros_like(scores[..., 0])
-    for head_idx in range(scores.shape[-1]):  # the order g = 0 ... G-1 is part of the definition
-        total = total + weights[..., head_idx]
-    return total.masked_fill(~inside, 0.0)
+    return _shares(scores[..., None, :], counted, importance).masked_fill(~inside, 0.0)
 
 
 def importance_of_spans(
@@ -61,22 +51,27 @@ def importance_of_spans(
         raise ValueError(f"importance must be lse_causal or exp_joint with span means, got {importance!r}")
     positions = torch.arange(span_scores.shape[3], device=span_scores.device)
     counted = positions < num_candidates[..., None] - 1
-    counted_scores = span_scores.masked_fill(~counted[..., None, None], -torch.inf)
-    together = counted_scores.flatten(3, 4)
-    if importance == "exp_joint":
-        reference = together.flatten(3).amax(-1)[..., None, None] if span_scores.numel() else together
+    return _shares(span_scores, counted, importance).masked_fill(~counted, 0.0)
+
+
+def _shares(scores: Tensor, counted: Tensor, importance: str) -> Tensor:
+    """Sum exp(score - reference) over means and heads of [B,T,S,C,J,G]; the reference is of candidates that count."""
+    together = scores.masked_fill(~counted[..., None, None], -torch.inf).flatten(3, 4)
+    if scores.numel() == 0:
+        reference = scores
+    elif importance == "exp_joint":
+        reference = together.flatten(3).amax(-1)[..., None, None, None]
     else:
-        reference = torch.logsumexp(together, dim=3, keepdim=True)
-    reference = reference[..., None, :]
-    weights = torch.exp(counted_scores - reference)
+        reference = torch.logsumexp(together, dim=3)[..., None, None, :]
+    weights = torch.exp(scores - reference)
     weights = torch.where((reference == -torch.inf) | (weights < SMALLEST_NORMAL), 0.0, weights)
-    total = torch.zeros_like(span_scores[..., 0, 0])
-    for head_idx in range(span_scores.shape[-1]):
+    total = torch.zeros_like(scores[..., 0, 0])
+    for head_idx in range(scores.shape[-1]):  # ascending: the order is part of the definition
         of_head = torch.zeros_like(total)
-        for mean_idx in range(span_scores.shape[-2]):  # ascending: the order is part of the definition
+        for mean_idx in range(scores.shape[-2]):
             of_head = of_head + weights[..., mean_idx, head_idx]
         total = total + of_head
-    return total.masked_fill(~counted, 0.0)
+    return total
 
 
 def drop_low_bits(importance: Tensor, tie_bits: int) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -20,7 +22,7 @@ def score_candidates(
 
     q [B,T,S*G,K], layer_k [B,N,S,K], cos and sin [>= C,K/2]; arithmetic in the dtype of `cos` or wider.
     """
-    batch, num_queries, num_heads, width = q.shape
+    batch, num_queries, num_heads, _ = q.shape
     groups = layer_k.shape[2]
     wide = torch.promote_types(accumulate_dtype(q), cos.dtype)
     num_positions = found.nodes.shape[-1]
@@ -30,12 +32,18 @@ def score_candidates(
     cos, sin = cos.to(wide), sin.to(wide)
     keys = state.gather_nodes(layer_k.to(wide), found.nodes)
     keys = rotate(keys, cos[:num_positions], sin[:num_positions])
-    last = (found.num - 1).clamp(min=0)
-    query = q.to(wide).view(batch, num_queries, groups, -1, width)
-    factor = width**-0.5 if scale is None else scale
-    query = rotate(query, cos[last][..., None, :], sin[last][..., None, :]) * factor
+    query = _rotated_query(q.to(wide), groups, found, cos, sin, scale)
     scores = torch.einsum("btscd,btsgd->btscg", keys, query)
     return scores.masked_fill(~found.present[..., None], -torch.inf)
+
+
+def _rotated_query(
+    q: Tensor, groups: int, found: Candidates, cos: Tensor, sin: Tensor, scale: float | None
+) -> Tensor:
+    """Return scale * R_{n-1} q as [B,T,S,G,K]."""
+    last = (found.num - 1).clamp(min=0)
+    query = rotate(q.unflatten(2, (groups, -1)), cos[last][..., None, :], sin[last][..., None, :])
+    return query * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 #: Gathered elements of span means of one piece of query rows: 128 MiB in float64.
@@ -56,7 +64,7 @@ def score_span_means(
     span_k [B,ceil(T/c),S,K]. -inf where the candidate or the mean is absent, and for the rightmost candidate,
     whose means may hold tokens after the query.
     """
-    batch, num_queries, num_heads, width = q.shape
+    num_heads = q.shape[2]
     groups, num_means = span_k.shape[2], span_k.shape[1]
     wide = torch.promote_types(accumulate_dtype(q), cos.dtype)
     num_positions = found.nodes.shape[-1]
@@ -70,10 +78,7 @@ def score_span_means(
     keys = state.gather_nodes(span_k.to(wide), torch.where(present, means, 0).flatten(3))
     keys = keys.unflatten(3, (num_positions, means_per_node))
     keys = rotate(keys, cos[:num_positions, None], sin[:num_positions, None])
-    last = (found.num - 1).clamp(min=0)
-    query = q.to(wide).view(batch, num_queries, groups, -1, width)
-    factor = width**-0.5 if scale is None else scale
-    query = rotate(query, cos[last][..., None, :], sin[last][..., None, :]) * factor
+    query = _rotated_query(q.to(wide), groups, found, cos, sin, scale)
     scores = torch.einsum("btscjd,btsgd->btscjg", keys, query)
     return scores.masked_fill(~present[..., None], -torch.inf)
 
@@ -98,6 +103,26 @@ def span_importance(
         scores = score_span_means(q[:, rows], span_k, some, means_per_node, cos, sin, scale)
         pieces.append(selection.importance_of_spans(scores, some.num, importance))
     return torch.cat(pieces, 1)
+
+
+def importance_of_leaders(
+    q: Tensor,
+    scores: Tensor,
+    found: Candidates,
+    stride: int,
+    span_k: Tensor | None,
+    means_per_node: int,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float | None,
+    importance: str,
+) -> Tensor:
+    """Return the importance [B,ceil(T/s),S,C] by which the leader of every stride selects: of scores, or of spans."""
+    leaders = slice(None, None, stride)
+    some = found.rows(leaders)
+    if span_k is None:
+        return selection.importance_of(scores[:, leaders], some.num, importance)
+    return span_importance(q[:, leaders], span_k, some, means_per_node, cos, sin, scale, importance)
 
 
 def compute_scores(
@@ -129,17 +154,14 @@ def accumulate_non_topk(
     found = candidates(parents, layer, layer_v.shape[1], compression_rate, t0)
     positions = torch.arange(scores.shape[-2], device=scores.device)
     kept = found.present & (positions < num_candidates[..., None])
-    return state.accumulate(scores, _gather_values(layer_v, found, scores.dtype), kept)
+    return state.accumulate(scores, gather_values(layer_v, found, scores.dtype), kept)
 
 
-def _gather_values(layer_v: Tensor, found: Candidates, dtype: torch.dtype) -> Tensor:
+def gather_values(layer_v: Tensor, found: Candidates, dtype: torch.dtype) -> Tensor:
+    """Return the values [B,T,S,C,V] of candidates; zeros where a layer has none."""
     if layer_v.shape[1] == 0:
         return torch.zeros(*found.nodes.shape, layer_v.shape[-1], dtype=dtype, device=layer_v.device)
     return state.gather_nodes(layer_v.to(dtype), found.nodes)
-
-
-def _group_size(q: Tensor, layer_k: Tensor) -> int:
-    return q.shape[2] // max(layer_k.shape[2], 1)
 
 
 def compute_and_select(
@@ -160,11 +182,11 @@ def compute_and_select(
     topk_indices int32 [B,T_q,H,k] in key order (-1 tail), topk_scores likewise (-inf tail); both have
     width 0 at layer 0. K/V head of query head h is h // G.
     """
-    group = _group_size(q, layer_k)
+    group = q.shape[2] // max(layer_k.shape[2], 1)
     keys, values = (x.repeat_interleave(group, dim=2) for x in (layer_k, layer_v))
     found = candidates(parents, layer, keys.shape[1], compression_rate, t0)
     scores = score_candidates(q, keys, found, cos, sin, scale)
-    lmax, lsum, lout = state.accumulate(scores, _gather_values(values, found, scores.dtype), found.present)
+    lmax, lsum, lout = state.accumulate(scores, gather_values(values, found, scores.dtype), found.present)
     positions = selection.select_topk(scores, found.num, top_k)
     if layer == 0:
         positions = positions[..., :0]
@@ -193,7 +215,7 @@ def bottom_accumulate(
     lists = rows_of_queries(parents, q.shape[1], selection_stride)
     found = candidates(lists, 0, layer_k.shape[1], compression_rate, t0)
     scores = score_candidates(q, layer_k, found, cos, sin, scale)
-    return state.accumulate(scores, _gather_values(layer_v, found, scores.dtype), found.present)
+    return state.accumulate(scores, gather_values(layer_v, found, scores.dtype), found.present)
 
 
 def select_accumulate(
@@ -225,55 +247,20 @@ def select_accumulate(
     lists = rows_of_queries(parents, q.shape[1], selection_stride)
     found = candidates(lists, layer, layer_k.shape[1], compression_rate, t0)
     scores = score_candidates(q, layer_k, found, cos, sin, scale)
-    leaders = slice(None, None, selection_stride)
-    if span_k is None or selection_span is None:
-        value = selection.importance_of(scores[:, leaders], found.num[:, leaders], importance)
-    else:
-        per_node = compression_rate**layer // selection_span
-        some = found.rows(leaders)
-        value = span_importance(q[:, leaders], span_k, some, per_node, cos, sin, scale, importance)
-    positions = selection.select_important(value, found.num[:, leaders], top_k, **choice)
+    per_node = compression_rate**layer // (selection_span or 1)
+    value = importance_of_leaders(
+        q, scores, found, selection_stride, span_k, per_node, cos, sin, scale, importance
+    )
+    positions = selection.select_important(value, found.num[:, ::selection_stride], top_k, **choice)
     nodes = selection.compute_next_parents(parents, positions, compression_rate)
     chosen = selection.positions_mask(positions, scores.shape[-2])
     chosen = rows_of_queries(chosen, q.shape[1], selection_stride)
-    values = _gather_values(layer_v, found, scores.dtype)
+    values = gather_values(layer_v, found, scores.dtype)
     return (*state.accumulate(scores, values, found.present & ~chosen), nodes)
 
 
 def recompute_selection(
-    q: Tensor,
-    layer_k: Tensor,
-    parents: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    layer: int,
-    compression_rate: int = 16,
-    top_k: int = 512,
-    scale: float | None = None,
-    importance: str = "lse_causal",
-    t0: int = 0,
-    selection_stride: int = 1,
-    span_k: Tensor | None = None,
-    selection_span: int | None = None,
-    **choice: Unpack[selection.Choice],
+    q: Tensor, layer_k: Tensor, parents: Tensor, *arguments: Any, **keywords: Any
 ) -> Tensor:
-    """Return next_parents of `select_accumulate` without touching values."""
-    no_values = layer_k[..., :0]
-    return select_accumulate(
-        q,
-        layer_k,
-        no_values,
-        parents,
-        cos,
-        sin,
-        layer,
-        compression_rate,
-        top_k,
-        scale,
-        importance,
-        t0,
-        selection_stride,
-        span_k,
-        selection_span,
-        **choice,
-    )[3]
+    """Return next_parents of `select_accumulate`, whose other arguments it takes, without touching values."""
+    return select_accumulate(q, layer_k, layer_k[..., :0], parents, *arguments, **keywords)[3]
