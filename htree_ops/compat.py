@@ -3,7 +3,7 @@
 * ``TensorSpec``: what a tensor must look like.
 * ``RMSNormRoPEInput``, ``GatedMLPInput``, ``FP8GEMMInput``: the arguments of a call as one value;
   ``validate_rmsnorm_rope_inputs``, ``validate_gated_mlp_inputs``, ``validate_fp8_gemm_inputs`` and
-  ``validate_fp8_quantize_inputs`` check a call without making it. They run the op on meta tensors, so that there is one
+  ``validate_fp8_quantize_inputs`` check a call without making it. They call it on meta tensors, so that there is one
   owner of every rule; what meta tensors cannot show, devices and the values of scales, is checked here.
 * ``FP8Format`` and ``handle_fp8_overflow``: the numbers of E4M3FN, and a scale under which none overflows.
 * ``apply_rotary_pos_emb_q`` and ``apply_rotary_pos_emb_k``: rotary positions in the layout of heads first.
@@ -24,7 +24,10 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeEr
 from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, validate_arguments_as
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
 from htree_ops.ops.fp8 import FP8Format, handle_fp8_overflow
+from htree_ops.ops.gated_mlp import gated_mlp
+from htree_ops.ops.gated_mlp.function import Activation, Side
 from htree_ops.ops.hadamard.transform import grouped_hadamard
+from htree_ops.ops.rmsnorm_rope import rmsnorm_rope
 
 __all__ = [
     "FP8Format",
@@ -205,13 +208,6 @@ class RMSNormRoPEInput:
         )
 
 
-@validate_arguments_as("rmsnorm_rope")
-def _check_rmsnorm_rope(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, num_heads: int | None
-) -> None:
-    torch.ops.htree.rmsnorm_rope(*_meta(x, weight, cos, sin), eps, num_heads)
-
-
 def validate_rmsnorm_rope_inputs(
     x: Tensor,
     weight: Tensor,
@@ -228,7 +224,8 @@ def validate_rmsnorm_rope_inputs(
     """
     _check_place("rmsnorm_rope", {"x": x, "weight": weight, "cos": cos, "sin": sin}, require_cuda)
     try:
-        _check_rmsnorm_rope(x, weight, cos, sin, eps, num_heads)
+        rows, scales, *tables = _meta(x, weight, cos, sin)
+        rmsnorm_rope(rows, scales, tables[0], tables[1], eps, num_heads)
     except ShapeMismatchError as error:
         if error.tensor_name == "x" and x.dim() != 3:
             raise _wrong_rank(x) from None
@@ -251,7 +248,7 @@ class GatedMLPInput:
     x: Tensor
     gate_weight: Tensor
     up_weight: Tensor
-    activation: str = "silu"
+    activation: Activation = "silu"
 
     def validate(self, *, require_cuda: bool = False) -> None:
         """See :func:`validate_gated_mlp_inputs`."""
@@ -260,24 +257,12 @@ class GatedMLPInput:
         )
 
 
-@validate_arguments_as("gated_mlp")
-def _check_gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str, act_on: str) -> None:
-    if x.is_cuda and x.dtype == torch.float64:  # the op takes it on the CPU, and hence on meta
-        raise UnsupportedDtypeError(
-            f"gated_mlp: x must not have dtype {x.dtype} on CUDA",
-            dtype=x.dtype,
-            supported_dtypes=FLOATING,
-            tensor_name="x",
-        )
-    torch.ops.htree.gated_mlp(*_meta(x, gate_weight, up_weight), activation, act_on)
-
-
 def validate_gated_mlp_inputs(
     x: Tensor,
     gate_weight: Tensor,
     up_weight: Tensor,
-    activation: str = "silu",
-    act_on: str = "up",
+    activation: Activation = "silu",
+    act_on: Side = "up",
     *,
     require_cuda: bool = False,
 ) -> None:
@@ -286,8 +271,16 @@ def validate_gated_mlp_inputs(
     ``require_cuda`` also refuses tensors that are not on a CUDA device, by DeviceError.
     """
     _check_place("gated_mlp", {"x": x, "gate_weight": gate_weight, "up_weight": up_weight}, require_cuda)
+    if x.is_cuda and x.dtype == torch.float64:  # the op takes it on the CPU, and hence on meta
+        raise UnsupportedDtypeError(
+            f"gated_mlp: x must not have dtype {x.dtype} on CUDA",
+            dtype=x.dtype,
+            supported_dtypes=FLOATING,
+            tensor_name="x",
+        )
     try:
-        _check_gated_mlp(x, gate_weight, up_weight, activation, act_on)
+        rows, gate, up = _meta(x, gate_weight, up_weight)
+        gated_mlp(rows, gate, up, activation, act_on)
     except ShapeMismatchError as error:
         if x.dim() == 3 and error.tensor_name in ("gate_weight", "up_weight"):
             weight = gate_weight if error.tensor_name == "gate_weight" else up_weight
