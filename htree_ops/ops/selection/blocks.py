@@ -64,10 +64,8 @@ def select_blocks(
         >>> blocks.flatten().tolist(), scores.flatten().tolist()
         ([0, 2, 5], [0.0, 16.0, inf])
     """
-    blocks, scores = torch.ops.htree.select_blocks(
-        index_query, index_key, count, block_size, selection_stride, local, first, open_next
-    )
-    return blocks, scores
+    options = (count, block_size, selection_stride, local, first, open_next)
+    return torch.ops.htree.select_blocks(index_query, index_key, *options)
 
 
 @validate_arguments
@@ -110,11 +108,8 @@ def select_blocks_varlen(
     its leaders are NaN with blocks -1, and other documents keep theirs. Nothing is read on the host.
 
     Raises:
-        ShapeMismatchError: a rank or size that does not fit, d that is no multiple of 16 up to 128.
-        UnsupportedDtypeError: a dtype that is not supported, different ones, or offsets that are not int32.
-        DeviceError: tensors on different devices.
-        ValueError: an option outside its range; on the CPU a document that breaks the rules.
-        RuntimeError: a backward through the scores.
+        As :func:`htree_ops.select_blocks`, for packed shapes; UnsupportedDtypeError for offsets that are not int32; on
+            the CPU ValueError for a document that breaks the rules.
 
     Example:
         >>> query, key = torch.randn(1000, 1, 32), torch.randn(1000, 1, 32)  # documents of 300 and 700 tokens
@@ -123,18 +118,6 @@ def select_blocks_varlen(
         >>> blocks[[0, 300]].tolist()  # the first token of each
         [[[0, -1, -1, -1]], [[0, -1, -1, -1]]]
     """
-    blocks, scores = torch.ops.htree.select_blocks_varlen(
-        index_query,
-        index_key,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        count,
-        block_size,
-        selection_stride,
-        local,
-        first,
-        open_next,
-    )
-    return blocks, scores
+    documents = (cu_seq_q, cu_seq_k, max_q, max_k)
+    options = (count, block_size, selection_stride, local, first, open_next)
+    return torch.ops.htree.select_blocks_varlen(index_query, index_key, *documents, *options)

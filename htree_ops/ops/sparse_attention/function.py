@@ -110,16 +110,8 @@ def sparse_attention(
         >>> sparse_attention(q, k, v, blocks).shape
         torch.Size([1, 64, 8, 32])
     """
-    out, lse = torch.ops.htree.sparse_attention(
-        query,
-        key,
-        value,
-        blocks,
-        sinks,
-        block_size=block_size,
-        selection_stride=selection_stride,
-        scale=scale,
-    )
+    options = {"block_size": block_size, "selection_stride": selection_stride, "scale": scale}
+    out, lse = torch.ops.htree.sparse_attention(query, key, value, blocks, sinks, **options)
     return (out, lse) if return_lse else out
 
 
@@ -227,18 +219,7 @@ def sparse_attention_varlen(
         >>> sparse_attention_varlen(q, k, v, blocks, ends, ends, 70, 70).shape
         torch.Size([100, 8, 32])
     """
-    out, lse = torch.ops.htree.sparse_attention_varlen(
-        query,
-        key,
-        value,
-        blocks,
-        cu_seq_q,
-        cu_seq_k,
-        sinks,
-        max_q,
-        max_k,
-        block_size=block_size,
-        selection_stride=selection_stride,
-        scale=scale,
-    )
+    options = {"block_size": block_size, "selection_stride": selection_stride, "scale": scale}
+    documents = (cu_seq_q, cu_seq_k, sinks, max_q, max_k)
+    out, lse = torch.ops.htree.sparse_attention_varlen(query, key, value, blocks, *documents, **options)
     return (out, lse) if return_lse else out

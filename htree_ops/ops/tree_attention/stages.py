@@ -134,17 +134,8 @@ def top_parents(
     Returns:
         int32 [B, ceil(T/s), heads, top_k]; row i belongs to token t0 + i*s.
     """
-    return torch.ops.htree.top_parents(
-        B,
-        T,
-        heads,
-        top_k,
-        num_layers,
-        compression_rate,
-        t0,
-        selection_stride,
-        device=_default_device(device),
-    )
+    sizes = (B, T, heads, top_k, num_layers, compression_rate, t0, selection_stride)
+    return torch.ops.htree.top_parents(*sizes, device=_default_device(device))
 
 
 @validate_arguments
@@ -327,23 +318,9 @@ def select_accumulate(
     Returns:
         (lmax, lsum [B, T_q, H], lout [B, T_q, H, V], next_parents int32 [B, ceil(T_q/s), H_kv, top_k]).
     """
+    options = (layer, compression_rate, top_k, scale, importance, t0, selection_stride)
     return torch.ops.htree.select_accumulate(
-        q,
-        layer_k,
-        layer_v,
-        parents,
-        cos,
-        sin,
-        layer,
-        compression_rate,
-        top_k,
-        scale,
-        importance,
-        t0,
-        selection_stride,
-        span_k,
-        selection_span,
-        open_next,
+        q, layer_k, layer_v, parents, cos, sin, *options, span_k, selection_span, open_next
     )
 
 
@@ -392,22 +369,9 @@ def recompute_selection(
     open_next: bool = False,
 ) -> Tensor:
     """The same bits as next_parents of :func:`select_accumulate`, without reading a value (§1.8)."""
+    options = (layer, compression_rate, top_k, scale, importance, t0, selection_stride)
     return torch.ops.htree.recompute_selection(
-        q,
-        layer_k,
-        parents,
-        cos,
-        sin,
-        layer,
-        compression_rate,
-        top_k,
-        scale,
-        importance,
-        t0,
-        selection_stride,
-        span_k,
-        selection_span,
-        open_next,
+        q, layer_k, parents, cos, sin, *options, span_k, selection_span, open_next
     )
 
 

@@ -113,12 +113,9 @@ def tree_attention_varlen(
     gradients are NaN, and other documents keep theirs.
 
     Raises:
-        ShapeMismatchError: a rank or size that does not fit, H not a multiple of H_kv, odd K.
-        UnsupportedDtypeError: a dtype that is not supported, different ones, or offsets that are not int32.
-        DeviceError: tensors on different devices.
-        ValueError: an option outside its range; on the CPU a document that breaks the rules.
+        As :func:`htree_ops.tree_attention`, for packed shapes; UnsupportedDtypeError for offsets that are not int32; on
+            the CPU ValueError for a document that breaks the rules.
         RuntimeError: importance="lse" while a CUDA graph is recorded.
-        NotImplementedError: the backward is differentiated again.
 
     Example:
         >>> q, k, v = (torch.randn(1000, heads, 64) for heads in (8, 2, 2))  # documents of 300 and 700 tokens
