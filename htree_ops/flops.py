@@ -116,7 +116,9 @@ def _attention(c: Call) -> int:
 
 
 def _attention_backward(c: Call) -> int:
-    return _gradient_work(c.q, c.k, c.v, len(c.parents) > 0, c.output_mask, c.options)
+    """Of a whole sequence or of rows; there are lists where they have an entry."""
+    has_lists = len(c.parents) > 0 if hasattr(c, "parents") else c.lists[1] > 0
+    return _gradient_work(c.q, c.k, c.v, has_lists, c.output_mask, c.options)
 
 
 def _listed_attention(c: Call) -> int:
@@ -139,11 +141,6 @@ def _pieces(of_piece: Callable[[Call], int]) -> Callable[[Call], int]:
 def _until(keys: Shape, end: int) -> Shape:
     """The keys that the queries before token ``end`` can see."""
     return (keys[0], end, *keys[2:])
-
-
-def _rows_backward(c: Call) -> int:
-    """There are lists where their tensor has rows."""
-    return _gradient_work(c.q, c.k, c.v, c.lists[1] > 0, c.output_mask, c.options)
 
 
 def _longest(of_batch: Callable[[Call], int]) -> Callable[[Call], int]:
@@ -220,31 +217,14 @@ def _index_loss(c: Call) -> int:
     return 2 * rows * c.query[-3] * (c.query[-2] * c.query[-1] + c.index_query[-2] * c.index_query[-1])
 
 
-def _index_loss_backward(c: Call) -> int:
-    """The products again. What a block gives to its one token counts as nothing beside them."""
-    return _index_loss(c) if any(c.output_mask) else 0
-
-
 def _pairs(c: Call) -> int:
     """Queries of every head times the candidates of a full list."""
     return prod(c.q[:3]) * c.parents[3] * c.compression_rate
 
 
-def _compute_scores(c: Call) -> int:
-    return 2 * c.q[3] * _pairs(c)
-
-
 def _layer(c: Call) -> int:
     """The scores, and as many values."""
     return 2 * (c.q[3] + c.layer_v[3]) * _pairs(c)
-
-
-def _accumulate_non_topk(c: Call) -> int:
-    return 2 * c.layer_v[3] * prod(c.scores)
-
-
-def _subtract_topk(c: Call) -> int:
-    return 2 * c.layer_v[3] * prod(c.topk_indices)
 
 
 def _gated_mlp(c: Call) -> int:
@@ -279,11 +259,6 @@ def _tree_cache_attention(c: Call) -> int:
     return prod(c.q[:-1]) * _work((1, 1, 1, c.q[-1]), k, v, options) + of_index
 
 
-def _tree_cache_step(c: Call) -> int:
-    """New tokens cost nothing that is counted."""
-    return 0 if c.q is None else _tree_cache_attention(c)
-
-
 def _tree_cache_prompt(c: Call) -> int:
     """The last rows of sequences of ``length`` tokens."""
     k, v = ((c.q[0], c.length, pool[1], pool[3]) for pool in (c.k_pool, c.v_pool))
@@ -296,8 +271,8 @@ FORMULAS: dict[str, Callable[[Call], int]] = {
     "_attention_forward": _attention,
     "_attention_backward": _attention_backward,
     "_attention_rows": _pieces(_attention),
-    "_attention_rows_backward": _pieces(_rows_backward),
-    "_attention_rows_backward_sums": _pieces(_rows_backward),
+    "_attention_rows_backward": _pieces(_attention_backward),
+    "_attention_rows_backward_sums": _pieces(_attention_backward),
     "_attention_varlen": _longest(_varlen),
     "_attention_varlen_forward": _longest(_varlen),
     "_attention_varlen_backward": _longest(_varlen_backward),
@@ -312,14 +287,15 @@ FORMULAS: dict[str, Callable[[Call], int]] = {
     "select_blocks_varlen": _longest(_select_blocks),
     "index_loss": _index_loss,
     "_index_loss_forward": _index_loss,
-    "_index_loss_backward": _index_loss_backward,
-    "compute_scores": _compute_scores,
-    "accumulate_non_topk": _accumulate_non_topk,
+    # The products again. What a block gives to its one token counts as nothing beside them.
+    "_index_loss_backward": lambda c: _index_loss(c) if any(c.output_mask) else 0,
+    "compute_scores": lambda c: 2 * c.q[3] * _pairs(c),
+    "accumulate_non_topk": lambda c: 2 * c.layer_v[3] * prod(c.scores),
     "compute_and_select": _layer,
-    "subtract_topk": _subtract_topk,
+    "subtract_topk": lambda c: 2 * c.layer_v[3] * prod(c.topk_indices),
     "select_accumulate": _layer,
     "bottom_accumulate": _layer,
-    "recompute_selection": _compute_scores,
+    "recompute_selection": lambda c: 2 * c.q[3] * _pairs(c),
     "gated_mlp": _gated_mlp,
     "_gated_mlp_forward": _gated_mlp,
     "gated_mlp_backward": _gated_mlp_backward,
@@ -329,7 +305,7 @@ FORMULAS: dict[str, Callable[[Call], int]] = {
     "kv_decode_attention": _kv_decode_attention,
     "_tree_cache_attention": _tree_cache_attention,
     "_tree_cache_prompt": _tree_cache_prompt,
-    "_tree_cache_step_": _tree_cache_step,
+    "_tree_cache_step_": lambda c: 0 if c.q is None else _tree_cache_attention(c),
 }
 
 COUNTER = "torch.utils.flop_counter"

@@ -79,12 +79,12 @@ def _attention_ways(q: Any, k: Any, v: Any) -> list[Placement]:
     return [_WHOLE, Shard(0), *([Shard(2)] if _heads_divide(q, k, v, 2) else [])]
 
 
-def _attention(outputs: int) -> Callable[..., list[Rule]]:
-    """Of ops whose outputs all have the batch first and the heads third, as the lists [B, rows, H, k] have."""
+def _attention(outputs: int, tensors: int = 3) -> Callable[..., list[Rule]]:
+    """Of ops on q, k, v and, where ``tensors`` is 4, lists. All outputs have the batch first and the heads third."""
 
-    def rules(q: Any, k: Any, v: Any, *options: Any) -> list[Rule]:
-        ways = _attention_ways(q, k, v)
-        return [_rule([way] * outputs, [way] * 3, 3 + len(options)) for way in ways]
+    def rules(*args: Any) -> list[Rule]:
+        ways = _attention_ways(*args[:3])
+        return [_rule([way] * outputs, [way] * tensors, len(args)) for way in ways]
 
     return rules
 
@@ -95,14 +95,6 @@ def _index_lists(q: Any, k: Any, index_query: Any, index_key: Any, *options: Any
     for way in _attention_ways(q, k, k):
         of_index = _WHOLE if way == Shard(2) and _size(index_query, 2) == 1 else way
         rules.append(_rule([way], [way, way, of_index, of_index], 4 + len(options)))
-    return rules
-
-
-def _listed_attention(outputs: int) -> Callable[..., list[Rule]]:
-    def rules(q: Any, k: Any, v: Any, lists: Any, *options: Any) -> list[Rule]:
-        ways = _attention_ways(q, k, v)
-        return [_rule([way] * outputs, [way] * 4, 4 + len(options)) for way in ways]
-
     return rules
 
 
@@ -236,23 +228,20 @@ def _of_states(way: Placement) -> Placement:
     return Shard(2) if way == Shard(1) else way
 
 
-def _index_loss(*args: Any, **_: Any) -> list[Rule]:
-    """Of (query, key, index_query, index_key, positions, offsets or None)."""
-    return [
-        _rule([_mean(way)], _given([*[way] * 4, _WHOLE, _WHOLE], args), len(args)) for way in _loss_ways(args)
-    ]
+def _index_loss(states: int) -> Callable[..., list[Rule]]:
+    """Of (query, key, index_query, index_key, positions, offsets or None); the results end with so many lse."""
 
+    def rules(*args: Any, **_: Any) -> list[Rule]:
+        return [
+            _rule(
+                [_mean(way), *[_of_states(way)] * states],
+                _given([*[way] * 4, _WHOLE, _WHOLE], args),
+                len(args),
+            )
+            for way in _loss_ways(args)
+        ]
 
-def _index_loss_forward(*args: Any, **_: Any) -> list[Rule]:
-    """The same, with both lse."""
-    return [
-        _rule(
-            [_mean(way), *[_of_states(way)] * 2],
-            _given([*[way] * 4, _WHOLE, _WHOLE], args),
-            len(args),
-        )
-        for way in _loss_ways(args)
-    ]
+    return rules
 
 
 def _index_loss_backward(*args: Any) -> list[Rule]:
@@ -461,16 +450,16 @@ RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
     "_attention_varlen_forward": (_attention_varlen(3), 7),
     "_attention_varlen_backward": (_attention_varlen_backward, 7),
     "_index_lists": (_index_lists, 4),
-    "_listed_attention": (_listed_attention(2), 4),
-    "_listed_attention_rows": (_listed_attention(3), 4),
+    "_listed_attention": (_attention(2, tensors=4), 4),
+    "_listed_attention_rows": (_attention(3, tensors=4), 4),
     "sparse_attention": (_sparse_attention(2), 5),
     "_sparse_attention_backward": (_sparse_attention_backward(2), 9),
     "sparse_attention_varlen": (_sparse_attention(1), 7),
     "_sparse_attention_varlen_backward": (_sparse_attention_backward(1), 11),
     "select_blocks": (_select_blocks, 2),
     "select_blocks_varlen": (_select_blocks_varlen, 4),
-    "index_loss": (_index_loss, 6),
-    "_index_loss_forward": (_index_loss_forward, 6),
+    "index_loss": (_index_loss(0), 6),
+    "_index_loss_forward": (_index_loss(2), 6),
     "_index_loss_backward": (_index_loss_backward, 9),
     "rope": (_rope, 4),
     "rmsnorm_rope": (_norm, 4),
