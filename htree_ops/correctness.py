@@ -13,7 +13,7 @@ an alarm with --fail-on-alarm), 2 for bad use.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 import htree_ops
-from htree_ops.cli import SEED, Command, UsageError, add_sizes, at_least, free_memory, show_progress
+from htree_ops.cli import (
+    SEED,
+    Command,
+    UsageError,
+    add_sizes,
+    at_least,
+    counted,
+    free_memory,
+    show_progress,
+)
 from htree_ops.reference import (
     causal_softmax,
     compressed_kv,
@@ -142,14 +151,15 @@ class Problem:
     @property
     def options(self) -> dict[str, Any]:
         """Keywords of ``attention``."""
-        return {
-            "compression_rate": self.compression_rate,
-            "max_top_nodes": self.max_top_nodes,
-            "top_k_per_layer": self.top_k_per_layer,
-            "rope_base": self.rope_base,
-            "selection_span": self.selection_span,
-            "open_next": self.open_next,
-        }
+        names = (
+            "compression_rate",
+            "max_top_nodes",
+            "top_k_per_layer",
+            "rope_base",
+            "selection_span",
+            "open_next",
+        )
+        return {name: getattr(self, name) for name in names}
 
     @property
     def input_bytes(self) -> int:
@@ -173,14 +183,13 @@ class Problem:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """Tolerances of the command line."""
-
-    final_atol: float = 3e-2
-    final_rtol: float = 3e-2
-    out_p99_atol: float = 5e-3
-    grad_p99_atol: float = 1e-2
+#: Tolerances of the command line: the default of each, and what it bounds.
+BOUNDS = {
+    "final_atol": (3e-2, "largest absolute error"),
+    "final_rtol": (3e-2, "largest error relative to the reference"),
+    "out_p99_atol": (5e-3, "99th percentile of the error of the output, reference selecting itself"),
+    "grad_p99_atol": (1e-2, "the same of the gradients"),
+}
 
 
 @dataclass
@@ -253,7 +262,7 @@ def _p99(actual: Tensor, expected: Tensor) -> float:
     return float(errors.kthvalue(max(1, int(0.99 * errors.numel()))).values)
 
 
-def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement:
+def judge(problem: Problem, bounds: Mapping[str, float], seed: int, device: str) -> Judgement:
     """Runs the op and the reference on one seed."""
     q, k, v, dout = problem.make(seed, device)
     ops, options = torch.ops.htree, problem.options
@@ -267,7 +276,7 @@ def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement
     label = f"seed {seed}: reference under"
     forced = reference_results(q, k, v, dout, problem, parents, f"{label} the op's lists")
     for name, actual in results.items():
-        report = compare(actual, forced[name], bounds.final_rtol, bounds.final_atol)
+        report = compare(actual, forced[name], bounds["final_rtol"], bounds["final_atol"])
         if report.num_bad or not actual.isfinite().all():
             found.failures.append(f"{name}, forced lists: {report}")
     sizes = {"out": largest(v), "gradients": GRADIENT_FACTOR * largest(dout) * largest(q, k, v)}
@@ -281,7 +290,7 @@ def judge(problem: Problem, bounds: Bounds, seed: int, device: str) -> Judgement
     free = reference_results(q, k, v, dout, problem, None, f"{label} its own lists")
     for name, actual in results.items():
         found.p99[name] = _p99(actual, free[name])
-        bound = bounds.out_p99_atol if name == "out" else bounds.grad_p99_atol
+        bound = bounds["out_p99_atol" if name == "out" else "grad_p99_atol"]
         if not found.p99[name] <= bound:
             found.alarms.append(
                 f"{name}, free selection: 99th percentile {found.p99[name]:.3e} above {bound:g}"
@@ -391,15 +400,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--open-next", action="store_true", help="half of the selected stand behind the others"
     )
-    bounds = {
-        "final-atol": "largest absolute error",
-        "final-rtol": "largest error relative to the reference",
-        "out-p99-atol": "99th percentile of the error of the output, reference selecting itself",
-        "grad-p99-atol": "the same of the gradients",
-    }
-    for name, about in bounds.items():
-        default = getattr(Bounds, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=float, default=default, metavar="X", help=about)
+    for name, (default, about) in BOUNDS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=float, default=default, metavar="X", help=about)
     parser.add_argument("--fail-on-alarm", action="store_true", help="exit status 1 for PASS_WITH_ALARM too")
 
 
@@ -412,9 +415,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: impossible sizes or tolerances, no GPU, not enough memory.
     """
-    names = ("final_atol", "final_rtol", "out_p99_atol", "grad_p99_atol")
-    bounds = Bounds(**{name: getattr(arguments, name) for name in names})
-    if not all(0 <= getattr(bounds, name) < float("inf") for name in names):
+    bounds = {name: getattr(arguments, name) for name in BOUNDS}
+    if not all(0 <= bound < float("inf") for bound in bounds.values()):
         raise UsageError("tolerances must be finite and at least 0")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU")
@@ -437,8 +439,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"  {reason}")
         statuses.append(found.status)
     worst = FAIL if FAIL in statuses else ALARM if ALARM in statuses else PASS
-    count = len(arguments.seeds or [arguments.seed])
-    print(f"{worst} ({count} seed{'s' if count > 1 else ''}, {arguments.dtype}, {device})")
+    seeds = counted(len(arguments.seeds or [arguments.seed]), "seed")
+    print(f"{worst} ({seeds}, {arguments.dtype}, {device})")
     return int(worst == FAIL or (worst == ALARM and arguments.fail_on_alarm))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
@@ -201,12 +201,8 @@ def to_json(
         "baseline_median_us": times["io_ms"] * 1e3,
         "speedup": times["io_ms"] / times["full_ms"],
     }
-    overhead = overhead_percent(times["full_ms"], times["io_ms"])
-    summary = {
-        **times,
-        "overhead_percent": overhead,
-        "verdict": verdict(times["full_ms"], times["io_ms"]),
-    }
+    both = times["full_ms"], times["io_ms"]
+    summary = {**times, "overhead_percent": overhead_percent(*both), "verdict": verdict(*both)}
     return {"flags": flags, "rows_per_piece": rows, "summary": summary, "kernels": kernels, "rows": [row]}
 
 
@@ -217,18 +213,8 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: impossible flags, no such GPU, not enough memory.
     """
     try:
-        problem = PipelineProblem(
-            batch=arguments.batch,
-            seq_len=arguments.seq_len,
-            hq=arguments.hq,
-            h_kv=arguments.h_kv,
-            k_dim=arguments.k_dim,
-            v_dim=arguments.v_dim,
-            compression_rate=arguments.compression_rate,
-            max_top_nodes=arguments.max_top_nodes,
-            top_k=arguments.top_k,
-            dtype=DTYPES[arguments.dtype],
-        )
+        sizes = {f.name: getattr(arguments, f.name) for f in fields(PipelineProblem) if f.name != "dtype"}
+        problem = PipelineProblem(**sizes, dtype=DTYPES[arguments.dtype])
     except ValueError as error:
         raise UsageError(str(error)) from error
     device = choose_device(arguments.gpu)
