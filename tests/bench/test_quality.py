@@ -238,7 +238,8 @@ def test_the_limit_pauses_the_first_run_and_leaves_the_others(study, text, tmp_p
     state = tmp_path / "state"
     session = session_of(study, tmp_path / "out", text, limit_s=1e6, state=state)
     session.said = said.append
-    runs = study.pieces.scratch(study.settings.TINY)
+    (piece,) = (piece for piece in study.pieces.PIECES if piece.name == "scratch")
+    runs = piece.runs(study.settings.TINY)
     left = iter([1e6] * 6 + [0.0] * 100)
     monkeypatch.setattr(study.session.Session, "remaining", lambda self: next(left))
     with pytest.raises(study.session.NoTime):

@@ -232,18 +232,11 @@ def conversion_long(scale: Scale) -> list[Run]:
     return [Run("train: dense, longer texts", work)]
 
 
-def index_conversion(scale: Scale) -> list[Run]:
-    """(a) The dense model gets an index by ``fit_index`` and is evaluated with it."""
-    return [index_run(scale, 0)]
-
-
-def index_more(scale: Scale) -> list[Run]:
-    """(a) The same with other dense models."""
-    return [index_run(scale, seed) for seed in range(1, scale.dense_models)]
-
-
 def index_run(scale: Scale, seed: int) -> Run:
-    """A dense model with an index. The first is that of (a), whose weights are read where they are kept."""
+    """(a) A dense model gets an index by ``fit_index`` and is evaluated with it.
+
+    The first is that of (a), whose weights are read where they are kept.
+    """
     size, name = scale.conversion, f"train: dense, seed {seed}"
     half = size.top_k // 2
     settings = [dense(), size.by_index(), size.by_index(top_k=half), size.by_index(4)]
@@ -346,16 +339,11 @@ def search(scale: Scale) -> list[Run]:
     size = scale.search
     settings = [size.tree(2), dense(), size.tree(None), window(size.budget)]
     settings += [size.tree(2, 4), size.tree(2, 1, "compact"), size.tree(None, 1, "compact")]
-    return [search_run(size, attention) for attention in settings]
-
-
-def search_run(size: Training, attention: Attention) -> Run:
-    """One model, which is asked for the repeated letters alone."""
-    return Run(attention.label, lambda session: trained_search(session, size, attention))
+    return [Run(x.label, lambda session, x=x: trained_search(session, size, x)) for x in settings]  # type: ignore[misc]
 
 
 def trained_search(session: Session, size: Training, attention: Attention) -> SearchModel:
-    """The model of such a run, trained and measured."""
+    """The model of such a run, trained and measured; it is asked for the repeated letters alone."""
     model = SearchModel(size).to(session.device)
     setup = Setup("search", attention.label, attention, size, parameters=model.num_parameters())
     held_out = held_out_texts(session, size)
@@ -373,51 +361,15 @@ def trained_search(session: Session, size: Training, attention: Attention) -> Se
     return model
 
 
-def scratch(scale: Scale) -> list[Run]:
-    """(b) What decides: the score at stride 1. The dense model of seed 0 is that of (a), which is trained alike."""
-    return [scratch_run("scratch", scale.scratch, scale.scratch.tree(span)) for span in (2, None)]
+#: The attentions of a piece, by the sizes of its experiment.
+Settings = Callable[[Training], Sequence[Attention]]
 
 
-def scratch_compact(scale: Scale) -> list[Run]:
-    """(b) Compact positions, the default of the package, and a window of the same budget."""
-    size = scale.scratch
-    settings = [size.tree(2, 1, "compact"), size.tree(None, 1, "compact"), window(size.budget)]
-    return [scratch_run("scratch", size, attention) for attention in settings]
-
-
-def scratch_fine(scale: Scale) -> list[Run]:
-    """(b) The true mass, which costs more."""
-    return [scratch_run("scratch", scale.scratch, scale.scratch.tree(1))]
-
-
-def scratch_strides(scale: Scale) -> list[Run]:
-    """(b) Shared selections."""
-    size = scale.scratch
-    settings = [size.tree(2, 4), size.tree(2, 16), size.tree(4, 4)]
-    return [scratch_run("scratch", size, attention) for attention in settings]
-
-
-def scratch_more(scale: Scale) -> list[Run]:
-    """(b) A second seed of the three that matter."""
-    size = scale.scratch
-    return [scratch_run("scratch", size, attention, 1) for attention in (size.tree(2), dense(), size.tree())]
-
-
-def scratch_seed(scale: Scale) -> list[Run]:
-    """(b) A second seed of what is recommended."""
-    return [scratch_run("scratch", scale.scratch, scale.scratch.tree(2, 1, "compact"), 1)]
-
-
-def scratch_index(scale: Scale) -> list[Run]:
-    """(b) An index that learns beside the model: own positions and two seeds, compact ones, a shared selection."""
-    size = scale.scratch
-    settings = [
-        (size.by_index(), 0),
-        (size.by_index(4), 0),
-        (size.by_index(), 1),
-        (size.by_index(1, "compact"), 0),
+def scratch(settings: Settings, seed: int = 0) -> Callable[[Scale], list[Run]]:
+    """(b) A model for each attention. The dense model of seed 0 is that of (a), which is trained alike."""
+    return lambda scale: [
+        scratch_run("scratch", scale.scratch, attention, seed) for attention in settings(scale.scratch)
     ]
-    return [scratch_run("scratch", size, attention, seed) for attention, seed in settings]
 
 
 def recall(scale: Scale) -> list[Run]:
@@ -427,11 +379,6 @@ def recall(scale: Scale) -> list[Run]:
     if scale.name != "quick":
         settings += [size.tree(4), size.tree(2, 4), size.tree(2, 16)]
     return [recall_run(size, scale, attention) for attention in settings]
-
-
-def recall_index(scale: Scale) -> list[Run]:
-    """(c) An index that learns beside the model."""
-    return [recall_run(scale.recall, scale, scale.recall.by_index())]
 
 
 def recall_run(size: Training, scale: Scale, attention: Attention) -> Run:
@@ -517,53 +464,93 @@ def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
     return Run(attention.label, work)
 
 
-def needle(scale: Scale) -> list[Run]:
-    """(e) Compact positions."""
-    size = scale.needle
-    return [needle_run(size, scale, size.tree(2, 1, "compact"))]
+def needle(settings: Settings) -> Callable[[Scale], list[Run]]:
+    """(e) A model for each attention. Own positions and dense attention do not extrapolate by themselves."""
+    return lambda scale: [needle_run(scale.needle, scale, attention) for attention in settings(scale.needle)]
 
 
-def needle_fine(scale: Scale) -> list[Run]:
-    """(e) The true mass, which costs more."""
-    return [needle_run(scale.needle, scale, scale.needle.tree(1, 1, "compact"))]
-
-
-def needle_index(scale: Scale) -> list[Run]:
-    """(e) An index that learns beside the model, with M as it is recommended and with that of the other runs."""
-    size = scale.needle
-    return [needle_run(size, scale, size.by_index(1, "compact", nodes=nodes)) for nodes in (8192, 0)]
-
-
-def needle_others(scale: Scale) -> list[Run]:
-    """(e) Own positions and dense attention, which do not extrapolate by themselves."""
-    size = scale.needle
-    return [needle_run(size, scale, attention) for attention in (size.tree(2), dense())]
-
-
+#: What decides comes first.
 PIECES = (
     Piece(
         "conversion", "a dense model evaluated with every attention, 4096 bytes", 4.5, conversion, quick=True
     ),
     Piece("search", "one layer that learns to copy: minutes on a CPU too", 1, search, quick=True),
-    Piece("scratch", "from scratch: span 2, mean", 7, scratch),
+    Piece("scratch", "from scratch: span 2, mean", 7, scratch(lambda x: [x.tree(2), x.tree()])),
     Piece("recall", "multi-query associative recall", 5, recall, quick=True),
-    Piece("scratch-compact", "from scratch: compact positions, a window", 9, scratch_compact, "scratch"),
-    Piece("scratch-strides", "from scratch: shared selections", 9, scratch_strides, "scratch"),
-    Piece("scratch-fine", "from scratch: the true mass", 3.5, scratch_fine, "scratch"),
-    Piece("conversion-32k", "the dense model at 32 768 bytes", 6, conversion_long),
-    Piece("needle", "needles by depth up to 1M bytes: compact positions", 5, needle),
-    Piece("long-128k", "131 072 bytes, equal time", 9, lambda s: long_texts("long-128k", s.longest, s)),
-    Piece("scratch-more", "from scratch: second seeds", 8.5, scratch_more, "scratch"),
-    Piece("scratch-seed", "from scratch: a second seed with compact positions", 3, scratch_seed, "scratch"),
-    Piece("needle-fine", "the same: the true mass", 5, needle_fine, "needle"),
-    Piece("needle-others", "the same: own positions, dense", 8, needle_others, "needle"),
-    Piece("index", "the dense model gets an index, and its lists", 3, index_conversion),
-    Piece("index-more", "the same with two more dense models", 6, index_more, "index"),
     Piece(
-        "scratch-index", "from scratch: an index that learns beside the model", 14, scratch_index, "scratch"
+        "scratch-compact",
+        "from scratch: compact positions, a window",
+        9,
+        scratch(lambda x: [x.tree(2, 1, "compact"), x.tree(None, 1, "compact"), window(x.budget)]),
+        "scratch",
     ),
-    Piece("recall-index", "multi-query associative recall by an index", 1.5, recall_index, "recall"),
-    Piece("needle-index", "the same by an index", 12, needle_index, "needle"),
+    Piece(
+        "scratch-strides",
+        "from scratch: shared selections",
+        9,
+        scratch(lambda x: [x.tree(2, 4), x.tree(2, 16), x.tree(4, 4)]),
+        "scratch",
+    ),
+    Piece("scratch-fine", "from scratch: the true mass", 3.5, scratch(lambda x: [x.tree(1)]), "scratch"),
+    Piece("conversion-32k", "the dense model at 32 768 bytes", 6, conversion_long),
+    Piece(
+        "needle",
+        "needles by depth up to 1M bytes: compact positions",
+        5,
+        needle(lambda x: [x.tree(2, 1, "compact")]),
+    ),
+    Piece("long-128k", "131 072 bytes, equal time", 9, lambda s: long_texts("long-128k", s.longest, s)),
+    Piece(
+        "scratch-more",
+        "from scratch: second seeds",
+        8.5,
+        scratch(lambda x: [x.tree(2), dense(), x.tree()], seed=1),
+        "scratch",
+    ),
+    Piece(
+        "scratch-seed",
+        "from scratch: a second seed with compact positions",
+        3,
+        scratch(lambda x: [x.tree(2, 1, "compact")], seed=1),
+        "scratch",
+    ),
+    Piece("needle-fine", "the same: the true mass", 5, needle(lambda x: [x.tree(1, 1, "compact")]), "needle"),
+    Piece(
+        "needle-others", "the same: own positions, dense", 8, needle(lambda x: [x.tree(2), dense()]), "needle"
+    ),
+    Piece("index", "the dense model gets an index, and its lists", 3, lambda s: [index_run(s, 0)]),
+    Piece(
+        "index-more",
+        "the same with two more dense models",
+        6,
+        lambda s: [index_run(s, seed) for seed in range(1, s.dense_models)],
+        "index",
+    ),
+    Piece(
+        "scratch-index",
+        "from scratch: an index that learns beside the model",
+        14,
+        lambda s: [
+            *scratch(lambda x: [x.by_index(), x.by_index(4), x.by_index(1, "compact")])(s),
+            *scratch(lambda x: [x.by_index()], seed=1)(s),
+        ],
+        "scratch",
+    ),
+    Piece(
+        "recall-index",
+        "multi-query associative recall by an index",
+        1.5,
+        lambda s: [recall_run(s.recall, s, s.recall.by_index())],
+        "recall",
+    ),
+    Piece(
+        "needle-index",
+        "the same by an index",
+        12,
+        # M as it is recommended, and that of the other runs.
+        needle(lambda x: [x.by_index(1, "compact", nodes=nodes) for nodes in (8192, 0)]),
+        "needle",
+    ),
     Piece("long-128k-index", "131 072 bytes, equal time, by an index", 6, long_index, "long-128k"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
 )
