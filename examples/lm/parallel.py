@@ -10,8 +10,6 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +33,7 @@ from htree_ops.distributed import ColwiseParallel, RowwiseParallel, shard_sequen
 from .model import ByteLM
 from .settings import Settings, UserError
 from .text import Text, training_batch, validation_windows
-from .training import CLIP_NORM, INDEX_ROWS, learning_rate
+from .training import CLIP_NORM, INDEX_ROWS, History, learning_rate, stop_flag
 
 #: Dimensions of the mesh: ranks with sequences of their own, with tokens of one sequence, and with heads and columns.
 DIMENSIONS = ("data", "context", "tensor")
@@ -165,43 +163,19 @@ def read_latest(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"--resume: {path} is not a checkpoint of this script ({error})") from error
 
 
-@contextmanager
-def stop_flag() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether Ctrl-C or SIGTERM came; the second one acts as usual."""
-    came: list[int] = []
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, frame: object) -> None:
-        came.append(number)
-        signal.signal(number, before[number])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield lambda: bool(came)
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
-
-
-class Trainer:
-    """A run on a mesh, in bfloat16 on GPUs unless ``bf16`` says otherwise.
-
-    ``train``: bits per byte per step. ``validation``: [steps done, bits]. ``seconds``: per step.
-    """
+class Trainer(History):
+    """A run on a mesh, in bfloat16 on GPUs unless ``bf16`` says otherwise."""
 
     def __init__(
         self, settings: Settings, text: Text, folder: Path, mesh: DeviceMesh, bf16: bool | None = None
     ) -> None:
+        super().__init__()
         self.settings, self.text, self.folder, self.mesh = settings, text, folder, mesh
         self.model = build_model(settings, mesh, mesh.device_type == "cuda" if bf16 is None else bf16)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
         )
         self.windows = validation_windows(text, settings.context, settings.eval_windows)
-        self.train: list[float] = []
-        self.validation: list[list[float]] = []
-        self.seconds: list[float] = []
         self.stopped = False
 
     @property
@@ -261,7 +235,7 @@ class Trainer:
         settings = self.settings
         leads = dist.get_rank() == 0
         with (
-            stop_flag() as stops,
+            stop_flag(signal.SIGINT, signal.SIGTERM) as stops,
             tqdm(
                 total=settings.steps, initial=self.steps_done, unit="step", desc="training", disable=not leads
             ) as bar,
@@ -275,9 +249,7 @@ class Trainer:
                     self.save()
                 bar.update()
                 rate = settings.batch * settings.context / self.seconds[-1]
-                bar.set_postfix_str(
-                    f"{statistics.fmean(self.train[-10:]):.2f} bits {rate / 1e3:.1f}k tokens/s"
-                )
+                bar.set_postfix_str(f"{self.recent_bits():.2f} bits {rate / 1e3:.1f}k tokens/s")
         return self.steps_done >= settings.steps
 
     # ---- checkpoints
@@ -316,11 +288,3 @@ class Trainer:
         states.set_optimizer_state_dict(self.model, self.optimizer, content["optimizer"])
         self.train, self.seconds = progress["train_bits_per_byte"], progress["seconds_per_step"]
         self.validation = progress["validation_bits_per_byte"]
-
-    def history(self) -> dict[str, Any]:
-        """For history.json, the plot and the checkpoint."""
-        return {
-            "train_bits_per_byte": self.train,
-            "validation_bits_per_byte": self.validation,
-            "seconds_per_step": self.seconds,
-        }

@@ -9,7 +9,7 @@ import pickle
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,35 @@ def learning_rate(step: int, settings: Settings) -> float:
     return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-class Learner:
-    """A model with its optimizer and what was measured about it.
+class History:
+    """What a training measures.
 
     ``train``: bits per byte per step. ``validation``: [steps done, bits per byte]. ``seconds``: per step.
     """
 
+    def __init__(self) -> None:
+        self.train: list[float] = []
+        self.validation: list[list[float]] = []
+        self.seconds: list[float] = []
+
+    def recent_bits(self, count: int = 10) -> float:
+        """Training bits per byte over the last ``count`` steps."""
+        return statistics.fmean(self.train[-count:])
+
+    def history(self) -> dict[str, Any]:
+        """For history.json and the plot."""
+        return {
+            "train_bits_per_byte": self.train,
+            "validation_bits_per_byte": self.validation,
+            "seconds_per_step": self.seconds,
+        }
+
+
+class Learner(History):
+    """A model with its optimizer and what was measured about it."""
+
     def __init__(self, name: str, model: ByteLM, settings: Settings) -> None:
+        super().__init__()
         self.name = name
         self.model = model.to(settings.device)
         self.settings = settings
@@ -76,9 +98,6 @@ class Learner:
             torch.optim.Muon(matrices, lr=settings.learning_rate, weight_decay=0.1),
             torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.train: list[float] = []
-        self.validation: list[list[float]] = []
-        self.seconds: list[float] = []
 
     def step(self, sequences: Tensor) -> None:
         """One update on int64 [batch, context + 1]."""
@@ -119,10 +138,6 @@ class Learner:
         """Per step, without the first, which allocates and warms up."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
-    def recent_bits(self, count: int = 10) -> float:
-        """Training bits per byte over the last ``count`` steps."""
-        return statistics.fmean(self.train[-count:])
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {
@@ -140,14 +155,6 @@ class Learner:
             optimizer.load_state_dict(stored)
         self.train, self.validation = list(state["train"]), [list(pair) for pair in state["validation"]]
         self.seconds = list(state["seconds"])
-
-    def history(self) -> dict[str, Any]:
-        """For history.json and the plot."""
-        return {
-            "train_bits_per_byte": self.train,
-            "validation_bits_per_byte": self.validation,
-            "seconds_per_step": self.seconds,
-        }
 
 
 def train_briefly(name: str, settings: Settings, attention: type[HTreeAttention] = HTreeAttention) -> Learner:
@@ -190,7 +197,7 @@ class Run:
         Ctrl-C finishes the current step, so that the models stay in step; a second one stops at once.
         """
         settings = self.settings
-        with interrupt_flag() as interrupted, progress_bar(self.steps_done, settings.steps) as bar:
+        with stop_flag(signal.SIGINT) as interrupted, progress_bar(self.steps_done, settings.steps) as bar:
             while self.steps_done < settings.steps and not interrupted():
                 batch = training_batch(
                     self.text, self.steps_done, settings.context, settings.batch, settings.seed
@@ -248,17 +255,21 @@ def progress_bar(done: int, total: int) -> tqdm[Any]:
 
 
 @contextlib.contextmanager
-def interrupt_flag() -> Iterator[Any]:
-    """Yields a function that says whether Ctrl-C was pressed; the second one acts as usual."""
-    pressed: list[int] = []
+def stop_flag(*signals: int) -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether one of the signals came; the second one acts as usual."""
+    came: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
 
     def note(number: int, frame: object) -> None:
-        pressed.append(number)
-        signal.signal(signal.SIGINT, previous)
-        tqdm.write("stopping after this step; Ctrl-C again stops at once")
+        came.append(number)
+        signal.signal(number, before[number])
+        if number == signal.SIGINT:
+            tqdm.write("stopping after this step; Ctrl-C again stops at once")
 
-    previous = signal.signal(signal.SIGINT, note)
+    for number in signals:
+        signal.signal(number, note)
     try:
-        yield lambda: bool(pressed)
+        yield lambda: bool(came)
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, action in before.items():
+            signal.signal(number, action)
