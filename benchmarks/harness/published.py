@@ -5,44 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import read_json
+
 NOTHING = "No figures are recorded: `make bench` measures them."
-FACTS = (
-    "op",
-    "case",
-    "dtype",
-    "median_us",
-    "percent_of_ceiling",
-    "baseline",
-    "baseline_median_us",
-    "speedup",
-)
-PLACE = ("gpu", "cpu", "torch", "cuda", "driver", "commit")
 
 Entry = dict[str, Any]
-
-
-def read_rows(folder: Path) -> dict[str, list[Entry]]:
-    """The rows of every results file by its name: a JSON list, or an object whose ``rows`` are one.
-
-    Raises:
-        ValueError: a file holds something else, or a row lacks a fact that the table shows.
-    """
-    files: dict[str, list[Entry]] = {}
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        rows = content.get("rows") if isinstance(content, dict) else content
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{path}: expected a list of rows")
-        for number, row in enumerate(rows):
-            lacking = [name for name in (*FACTS, *PLACE) if row.get(name) is None]
-            if lacking:
-                raise ValueError(f"{path}: row {number} lacks {', '.join(lacking)}")
-        files[path.name] = rows
-    return files
 
 
 def both_times(row: Entry) -> tuple[float, float]:
@@ -72,14 +43,15 @@ def read_results(folder: Path) -> Results:
     """Everything under ``benchmarks/results``.
 
     Raises:
-        ValueError: as :func:`read_rows`.
+        ResultsError: a file holds something else.
     """
     tables = {}
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             tables[path.stem] = list(csv.DictReader(file))
+    files = {path.name: [asdict(row) for row in read_json(path)] for path in sorted(folder.glob("*.json"))}
     study = folder / "quality" / "quality.json"
-    return Results(read_rows(folder), tables, json.loads(study.read_text()) if study.is_file() else [])
+    return Results(files, tables, json.loads(study.read_text()) if study.is_file() else [])
 
 
 def count_words(number: int | str) -> str:
