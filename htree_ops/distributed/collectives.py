@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import reprlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -187,28 +188,41 @@ def added(received: Tensor, dim: int) -> Tensor:
 _FACTS = 32
 
 
-def agree(
+@contextmanager
+def agreement(function: str, group: dist.ProcessGroup) -> Iterator[tuple[dict[str, int], dict[str, object]]]:
+    """Compares what the ranks are about to do, so that all of them raise where one cannot go on.
+
+    A collective whose sizes differ hangs or gives garbage. This one has the same size for every call. It waits for the
+    device unless the group has a backend for the CPU. Not while torch.compile traces.
+
+    Inside, this rank checks its own arguments, and fills two dictionaries by names: numbers that must be the same on
+    every rank, and options that must be the same, of which the ranks compare checksums.
+
+    Raises:
+        ShapeMismatchError: a number or an option differs; it is named with what is known of its values.
+        RuntimeError: another rank has refused its arguments.
+        TypeError, ValueError, RuntimeError: this rank has refused its arguments; the others know.
+    """
+    facts: dict[str, int] = {}
+    options: dict[str, object] = {}
+    try:
+        yield facts, options
+    except (TypeError, ValueError, RuntimeError) as refusal:
+        _compare(function, group, facts, options, refusal)
+        raise
+    _compare(function, group, facts, options, None)
+
+
+def _compare(
     function: str,
     group: dist.ProcessGroup,
     facts: Mapping[str, int],
     options: Mapping[str, object],
     refusal: Exception | None,
 ) -> None:
-    """Compares what the ranks are about to do, so that all of them raise where one cannot go on.
-
-    A collective whose sizes differ hangs or gives garbage. This one has the same size for every call. It waits for the
-    device unless the group has a backend for the CPU. Not while torch.compile traces.
-
-    Args:
-        facts: numbers that must be the same on every rank, by their names.
-        options: what else must be the same; of it the ranks compare checksums.
-        refusal: the error that this rank would raise by itself.
-
-    Raises:
-        ShapeMismatchError: a fact or an option differs; it is named with what is known of its values.
-        RuntimeError: another rank has refused its arguments.
-        Exception: ``refusal``.
-    """
+    """What :func:`agreement` does where this rank has the error ``refusal`` or none."""
+    if group.size() == 1:
+        return
     code = sum(ord(letter) * 31**place for place, letter in enumerate(function)) % 2**31
     sums = [zlib.crc32(repr(value).encode()) for value in options.values()]
     mine = [code, int(refusal is not None), *facts.values(), *sums]
@@ -219,7 +233,7 @@ def agree(
     dist.all_gather_into_tensor(gathered, torch.tensor(mine, dtype=torch.int64, device=where), group=group)
     rows = gathered.view(-1, _FACTS).tolist()
     if refusal is not None:
-        raise refusal
+        return
     if any(row[0] != code for row in rows):
         raise RuntimeError(f"{function}: another rank of the group makes another call")
     refused = [rank for rank, row in enumerate(rows) if row[1]]
@@ -242,3 +256,16 @@ def agree(
             expected=None if name in options else values[0],
             actual=ours,
         )
+
+
+def wanted_gradients(**tensors: Tensor) -> dict[str, int]:
+    """As numbers for :func:`agreement`."""
+    return {
+        f"whether {name} needs a gradient": int(torch.is_grad_enabled() and x.requires_grad)
+        for name, x in tensors.items()
+    }
+
+
+def kind_of(x: Tensor) -> dict[str, object]:
+    """As options for :func:`agreement`."""
+    return {"dtype": x.dtype, "the type of device": x.device.type}

@@ -14,16 +14,18 @@ from typing_extensions import Unpack
 
 from htree_ops.distributed.collectives import (
     added,
-    agree,
+    agreement,
     all_gather,
     check_local,
     cut,
     exchange,
     group_of,
     join,
+    kind_of,
     parts_of,
     parts_per_rank,
     waited,
+    wanted_gradients,
 )
 from htree_ops.ops.arguments import autocast_dtype, check_tensors, validate_arguments_as
 from htree_ops.ops.tree_attention.attention import (
@@ -227,21 +229,8 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return q, k, v
 
 
-def wanted_gradients(**tensors: Tensor) -> dict[str, int]:
-    """As facts for :func:`agree`."""
-    return {
-        f"whether {name} needs a gradient": int(torch.is_grad_enabled() and x.requires_grad)
-        for name, x in tensors.items()
-    }
-
-
-def kind_of(x: Tensor) -> dict[str, object]:
-    """As options for :func:`agree`."""
-    return {"dtype": x.dtype, "the type of device": x.device.type}
-
-
 def kind_of_index(index: Index | None) -> dict[str, object]:
-    """As options for :func:`agree`."""
+    """As options for :func:`agreement`."""
     return {"(H_i, d, dtype) of index": None if index is None else (*index[1].shape[-2:], index[1].dtype)}
 
 
@@ -323,18 +312,12 @@ def tree_attention_cp(
         chosen = options_of(name, index, options, keywords)
         _check(q, k, v, index, size, balance, chosen, gather_steps)
     else:
-        facts: dict[str, int] = {}
-        same: dict[str, object] = {}
-        refusal: Exception | None = None
-        try:
+        with agreement(name, members) as (facts, same):
             chosen = options_of(name, index, options, keywords)
             _check(q, k, v, index, size, balance, chosen, gather_steps)
-            facts = _facts(q, k, v)
-            same = {**kind_of(q), "balance": balance, **chosen.to_dict(), "gather_steps": gather_steps}
+            facts |= _facts(q, k, v)
+            same |= {**kind_of(q), "balance": balance, **chosen.to_dict(), "gather_steps": gather_steps}
             same |= kind_of_index(index)
-        except (TypeError, ValueError, RuntimeError) as error:
-            refusal = error
-        agree(name, members, facts, same, refusal)
     groups = q.shape[2] // k.shape[2] if chosen.scope == "q_head" else 1
     steps = gather_steps or choose_steps(k.shape[2], size * (k.numel() + v.numel()) * k.element_size(), size)
     plan = (members.group_name, rank, size, balance, groups, steps, chosen.store_parents)

@@ -17,23 +17,23 @@ from typing_extensions import Unpack
 
 from htree_ops.distributed.collectives import (
     added,
-    agree,
+    agreement,
     all_gather,
     check_local,
     cut,
     exchange,
     group_of,
     join,
+    kind_of,
     parts_of,
     parts_per_rank,
     waited,
+    wanted_gradients,
 )
 from htree_ops.distributed.context_parallel import (
-    kind_of,
     kind_of_index,
     options_of,
     under_autocast,
-    wanted_gradients,
 )
 from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
@@ -453,23 +453,13 @@ def tree_attention_varlen_cp(
     if size == 1:
         check_balance(name, balance)
         balance = "contiguous"  # one part, in which every document lies
-    offsets: tuple[int, ...] = ()
-    facts: dict[str, int] = {}
-    same: dict[str, object] = {}
-    refusal: Exception | None = None
-    try:
+    with agreement(name, members) as (facts, same):
         offsets = _offsets(name, cu_seqlens)
         chosen = options_of(name, index, options, keywords)
         _check(query, key, value, index, offsets, size, balance, chosen)
-        facts = _facts(query, key, value)
-        same = {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **chosen.to_dict()}
+        facts |= _facts(query, key, value)
+        same |= {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **chosen.to_dict()}
         same |= kind_of_index(index)
-    except (TypeError, ValueError, RuntimeError) as error:
-        refusal = error
-    if size > 1:
-        agree(name, members, facts, same, refusal)
-    elif refusal is not None:
-        raise refusal
     parts = parts_of(rank, size, balance, size * query.shape[0])
     share = share_of(offsets, query.shape[0] // len(parts), parts, chosen.selection_stride)
     groups = query.shape[1] // key.shape[1] if chosen.scope == "q_head" else 1

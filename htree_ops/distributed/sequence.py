@@ -12,16 +12,18 @@ from torch.distributed.distributed_c10d import GroupName
 
 from htree_ops.distributed.collectives import (
     added,
-    agree,
+    agreement,
     all_gather,
     check_local,
     cut,
     exchange,
     group_of,
     join,
+    kind_of,
     parts_of,
     parts_per_rank,
     waited,
+    wanted_gradients,
 )
 from htree_ops.ops.arguments import check_kind, check_tensor
 from htree_ops.ops.tree_attention.attention import Balance, check_balance
@@ -141,18 +143,11 @@ def unshard_sequence(
     if torch.compiler.is_compiling():
         dim = _checked_slice(x, dim, balance)
     else:
-        facts: dict[str, int] = {}
-        same: dict[str, object] = {}
-        refusal: Exception | None = None
-        try:
+        with agreement(name, members) as (facts, same):
             dim = _checked_slice(x, dim, balance)
-            facts = {"the number of dimensions of x": x.dim(), "dim": dim}
-            facts["whether x needs a gradient"] = int(torch.is_grad_enabled() and x.requires_grad)
+            facts |= {"the number of dimensions of x": x.dim(), "dim": dim, **wanted_gradients(x=x)}
             facts |= {f"size {i} of x": length for i, length in enumerate(x.shape[:16])}
-            same = {"dtype": x.dtype, "the type of device": x.device.type, "balance": balance}
-        except (TypeError, ValueError) as error:
-            refusal = error
-        agree(name, members, facts, same, refusal)
+            same |= {**kind_of(x), "balance": balance}
     if x.is_floating_point() and x.element_size() == 1:  # no backend sends FP8: its bytes go as what they are
         codes: Tensor = _Unshard.apply(x.view(torch.uint8), members.group_name, size, dim, balance)
         return codes.view(x.dtype)
