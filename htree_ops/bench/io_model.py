@@ -95,9 +95,6 @@ class Traffic:
     unique: int
     requested: int
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.unique + other.unique, self.requested + other.requested)
-
 
 def layer_sizes(problem: PipelineProblem) -> list[int]:
     """Nodes of each layer, tokens first; the last has at most ``max_top_nodes``."""
