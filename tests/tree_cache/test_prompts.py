@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -52,8 +51,7 @@ def attend_prompts(
     cache: TreeKVCache, q: Tensor, counts: list[int], return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What a cache on a GPU does with many rows of a sequence."""
-    rows = partial(cache._rows_at, of_call=counts)
-    return cache.prompts.attend(q, None, cache.host_lengths(), counts, return_lse, rows)
+    return cache.prompts.attend(q, None, cache.host_lengths(), counts, return_lse, cache._rows_at)
 
 
 @pytest.fixture
@@ -563,7 +561,7 @@ def test_chunks_of_a_prompt_have_the_bits_of_one_call(
         for own in (cache, plain):
             own.append(k, v)
         out = cache.attend(q)
-        rows, _ = plain._rows_at(q, None, plain.host_lengths(), [n] * 2, [n] * 2)
+        rows, _ = plain._rows_at(q, None, plain.host_lengths(), [n] * 2)
         first = prompts.prompt_begin(begin + n, n, stride)
         assert isinstance(out, Tensor)
         assert torch.equal(out[:, first:], expected[:, begin + first : begin + n])

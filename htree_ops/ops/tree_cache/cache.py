@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -324,8 +323,7 @@ class TreeKVCache(CacheSequences):
             if lengths is not None:
                 counts, on_host = self._counts(name, lengths, n)
                 of_call = counts.tolist() if on_host is None else on_host
-            rows = partial(self._rows_at, of_call=of_call)
-            return self.prompts.attend(q, query, self.host.read(), of_call, return_lse, rows)
+            return self.prompts.attend(q, query, self.host.read(), of_call, return_lse, self._rows_at)
         found = self._step_of(name, (q, None, None, query, None), n, lengths)
         return found if return_lse else found[0]
 
@@ -488,46 +486,17 @@ class TreeKVCache(CacheSequences):
 
     @torch.no_grad()
     def _rows_at(
-        self,
-        q: Tensor,
-        index_query: Tensor | None,
-        lengths: list[int],
-        counts: list[int],
-        of_call: list[int],
+        self, q: Tensor, index_query: Tensor | None, lengths: list[int], counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens, and a report of missing leaders.
-
-        Args:
-            of_call: the rows of the whole call.
-        """
-        if self.options.selection_stride > 1:
-            before, (_, *behind) = self.step_arguments(None, 0)
-            counts_of_call = on_device(of_call, self.device)
-            none = None if index_query is None else index_query[:, :0]
-            torch.ops.htree._tree_cache_step_(
-                *before, q[:, :0], None, None, none, None, counts_of_call, *behind
-            )
-        n = q.shape[1]
-        out, lse, lists, list_pos = torch.ops.htree._tree_cache_attention(
-            q.flatten(0, 1),
-            self.pools.keys,
-            self.pools.values,
-            self.pages.block_table,
-            on_device(lengths, self.device),
-            self._constants(n, recorded=False)[1],
-            self.ring.lists,
-            self.ring.list_pos,
-            on_device(counts, self.device),
-            self._rope_table,
-            *[None] * 4,  # no packed tokens
-            None if index_query is None else index_query.flatten(0, 1),
-            None if self.pools.index is None else self.pools.index.keys,
-            None if self.pools.index is None else self.pools.index.scales,
-            self.page_size,
-            *self._packed_options,
+        """Rows of q, the last ``counts[b]`` of the first ``lengths[b]`` tokens; a missing leader is reported."""
+        (*pools, state, table), behind = self.step_arguments(
+            on_device(counts, self.device), q.shape[1], recorded=False
         )
-        self.ring.put(lists, list_pos)
-        return out.unflatten(0, (self.batch, n)), lse.unflatten(0, (self.batch, n))
+        state = [on_device(lengths, self.device), *state[1:]]
+        found: tuple[Tensor, Tensor] = torch.ops.htree._tree_cache_step_(
+            *pools, state, table, q, None, None, index_query, None, *behind
+        )
+        return found
 
     # ---- what it holds
 

@@ -46,15 +46,11 @@ class Ring:
         # [b, i]: tokens from the first of the last leaders, which has entry b, to the leader of entry i
         self._offsets = (entries - entries[:, None]) % RING * options.selection_stride
 
-    def put(self, lists: Tensor, list_pos: Tensor) -> None:
-        """Takes what ``tree_cache_attention`` has returned."""
-        self.lists.copy_(lists)
-        self.list_pos.copy_(list_pos)
-
     def reorder(self, beams: Tensor) -> None:
         """Sequence b becomes what sequence ``beams[b]`` was."""
         if self.list_pos.numel():
-            self.put(self.lists.index_select(0, beams), self.list_pos.index_select(0, beams))
+            for x in (self.lists, self.list_pos):
+                x.copy_(x.index_select(0, beams))
 
     def keep(self, sequences: list[int], length: int, lists: Tensor) -> None:
         """Puts the last leaders of lists [layers, n, leaders, H_kv, k] in: all layers of n sequences of a length."""
