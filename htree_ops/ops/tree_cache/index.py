@@ -87,12 +87,6 @@ class IndexPages:
         check_dtype(function, FLOATING_AND_DOUBLE, **{argument: rows})
         return rows.detach().to(self.row_dtype)
 
-    def copy_pages(self, pages: Tensor) -> None:
-        """``tree_cache_copy_`` of them."""
-        none = self.keys.new_empty(*self.keys.shape[:2], 0, 1)
-        beside = none if self.scales is None else self.scales[..., None]
-        torch.ops.htree.tree_cache_copy_(self.keys, beside, pages)
-
     def tokens(self, table: Tensor, length: int) -> Tensor:
         """Copies [n, length, H_i, d] of the first ``length`` tokens of the sequences of block tables [n, max_pages]."""
         count = -(-length // self.keys.shape[2])

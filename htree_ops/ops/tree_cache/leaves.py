@@ -102,21 +102,11 @@ class PackedLeaves:
         }
         return tails | {"tail_begin": self.tail_begin.clone()}
 
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return sum(x[0].nbytes for x in self.paged().values())
-
     def reorder(self, beams: Tensor) -> None:
         """Sequence b becomes what sequence beams[b] was."""
         for name in self.OF_SEQUENCES:
             tensor = getattr(self, name)
             tensor.copy_(tensor.index_select(0, beams))
-
-    def copy_pages(self, pages: Tensor) -> None:
-        """``tree_cache_copy_`` of everything in pages."""
-        rows = (self.k_codes.view(torch.float16), self.v_codes.view(torch.float16))
-        torch.ops.htree.tree_cache_copy_(*rows, pages)
-        torch.ops.htree.tree_cache_copy_(self.k_scales[..., None], self.v_scales[..., None], pages)
 
     def tokens(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, H_kv, K] and values [N, H_kv, V] of the tokens at ``row`` of ``page``, as attention reads them."""

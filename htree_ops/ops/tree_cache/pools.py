@@ -84,21 +84,26 @@ class Pools:
         """All of them."""
         return [self.keys, self.values, *self.written, *self.index_pool]
 
+    def paged(self) -> dict[str, Tensor]:
+        """Everything in pages, by its entry in a state."""
+        found = {"keys": self.keys, "values": self.values}
+        for part in (self.index, self.leaves):
+            found |= {} if part is None else part.paged()
+        return found
+
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        plain = sum(pool[0].nbytes for pool in (self.keys, self.values, *self.index_pool))
-        return plain if self.leaves is None else plain + self.leaves.page_bytes()
+        return sum(x[0].nbytes for x in self.paged().values())
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, (from, to) each."""
         if not pairs:
             return
         pages = on_device(list(zip(*pairs, strict=True)), self.keys.device)
-        torch.ops.htree.tree_cache_copy_(self.keys, self.values, pages)
-        if self.leaves is not None:
-            self.leaves.copy_pages(pages)
-        if self.index is not None:
-            self.index.copy_pages(pages)
+        rows = [x if x.dim() == 4 else x[..., None] for x in self.paged().values()]
+        rows += [self.keys[:, :, :0]] * (len(rows) % 2)  # the op takes two
+        for x, y in zip(rows[::2], rows[1::2], strict=True):
+            torch.ops.htree.tree_cache_copy_(x, y, pages)
 
     # ---- layers
 
@@ -149,13 +154,9 @@ class Pools:
         numbers = torch.tensor(pages, dtype=torch.int64, device=device)
         begin, stop = torch.tensor(tokens, dtype=torch.int64, device=device).view(len(pages), 2, 1).unbind(1)
         of_tokens, of_values, of_keys = self._written(begin, stop)
-        state = {"pages": numbers.int()}
-        paged = [("keys", self.keys, of_keys), ("values", self.values, of_values)]
-        for part in (self.index, self.leaves):
-            if part is not None:
-                paged += [(name, x, of_tokens) for name, x in part.paged().items()]
-        for name, x, written in paged:
-            empty = ~written[:, None]  # [n, 1, rows]
+        state, written = {"pages": numbers.int()}, {"keys": of_keys, "values": of_values}
+        for name, x in self.paged().items():
+            empty = ~written.get(name, of_tokens)[:, None]  # [n, 1, rows]
             state[name] = x[numbers].masked_fill_(empty if x.dim() == 3 else empty[..., None], 0)
         return state if self.leaves is None else state | self.leaves.tails(lengths)
 
@@ -187,12 +188,9 @@ class Pools:
         self.keys[pages, :, :both] = keys[:, :, :both]
         self.values[pages, :, :both] = values[:, :, :both]
         self.keys[pages, :, ours:] = keys[:, :, theirs:]  # span means
-        if self.index is not None:
-            for name, x in self.index.paged().items():
+        for name, x in self.paged().items():
+            if name not in ("keys", "values"):
                 x[pages] = state[name].to(device)
         if self.leaves is not None:
-            for name, tensor in self.leaves.tensors().items():
-                if name in PackedLeaves.PAGED:
-                    tensor[pages] = state[name].to(device)
-                else:
-                    tensor.copy_(state[name])
+            for name in PackedLeaves.OF_SEQUENCES:
+                getattr(self.leaves, name).copy_(state[name])
