@@ -8,6 +8,7 @@ is compiled or captured in a graph needs nothing before it.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import OutOfPagesError
-from htree_ops.ops.arguments import check_int
+from htree_ops.ops.arguments import check_int, check_integers
 
-__all__ = ["Change", "PagedCache", "Pages", "is_recorded", "on_device"]
+__all__ = ["Change", "PagedCache", "Pages", "host_integers", "is_recorded", "on_device"]
 
 #: A page that a change will take from the free ones.
 FRESH = -1
@@ -37,6 +38,29 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
     return torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=pinned).to(
         device, non_blocking=True
     )
+
+
+def host_integers(
+    op: str, name: str, values: Tensor | Sequence[int], count: int | None, least: int, most: int
+) -> list[int]:
+    """``count`` ints from ``least`` to ``most`` as a list; a tensor on a device is waited for. None is any count.
+
+    Raises:
+        TypeError: something else, floats and bools included. DeviceError: a tensor on the device meta. ValueError: a
+            tensor that is not 1-D, another count, or a number out of range.
+    """
+    check_integers(op, name, values)
+    numbers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
+    try:
+        if any(isinstance(n, bool) for n in numbers):
+            raise TypeError("bools")
+        numbers = [operator.index(n) for n in numbers]
+    except TypeError as error:
+        raise TypeError(f"{op}: {name} must be a list of ints, got {values!r}") from error
+    if count not in (None, len(numbers)) or not all(least <= n <= most for n in numbers):
+        words = "numbers" if count is None else f"{count} numbers"
+        raise ValueError(f"{op}: {name} must be {words} between {least} and {most}, got {numbers}")
+    return numbers
 
 
 @dataclass
@@ -306,9 +330,21 @@ class PagedCache:
     OP: str
     batch: int
 
-    def _reorder(self, method: str, beams: Sequence[int]) -> None:
+    def _reorder(self, method: str, beams: Tensor | Sequence[int]) -> None:
         """Sequence b becomes what sequence ``beams[b]`` was; messages name the ``method``."""
         raise NotImplementedError
+
+    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
+        """Beam search: sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones are copied.
+
+        Whose the pages are, the host decides: beams on a device are waited for, and lengths that only it knows.
+
+        Raises:
+            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
+                entries, or one that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
+            NotImplementedError: the call is being compiled or captured: reorder between two replays.
+        """
+        self._reorder("reorder_", beams)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1."""

@@ -144,11 +144,12 @@ def test_calls_are_checked() -> None:
     ):
         with pytest.raises(error, match=message):
             cache.append(k, k, lengths=lengths)  # type: ignore[arg-type]
+        message = message.replace("2 integers, got 1", r"2 numbers between 0 and 1, got \[1\]")
         with pytest.raises(error, match=message.replace("lengths", "beams")):
             cache.reorder_(lengths)  # type: ignore[arg-type]
     with pytest.raises(ShapeMismatchError, match=r"TreeKVCache.decode: size 1 of k must be 1"):
         cache.decode(rows(2, 1, 4, 0), k, k)
-    with pytest.raises(ValueError, match="a beam must lie between"):
+    with pytest.raises(ValueError, match=r"beams must be 2 numbers between 0 and 1, got \[0, 2\]"):
         cache.reorder_([0, 2])
     with pytest.raises(ValueError, match="tokens must be 2 integers"):
         cache.advance([1])

@@ -25,6 +25,7 @@ from htree_ops.ops.compressed_kv.state import check_state, state_of
 from htree_ops.ops.compressed_kv.storage import RowFormat, StoredRows
 from htree_ops.ops.compressed_kv.window import DenseWindow
 from htree_ops.ops.hadamard.transform import grouped_hadamard
+from htree_ops.ops.paging import host_integers
 
 __all__ = ["CacheBytes", "CompressedKVCache"]
 
@@ -681,7 +682,7 @@ class CompressedKVCache(CompressedSequences):
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
         """A new cache whose sequence i is a copy of sequence index[i]; any number of them, repeats allowed."""
         self._refuse_graph("select")
-        numbers = self._indices("select", "index", index)
+        numbers = host_integers(f"{OP}.select", "index", index, None, 0, self.batch - 1)
         chosen = self._like(len(numbers))
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         state = self.state_dict()

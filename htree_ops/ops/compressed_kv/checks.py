@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +12,18 @@ from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
     check_dtype,
     check_int,
-    check_integers,
     check_number,
     check_shape,
     check_tensor,
     check_tensors,
 )
+from htree_ops.ops.paging import host_integers
 
 __all__ = [
     "check_new_tokens",
     "check_place",
     "check_policy",
     "check_query",
-    "integers",
     "pair",
     "prompt_lengths",
 ]
@@ -112,23 +110,6 @@ def check_query(
         check_number(op, "scale", scale)
 
 
-def integers(op: str, name: str, values: Tensor | Sequence[int]) -> list[int]:
-    """A tensor or sequence of ints as a list; a tensor on a device is waited for.
-
-    Raises:
-        TypeError: something else, floats and bools included. DeviceError: a tensor on the device meta. ValueError: a
-            tensor that is not 1-D.
-    """
-    check_integers(op, name, values)
-    try:
-        entries = values.tolist() if isinstance(values, Tensor) else list(values)
-        if any(isinstance(n, bool) for n in entries):
-            raise TypeError("bools")
-        return [operator.index(n) for n in entries]
-    except TypeError as error:
-        raise TypeError(f"{op}: {name} must be a list of ints, got {values!r}") from error
-
-
 def prompt_lengths(op: str, lengths: Tensor | Sequence[int] | None, batch: int, size: int) -> list[int]:
     """Tokens of each of ``batch`` prompts in rows of ``size``; None is ``size`` for all.
 
@@ -138,10 +119,7 @@ def prompt_lengths(op: str, lengths: Tensor | Sequence[int] | None, batch: int, 
     """
     if lengths is None:
         return [size] * batch
-    numbers = integers(op, "lengths", lengths)
-    if len(numbers) != batch or not all(0 <= n <= size for n in numbers):
-        raise ValueError(f"{op}: lengths must be {batch} numbers between 0 and {size}, got {numbers}")
-    return numbers
+    return host_integers(op, "lengths", lengths, batch, 0, size)
 
 
 def check_policy(op: str, window: int, chunk: int, page_size: int | None, split_size: int) -> None:

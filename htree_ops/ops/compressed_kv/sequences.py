@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from htree_ops.ops.compressed_kv.checks import integers
 from htree_ops.ops.compressed_kv.storage import StoredRows
 from htree_ops.ops.compressed_kv.window import DenseWindow
-from htree_ops.ops.paging import PagedCache
+from htree_ops.ops.paging import PagedCache, host_integers
 
 __all__ = ["OP", "CompressedSequences"]
 
@@ -97,13 +96,10 @@ class CompressedSequences(PagedCache):
         op = f"{OP}.truncate"
         self._refuse_graph("truncate")
         numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
-        wanted, held = integers(op, "lengths", numbers), self.host_lengths()
-        if len(wanted) != self.batch or not all(
-            -1 <= n <= most for n, most in zip(wanted, held, strict=True)
-        ):
-            raise ValueError(
-                f"{op}: lengths must be {self.batch} numbers between -1 and {held}, got {wanted}"
-            )
+        wanted = host_integers(op, "lengths", numbers, self.batch, -1, self.capacity)
+        held = self.host_lengths()
+        if any(n > most for n, most in zip(wanted, held, strict=True)):
+            raise ValueError(f"{op}: lengths must be at most those of the sequences, {held}, got {wanted}")
         compressed, dense = list(self._compressed), list(self._dense)
         restored: list[int] = []
         for b, length in enumerate(wanted):
@@ -122,29 +118,10 @@ class CompressedSequences(PagedCache):
                 self._dense_rows.whole[b] = False
         self._count(compressed, dense)
 
-    def _indices(self, name: str, argument: str, index: Tensor | Sequence[int]) -> list[int]:
-        numbers = integers(f"{OP}.{name}", argument, index)
-        if not all(0 <= i < self.batch for i in numbers):
-            raise ValueError(f"{OP}.{name}: {argument} must lie in [0, {self.batch}), got {numbers}")
-        return numbers
-
-    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
-        """Beam search: sequence i becomes what sequence beams[i] was. With pages, compressed tokens are shared.
-
-        The lengths are known on the host, so beams on a device are waited for.
-
-        Raises:
-            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
-                entries, or one that does not exist. OutOfPagesError: no page for the copy of an open one.
-        """
-        self._reorder("reorder_", beams)
-
     @torch.no_grad()
     def _reorder(self, method: str, beams: Tensor | Sequence[int]) -> None:
         self._refuse_graph(method)
-        numbers = self._indices(method, "beams", beams)
-        if len(numbers) != self.batch:
-            raise ValueError(f"{OP}.{method}: beams must have {self.batch} entries, got {len(numbers)}")
+        numbers = host_integers(f"{OP}.{method}", "beams", beams, self.batch, 0, self.batch - 1)
         self.storage.reorder(method, numbers, self._compressed)
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self._dense_rows.reorder(numbers, places)

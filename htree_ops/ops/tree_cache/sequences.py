@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from htree_ops.ops.arguments import check_data, check_int
-from htree_ops.ops.paging import Change, PagedCache, Pages, is_recorded, on_device
+from htree_ops.ops.paging import Change, PagedCache, Pages, host_integers, is_recorded, on_device
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
 from htree_ops.ops.tree_cache.lengths import HostLengths, integers, read_counts
@@ -165,18 +165,6 @@ class CacheSequences(PagedCache):
         own_from = [self.pages.shared(b) * self.page_size for b in range(self.batch)]
         self._own_from.copy_(on_device(own_from, self.device))
 
-    def reorder_(self, beams: Tensor | Sequence[int]) -> None:
-        """Sequence b becomes what sequence ``beams[b]`` was. Full pages are shared, open ones copied in one launch.
-
-        Whose the pages are, the host decides: beams on a device are waited for, and lengths that only it knows.
-
-        Raises:
-            TypeError: beams holds no ints. DeviceError: it is on the device meta. ValueError: beams does not have B
-                entries, or one that does not exist. OutOfPagesError: too few pages for the copies. Nothing has changed.
-            NotImplementedError: the call is being compiled or captured: reorder between two replays.
-        """
-        self._reorder("reorder_", beams)
-
     @torch.no_grad()
     def _reorder(self, method: str, beams: Tensor | Sequence[int]) -> None:
         name = f"{OP}.{method}"
@@ -185,13 +173,8 @@ class CacheSequences(PagedCache):
                 f"{name}: cannot be compiled or captured, because pages are moved by the host: call it between two "
                 "runs, which read the block table and the lengths where they are"
             )
-        request = integers(name, "beams", beams, self.batch, self.device)
-        numbers = beams.tolist() if isinstance(beams, Tensor) else list(beams)
-        for beam in numbers:
-            if not 0 <= beam < self.batch:
-                raise ValueError(
-                    f"{name}: a beam must lie between 0 and B - 1 = {self.batch - 1}, got {beam}"
-                )
+        numbers = host_integers(name, "beams", beams, self.batch, 0, self.batch - 1)
+        request = on_device(numbers, self.device)
         self._end_prompts([int(beam != b) for b, beam in enumerate(numbers)])
         held = self.host.read()
         self._move(self.pages.reorder(numbers, held), method)
