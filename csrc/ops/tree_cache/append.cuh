@@ -7,6 +7,7 @@
 
 #include "device/numeric.cuh"
 #include "device/pack.cuh"
+#include "device/reduce.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/tree_cache_params.h"
 
@@ -107,11 +108,30 @@ struct HeadPools {
   const NewRows<T>& v;
 };
 
+template <typename T>
+__device__ __forceinline__ HeadPools<T> head_pools(const AppendParams<T>& params, int sequence, int head) {
+  const PageLayout& layout = params.layout;
+  const int32_t* table = params.block_table + static_cast<int64_t>(sequence) * layout.max_pages;
+  return {{params.keys, table, layout.key_rows(), params.k.width, head},
+          {params.values, table, layout.value_rows(), params.v.width, head},
+          params.k,
+          params.v};
+}
+
+// The row of a new token as the caller gave it.
+template <typename T>
+__device__ __forceinline__ const T* given_row(const NewRows<T>& given, const NewSpan& span, uint32_t token,
+                                              int head) {
+  return given.data + (span.first + token - span.before) * given.row + head * given.head;
+}
+
 // Writes what level `level` adds: tokens at level 0, nodes at 1 ... L-1, span means of keys at L. This is block `part` of
-// `num_parts`. Keys and values go side by side, because a new token alone keeps few threads busy.
-template <typename T, int kPack>
+// `num_parts`. Keys and values go side by side, because a new token alone keeps few threads busy. token_row(of_keys, token)
+// is where the row of a token stands that is in no node yet.
+template <typename T, int kPack, class TokenRow>
 __device__ __forceinline__ void append_level(const PageLayout& layout, const HeadPools<T>& pools,
-                                             const NewSpan& span, uint32_t level, int part, int num_parts) {
+                                             const NewSpan& span, uint32_t level, int part, int num_parts,
+                                             TokenRow&& token_row) {
   const bool means = level == layout.num_layers;
   const uint32_t size = means ? layout.span : layout.tokens[level];
   const uint32_t first = static_cast<uint32_t>(span.before) / size;
@@ -128,15 +148,18 @@ __device__ __forceinline__ void append_level(const PageLayout& layout, const Hea
     const int column = static_cast<int>(of_keys ? pack : pack - key_packs) * kPack;
     const uint32_t node = first + index;
     if (level == 0) {
-      const NewRows<T>& from = of_keys ? pools.k : pools.v;
-      const T* row = from.data + (span.first + index) * from.row + rows.head * from.head + column;
+      const T* row = given_row(of_keys ? pools.k : pools.v, span, node, rows.head) + column;
       device::store_pack(rows.at(layout, layout.node(0, node)) + column, device::load_pack<kPack>(row));
     } else {
       // A span mean is the mean of tokens, a node that of the nodes below.
       const uint32_t count = means ? layout.span : layout.rate;
-      store_mean<T, kPack>(
-          count, column, rows.at(layout, means ? layout.span_mean(node) : layout.node(level, node)),
-          [&](uint32_t i) { return rows.at(layout, layout.node(means ? 0 : level - 1, node * count + i)); });
+      store_mean<T, kPack>(count, column,
+                           rows.at(layout, means ? layout.span_mean(node) : layout.node(level, node)),
+                           [&](uint32_t i) -> const T* {
+                             const uint32_t child = node * count + i;
+                             return means || level == 1 ? token_row(of_keys, child)
+                                                        : rows.at(layout, layout.node(level - 1, child));
+                           });
     }
   }
 }
@@ -153,40 +176,42 @@ __global__ void __launch_bounds__(kAppendThreads)
   if (span.count == 0) {
     return;
   }
-  const int32_t* table = params.block_table + static_cast<int64_t>(sequence) * layout.max_pages;
-  const HeadPools<T> pools = {{params.keys, table, layout.key_rows(), params.k.width, head},
-                              {params.values, table, layout.value_rows(), params.v.width, head},
-                              params.k,
-                              params.v};
+  const HeadPools<T> pools = head_pools(params, sequence, head);
+  const auto token_row = [&](bool of_keys, uint32_t token) {
+    return (of_keys ? pools.keys : pools.values).at(layout, layout.node(0, token));
+  };
   for (uint32_t level = begin; level < end; ++level) {
     append_level<T, kPack>(layout, pools, span, level, static_cast<int>(blockIdx.y),
-                           static_cast<int>(gridDim.y));
+                           static_cast<int>(gridDim.y), token_row);
     __syncthreads();
   }
 }
 
-template <typename T, int kPack>
-cudaError_t launch_append_for(const AppendParams<T>& params, cudaStream_t stream) {
-  const PageLayout& layout = params.layout;
-  const unsigned rows = static_cast<unsigned>(params.num_sequences) * layout.num_kv_heads;
-  const uint32_t levels = layout.num_layers + (layout.span > 0);
-  if (params.max_new <= layout.page_size) {
-    return launch_kernel(append_kernel<T, kPack>, {.grid = rows, .threads = kAppendThreads}, stream, params,
-                         0u, levels);
+// Launches `kernel` for the levels [begin, end): tokens at level 0 or L + 1, nodes at 1 ... L - 1, span means at L. Packs
+// have `pack` channels.
+template <typename T, typename Kernel, typename Params>
+cudaError_t launch_levels(Kernel kernel, const Params& params, const AppendParams<T>& append, int pack,
+                          uint32_t begin, uint32_t end, cudaStream_t stream) {
+  const PageLayout& layout = append.layout;
+  const unsigned rows = static_cast<unsigned>(append.num_sequences) * layout.num_kv_heads;
+  if (append.max_new <= layout.page_size) {
+    return launch_kernel(kernel, {.grid = rows, .threads = kAppendThreads}, stream, params, begin, end);
   }
   constexpr int64_t kMostParts = 1024;
-  for (uint32_t level = 0; level < levels; ++level) {
-    const int64_t size = level == layout.num_layers ? layout.span : layout.tokens[level];
-    const int64_t nodes = params.max_new / size + 1;
-    const int64_t items = nodes * ((params.k.width + params.v.width) / kPack);
-    const dim3 grid(rows, static_cast<unsigned>(std::min(ceil_div(items, kAppendThreads), kMostParts)));
-    const cudaError_t error = launch_kernel(
-        append_kernel<T, kPack>, {.grid = grid, .threads = kAppendThreads}, stream, params, level, level + 1);
-    if (error != cudaSuccess) {
-      return error;
+  cudaError_t error = cudaSuccess;
+  for (uint32_t level = begin; level < end && error == cudaSuccess; ++level) {
+    const bool packed = level > layout.num_layers, means = level == layout.num_layers;
+    if (means && layout.span == 0) {
+      continue;
     }
+    const int64_t size = packed ? 1 : means ? layout.span : layout.tokens[level];
+    const int64_t threads = packed ? device::kWarpSize : (append.k.width + append.v.width) / pack;
+    const int64_t items = (append.max_new / size + 1) * threads;
+    const dim3 grid(rows, static_cast<unsigned>(std::min(ceil_div(items, kAppendThreads), kMostParts)));
+    error =
+        launch_kernel(kernel, {.grid = grid, .threads = kAppendThreads}, stream, params, level, level + 1);
   }
-  return cudaSuccess;
+  return error;
 }
 
 // Whether rows of the call and of a pool can be taken in packs of 16 bytes.
@@ -201,9 +226,10 @@ bool in_wide_packs(const NewRows<T>& rows, const T* pool) {
 template <typename T>
 cudaError_t launch_append(const AppendParams<T>& params, cudaStream_t stream) {
   constexpr int kWide = device::kPackOf<T>;
-  return in_wide_packs(params.k, params.keys) && in_wide_packs(params.v, params.values)
-             ? launch_append_for<T, kWide>(params, stream)
-             : launch_append_for<T, 1>(params, stream);
+  const bool wide = in_wide_packs(params.k, params.keys) && in_wide_packs(params.v, params.values);
+  const uint32_t levels = params.layout.num_layers + (params.layout.span > 0);
+  return launch_levels(wide ? append_kernel<T, kWide> : append_kernel<T, 1>, params, params, wide ? kWide : 1,
+                       0, levels, stream);
 }
 
 }  // namespace htree::tree_cache

@@ -2,40 +2,29 @@
 // and the tail. docs/semantics/tree_cache.md §7.5
 #pragma once
 
-#include <algorithm>
-
-#include "device/reduce.cuh"
 #include "ops/compressed_kv/compress/pack_rows.cuh"
 #include "ops/tree_cache/append.cuh"
 #include "ops/tree_cache/packed/packed_params.h"
 
 namespace htree::tree_cache {
 
-// The tokens of a sequence and head as they came: those before the call in the tail, the others in the call.
+// One pool of a sequence and head, with its tokens as they came: those before the call in the tail, the others in the
+// call.
 template <typename T>
-struct TokenRows {
+struct PackedHead {
+  const HeadRows<T>& nodes;
   const NewRows<T>& given;
-  NewSpan span;
+  const NewSpan& span;
+  LeafPool leaves;
   T* tail;  // [S, width] of the sequence and head
   uint32_t tail_tokens;
-  int head;
 
   __device__ __forceinline__ T* in_tail(uint32_t token) const {
     return tail + static_cast<int64_t>(token % tail_tokens) * given.width;
   }
   __device__ __forceinline__ const T* at(uint32_t token) const {
-    return token < span.before
-               ? in_tail(token)
-               : given.data + (span.first + token - span.before) * given.row + head * given.head;
+    return token < span.before ? in_tail(token) : given_row(given, span, token, nodes.head);
   }
-};
-
-// One pool of a sequence and head.
-template <typename T>
-struct PackedHead {
-  HeadRows<T> nodes;
-  TokenRows<T> tokens;
-  LeafPool leaves;
 };
 
 // Writes codes and scale of a token. All lanes of a warp call.
@@ -77,13 +66,13 @@ template <typename T>
 __device__ __forceinline__ void append_tokens(const PageLayout& layout, const PackedHead<T>& rows, int bits,
                                               int part, int num_parts) {
   constexpr int kWarps = kAppendThreads / device::kWarpSize;
-  const NewSpan& span = rows.tokens.span;
-  const int width = rows.tokens.given.width;
+  const NewSpan& span = rows.span;
+  const int width = rows.given.width;
   const auto warp = static_cast<int>(threadIdx.x / device::kWarpSize);
   const int lane = threadIdx.x % device::kWarpSize;
   for (int64_t i = int64_t{part} * kWarps + warp; i < span.count; i += int64_t{num_parts} * kWarps) {
     const auto token = static_cast<uint32_t>(span.before + i);
-    const T* from = rows.tokens.at(token);
+    const T* from = rows.at(token);
     const Place place = layout.node(0, token);
     // new_span() has seen that the page is one of the pool.
     const int64_t row =
@@ -92,39 +81,12 @@ __device__ __forceinline__ void append_tokens(const PageLayout& layout, const Pa
     pack_token(from, width, bits,
                reinterpret_cast<uint32_t*>(rows.leaves.codes + row * rows.leaves.row_bytes),
                rows.leaves.scales + row);
-    if (span.count - i <= rows.tokens.tail_tokens) {
-      T* to = rows.tokens.in_tail(token);
+    if (span.count - i <= rows.tail_tokens) {
+      T* to = rows.in_tail(token);
       for (int d = lane; d < width; d += device::kWarpSize) {
         to[d] = from[d];
       }
     }
-  }
-}
-
-// Writes the nodes of layer `level`, or with level = L the span means of keys.
-template <typename T, int kPack>
-__device__ __forceinline__ void append_means(const PageLayout& layout, const PackedHead<T>& rows,
-                                             uint32_t level, int part, int num_parts) {
-  const bool means = level == layout.num_layers;
-  const uint32_t size = means ? layout.span : layout.tokens[level];
-  const uint32_t count = means ? layout.span : layout.rate;
-  const NewSpan& span = rows.tokens.span;
-  const uint32_t first = static_cast<uint32_t>(span.before) / size;
-  const uint32_t num = static_cast<uint32_t>(span.before + span.count) / size - first;
-  const auto packs = static_cast<uint32_t>(rows.nodes.width / kPack);
-  const uint64_t items = uint64_t{num} * packs;
-  for (uint64_t item = static_cast<uint64_t>(part) * kAppendThreads + threadIdx.x; item < items;
-       item += static_cast<uint64_t>(num_parts) * kAppendThreads) {
-    const auto index = static_cast<uint32_t>(item / packs);
-    const int column = static_cast<int>(item - uint64_t{index} * packs) * kPack;
-    const uint32_t node = first + index;
-    store_mean<T, kPack>(count, column,
-                         rows.nodes.at(layout, means ? layout.span_mean(node) : layout.node(level, node)),
-                         [&](uint32_t i) -> const T* {
-                           const uint32_t child = node * count + i;
-                           return means || level == 1 ? rows.tokens.at(child)
-                                                      : rows.nodes.at(layout, layout.node(level - 1, child));
-                         });
   }
 }
 
@@ -142,68 +104,38 @@ __global__ void __launch_bounds__(kAppendThreads)
   if (span.count == 0) {
     return;
   }
-  const int32_t* table = append.block_table + static_cast<int64_t>(sequence) * layout.max_pages;
+  const HeadPools<T> pools = head_pools(append, sequence, head);
   const int64_t first_kept = int64_t{blockIdx.x} * params.tail_tokens;
   const PackedHead<T> keys = {
-      {append.keys, table, layout.key_rows(), append.k.width, head},
-      {append.k, span, params.key_tail + first_kept * append.k.width, params.tail_tokens, head},
-      params.leaves.keys};
-  const PackedHead<T> values = {
-      {append.values, table, layout.value_rows(), append.v.width, head},
-      {append.v, span, params.value_tail + first_kept * append.v.width, params.tail_tokens, head},
-      params.leaves.values};
+      pools.keys,        append.k, span, params.leaves.keys, params.key_tail + first_kept * append.k.width,
+      params.tail_tokens};
+  const PackedHead<T> values = {pools.values,
+                                append.v,
+                                span,
+                                params.leaves.values,
+                                params.value_tail + first_kept * append.v.width,
+                                params.tail_tokens};
+  const auto token_row = [&](bool of_keys, uint32_t token) { return (of_keys ? keys : values).at(token); };
   const int part = static_cast<int>(blockIdx.y), num_parts = static_cast<int>(gridDim.y);
   for (uint32_t level = begin; level < end; ++level) {
     if (level > layout.num_layers) {
       append_tokens(layout, keys, params.leaves.bits, part, num_parts);
       append_tokens(layout, values, params.leaves.bits, part, num_parts);
-    } else if (level < layout.num_layers) {
-      append_means<T, kPack>(layout, keys, level, part, num_parts);
-      append_means<T, kPack>(layout, values, level, part, num_parts);
-    } else if (layout.span > 0) {
-      append_means<T, kPack>(layout, keys, level, part, num_parts);
+    } else if (level < layout.num_layers || layout.span > 0) {
+      append_level<T, kPack>(layout, pools, span, level, part, num_parts, token_row);
     }
     __syncthreads();
   }
 }
 
-template <typename T, int kPack>
-cudaError_t launch_append_packed_for(const AppendPackedParams<T>& params, cudaStream_t stream) {
-  const AppendParams<T>& append = params.append;
-  const PageLayout& layout = append.layout;
-  const unsigned rows = static_cast<unsigned>(append.num_sequences) * layout.num_kv_heads;
-  const uint32_t levels = layout.num_layers + 2;
-  if (append.max_new <= layout.page_size) {
-    return launch_kernel(append_packed_kernel<T, kPack>, {.grid = rows, .threads = kAppendThreads}, stream,
-                         params, 1u, levels);
-  }
-  constexpr int64_t kMostParts = 1024;
-  for (uint32_t level = 1; level < levels; ++level) {
-    const bool tokens = level > layout.num_layers, means = level == layout.num_layers;
-    if (means && layout.span == 0) {
-      continue;
-    }
-    const int64_t size = tokens ? 1 : means ? layout.span : layout.tokens[level];
-    const int64_t threads = tokens ? device::kWarpSize : std::max(append.k.width, append.v.width) / kPack;
-    const int64_t items = (append.max_new / size + 1) * threads;
-    const dim3 grid(rows, static_cast<unsigned>(std::min(ceil_div(items, kAppendThreads), kMostParts)));
-    const cudaError_t error =
-        launch_kernel(append_packed_kernel<T, kPack>, {.grid = grid, .threads = kAppendThreads}, stream,
-                      params, level, level + 1);
-    if (error != cudaSuccess) {
-      return error;
-    }
-  }
-  return cudaSuccess;
-}
-
 template <typename T>
 cudaError_t launch_append_packed(const AppendPackedParams<T>& params, cudaStream_t stream) {
   const AppendParams<T>& append = params.append;
+  constexpr int kWide = device::kPackOf<T>;
   const bool wide = in_wide_packs(append.k, append.keys) && in_wide_packs(append.v, append.values) &&
                     in_wide_packs(append.k, params.key_tail) && in_wide_packs(append.v, params.value_tail);
-  return wide ? launch_append_packed_for<T, device::kPackOf<T>>(params, stream)
-              : launch_append_packed_for<T, 1>(params, stream);
+  return launch_levels(wide ? append_packed_kernel<T, kWide> : append_packed_kernel<T, 1>, params, append,
+                       wide ? kWide : 1, 1, append.layout.num_layers + 2, stream);
 }
 
 }  // namespace htree::tree_cache
