@@ -17,6 +17,7 @@ from htree_ops.ops.arguments import (
     check_kind,
     check_number,
     check_option_dtype,
+    check_shape,
     check_tensors,
     option_device,
     validate_arguments_as,
@@ -292,23 +293,12 @@ class MustafarAttention(nn.Module):
     ) -> None:
         check_tensors(OP, query=(query, "B S H D"), key=(key, "B S H_kv D"), value=(value, "B S H_kv V"))
         check_dtype(OP, FLOATING, query=query, key=key, value=value)
-        wanted = (self.num_heads, self.num_kv_heads, self.head_dim)
-        if (query.shape[2], key.shape[2], query.shape[3]) != wanted:
-            refuse(
-                ShapeMismatchError,
-                f"{OP}: H, H_kv and D must be {wanted}, got query {tuple(query.shape)} and key {tuple(key.shape)}",
-                expected=wanted,
-                actual=(query.shape[2], key.shape[2], query.shape[3]),
-                tensor_name="query",
-            )
-        if value.shape[3] != self.value_dim:
-            refuse(
-                ShapeMismatchError,
-                f"{OP}: D of value must be {self.value_dim}, got {tuple(value.shape)}",
-                expected=self.value_dim,
-                actual=value.shape[3],
-                tensor_name="value",
-            )
+        for name, x, heads, width in (
+            ("query", query, self.num_heads, self.head_dim),
+            ("key", key, self.num_kv_heads, self.head_dim),
+            ("value", value, self.num_kv_heads, self.value_dim),
+        ):
+            check_shape(OP, name, x, (*x.shape[:2], heads, width), f"[B, S, {heads}, {width}]")
         if position_ids is not None:
             rows = "S" if isinstance(position_ids, Tensor) and position_ids.dim() == 1 else "B S"
             check_tensors(OP, query=(query, "B S H D"), position_ids=(position_ids, rows))
@@ -317,14 +307,8 @@ class MustafarAttention(nn.Module):
             return
         if not isinstance(cache, CompressedKVCache):
             raise TypeError(f"{OP}: cache must be a CompressedKVCache, got {type(cache).__name__}")
-        if query.shape[0] != cache.batch:
-            refuse(
-                ShapeMismatchError,
-                f"{OP}: B of query must be that of the cache = {cache.batch}, got {tuple(query.shape)}",
-                expected=cache.batch,
-                actual=query.shape[0],
-                tensor_name="query",
-            )
+        wanted = (cache.batch, *query.shape[1:])
+        check_shape(OP, "query", query, wanted, f"{list(wanted)}, with B of the cache")
         for name, theirs in cache.config().items():
             ours = getattr(self, name)
             if theirs != ours and name != "dtype":  # that of the inputs decides

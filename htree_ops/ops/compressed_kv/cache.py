@@ -19,7 +19,7 @@ from htree_ops.ops.compressed_kv.checks import (
     pair,
     prompt_lengths,
 )
-from htree_ops.ops.compressed_kv.format import CompressedKV, check_hadamard_group, check_weight
+from htree_ops.ops.compressed_kv.format import CompressedKV, check_format, check_hadamard_group, check_weight
 from htree_ops.ops.compressed_kv.sequences import OP, CompressedSequences
 from htree_ops.ops.compressed_kv.state import check_state, state_of
 from htree_ops.ops.compressed_kv.storage import RowFormat, StoredRows
@@ -152,8 +152,8 @@ class CompressedKVCache(CompressedSequences):
         check_int(OP, "rollback", rollback, 0, chunk)
         widths = (head_dim, head_dim if value_dim is None else value_dim)
         self.formats = [RowFormat(*x) for x in zip(widths, pair(keep), pair(bits), strict=True)]
-        for row_format, prefix in zip(self.formats, ("k_", "v_"), strict=True):
-            row_format.check(OP, prefix)
+        for f, prefix in zip(self.formats, ("k_", "v_"), strict=True):
+            check_format(OP, f.head_dim, f.keep, f.bits, prefix)
         supported = FLOATING[1:] if 16 in pair(bits) else FLOATING
         if dtype not in supported:
             refuse(
@@ -374,27 +374,23 @@ class CompressedKVCache(CompressedSequences):
         counts = prompt_lengths(op, lengths, self.batch, size)
         self._check_append("decode", counts)
         stored, values = self._stored(k.detach().transpose(1, 2)), v.detach().transpose(1, 2)
-        places = [[0] * size for _ in range(self.batch)]  # of each row among those of all pieces
-        outs: list[Tensor] = []
-        lses: list[Tensor] = []
-        first = 0
+
+        def no_rows() -> tuple[Tensor, Tensor]:
+            out = q.new_zeros(*q.shape[:3], self.formats[1].head_dim)
+            return out, q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+
+        results: tuple[Tensor, Tensor] | None = None
         for starts, sizes in self._pieces(counts):
             with torch.no_grad():
                 self._put(stored, values, starts, sizes)
             if sizes == [size] * self.batch:
                 return self.attend(q, scale)
-            part = take_rows(q, [range(n, n + max(sizes)) for n in starts])
-            out, lse = self.attend(part, scale, sizes)
-            outs.append(out)
-            lses.append(lse)
+            found = self.attend(take_rows(q, [range(n, n + max(sizes)) for n in starts]), scale, sizes)
+            results = results or no_rows()
             for b, (start, count) in enumerate(zip(starts, sizes, strict=True)):
-                places[b][start : start + count] = range(first, first + count)
-            first += max(sizes)
-        if not outs:
-            out = q.new_zeros(*q.shape[:3], self.formats[1].head_dim)
-            return out, q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
-        out, lse = (take_rows(torch.cat(parts, dim=1), places) for parts in (outs, lses))
-        return hide_rows(out, lse, counts)
+                for target, rows in zip(results, found, strict=True):
+                    target[b, start : start + count] = rows[b, :count]
+        return results or no_rows()
 
     def _check_token(self, name: str) -> None:
         """Raises ValueError unless every sequence has space for a token that no chunk is compressed for."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, check_format, row_bytes
+from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
 from htree_ops.ops.paging import Change, Pages
 
 __all__ = ["RowFormat", "StoredRows"]
@@ -21,10 +21,6 @@ class RowFormat:
     head_dim: int
     keep: int
     bits: int
-
-    def check(self, op: str, prefix: str) -> None:
-        """Checks as :func:`htree_ops.ops.compressed_kv.format.check_format` does."""
-        check_format(op, self.head_dim, self.keep, self.bits, prefix)
 
     def num_bytes(self) -> int:
         """Bytes of one row: bitmap, values and scale."""
