@@ -286,18 +286,19 @@ class Pages:
         return length % self.page_size > 0
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:
-        """PagedCache have these pages and, where there are pages for all, others behind them."""
+        """Sequences have these pages and, where there are pages for all, others behind them."""
         self.rows = [list(row) for row in rows]
         counted = Counter(page for row in rows for page in row)
         self.users = [counted[page] for page in range(self.num_pages)]
         self.free = [page for page in range(self.num_pages) if not counted[page]][::-1]
-        self.block_table.copy_(torch.tensor(self.table_of(self.rows), dtype=torch.int32, device="cpu"))
+        self.block_table.copy_(self.table_of(self.rows))
         if self.is_whole:
             self.make("load_state_dict", self.growth([self.capacity] * len(self.rows)))
 
-    def table_of(self, rows: Sequence[list[int]]) -> list[list[int]]:
-        """The block table of sequences that have these pages."""
-        return [row + [-1] * (self.max_pages - len(row)) for row in rows]
+    def table_of(self, rows: Sequence[list[int]]) -> Tensor:
+        """The block table of sequences that have these pages, on the host."""
+        table = [row + [-1] * (self.max_pages - len(row)) for row in rows]
+        return torch.tensor(table, dtype=torch.int32, device="cpu").view(len(rows), self.max_pages)
 
     def clear(self) -> None:
         """Forgets every sequence."""

@@ -262,3 +262,28 @@ def test_another_depth_of_the_tree_is_named_by_its_option(device: str) -> None:
     states = [TreeKVCache(1, 2, 16, 200, max_top_nodes=m, device=device, **options) for m in (13, 8)]
     with pytest.raises(ValueError, match=r"options must be .*max_top_nodes=8.*, got .*max_top_nodes=13"):
         states[1].load_state_dict(states[0].state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [3, 300])
+def test_a_cache_of_no_sequence_takes_every_call(n: int, kind: str, device: str) -> None:
+    """As a batch that has become empty brings it: results and states of no sequence, and nothing raises."""
+    cache, other = (make(device, 640, batch=0, **KINDS[kind]) for _ in range(2))
+    assert step(cache, n, 1).shape == (0, n, 4, cache.value_dim)
+    assert step(cache, n, 1, []).shape == (0, n, 4, cache.value_dim)
+    q, k, v = tokens(cache, n, 2)
+    out, lse = cache.decode(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, n, 4, cache.value_dim), (0, n, 4))
+    for lengths in ([], 3, 0):
+        cache.truncate(lengths)
+    cache.reorder_([])
+    cache.reserve(3)
+    for tokens_of_replays in (1, [], None):
+        cache.advance(tokens_of_replays)
+        cache.check()
+    state = cache.state_dict()
+    other.load_state_dict(state)
+    assert other.host_lengths() == []
+    assert all(same(x, state[name]) for name, x in other.state_dict().items())
+    with pytest.raises(ValueError, match="batch must be 0, that of the state, got 3"):
+        make(device, 640, **KINDS[kind]).load_state_dict(state)

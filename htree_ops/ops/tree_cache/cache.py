@@ -88,7 +88,7 @@ class TreeKVCache(CacheSequences):
     Source: docs/semantics/tree_cache.md §7.
 
     Args:
-        batch: B, sequences. num_kv_heads: H_kv. head_dim: K, even. value_dim: V; None is K.
+        batch: B, sequences, 0 or more. num_kv_heads: H_kv. head_dim: K, even. value_dim: V; None is K.
         capacity: most tokens of a sequence.
         options, keywords: as in :func:`htree_ops.tree_attention`; importance="lse", which needs unfinished nodes, and
             scope="q_head" are refused.
@@ -146,14 +146,14 @@ class TreeKVCache(CacheSequences):
         **keywords: Unpack[TreeKeywords],
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
-        for name, size in (
-            ("batch", batch),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-            ("value_dim", value_dim),
-            ("capacity", capacity),
+        for name, size, least in (
+            ("batch", batch, 0),
+            ("num_kv_heads", num_kv_heads, 1),
+            ("head_dim", head_dim, 1),
+            ("value_dim", value_dim, 1),
+            ("capacity", capacity, 1),
         ):
-            check_int(OP, name, size, 1)
+            check_int(OP, name, size, least)
         if head_dim % 2:
             raise ValueError(f"{OP}: head_dim must be even, got {head_dim}")
         self.options = cache_options(OP, options, keywords)
@@ -172,7 +172,7 @@ class TreeKVCache(CacheSequences):
                 f"{OP}: page_size must be a multiple of compression_rate = {compression_rate}, got {page_size}"
             )
         check_int(OP, "capacity rounded up to whole pages", -(-capacity // page_size) * page_size, 1)
-        num_pages = batch * -(-capacity // page_size) if num_pages is None else num_pages
+        num_pages = max(1, batch * -(-capacity // page_size)) if num_pages is None else num_pages
         check_int(OP, "num_pages", num_pages, 1)
         place = option_device(OP, device)
         check_option_dtype(OP, dtype, FLOATING_AND_DOUBLE if place.type == "cpu" else FLOATING)
@@ -573,7 +573,7 @@ class TreeKVCache(CacheSequences):
         pages, tokens = sorted(begins), [(begins[page], stops[page]) for page in sorted(begins)]
         return {
             **self.pools.state_of(pages, tokens, self.lengths),
-            "block_table": torch.tensor(self.pages.table_of(rows), dtype=torch.int32, device=self.device),
+            "block_table": self.pages.table_of(rows).to(self.device),
             "lengths": self.lengths.clone(),
             "lists": self.ring.lists.masked_fill((self.ring.list_pos < 0)[..., None, None, None], -1),
             "list_pos": self.ring.list_pos.clone(),

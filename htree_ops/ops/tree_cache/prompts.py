@@ -180,14 +180,14 @@ class Prompts:
         for b, (length, count, begin) in enumerate(zip(lengths, counts, begins, strict=True)):
             if begin < count:
                 groups.setdefault((length, count, begin), []).append(b)
-        if list(groups) == [(lengths[0], n, 0)] and len(groups[lengths[0], n, 0]) == batch:
+        if len(groups) == 1 and (together := groups.get((lengths[0], n, 0))) == list(range(batch)):
             # All rows have their leaders in the call, so there is nothing to report.
-            return self._group_rows(q, index_query, lengths[0], list(range(batch)), return_lse)
+            return self._group_rows(q, index_query, lengths[0], together, return_lse)
 
         out = q.new_zeros(batch, n, heads, self.pools.widths[1])
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = q.new_full((batch, n, heads), -torch.inf, dtype=wide)
-        most = max(begins)
+        most = max(begins, default=0)
         at = [length - count + begin for length, count, begin in zip(lengths, counts, begins, strict=True)]
         # Without rows too, for it reports the leaders that are missing.
         first = None if index_query is None else index_query[:, :most]

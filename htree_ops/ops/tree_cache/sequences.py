@@ -71,7 +71,7 @@ class CacheSequences(PagedCache):
             lengths = [lengths] * self.batch
         request = integers(name, "lengths", lengths, self.batch, self.device)
         wanted = None if is_recorded(self.device) else read_counts(lengths)
-        if wanted is not None and min(wanted) < -1:
+        if wanted is not None and min(wanted, default=0) < -1:
             raise ValueError(f"{name}: lengths must be at least -1, got {wanted}")
         left = wanted is None or self._is_left_to_the_device(wanted)
         if wanted is not None and left:
@@ -114,7 +114,7 @@ class CacheSequences(PagedCache):
         """Whether only the device knows if a truncation is possible: the host would have to wait for it."""
         if self.device.type != "cuda":
             return False
-        if max(wanted) == 0 and (not any(wanted) or not self.pages.is_whole):
+        if max(wanted, default=0) == 0 and (not any(wanted) or not self.pages.is_whole):
             return False  # nothing is left of all sequences, whatever they hold, or pages go back to the pool
         own = [-1 if cut else m for m, cut in zip(wanted, self._cuts_shared_pages(wanted), strict=True)]
         if not self.host.exact:
@@ -263,7 +263,7 @@ class CacheSequences(PagedCache):
                 raise ValueError(f"{name}: tokens must be {self.batch} integers, got {len(counts)}")
             most = self.host.most or [self.capacity] * self.batch
             after = [n + count for n, count in zip(most, counts, strict=True)]
-            if min(after) < 0 or (self.host.exact and max(after) > self.capacity):
+            if any(x < 0 or (self.host.exact and x > self.capacity) for x in after):
                 raise ValueError(
                     f"{name}: tokens must leave each sequence between 0 and capacity = {self.capacity}, got {counts} "
                     f"beside {most}"
@@ -277,7 +277,7 @@ class CacheSequences(PagedCache):
     def _take_pages(self, name: str, counts: list[int] | None, n: int) -> None:
         """Takes the pages of an append as far as the host knows what they are; the device looks at its own lengths."""
         pages, host, most = self.pages, self.host, self.host.most
-        if host.exact and most is not None and pages.is_whole and max(most) + n <= self.capacity:
+        if host.exact and most is not None and pages.is_whole and max(most, default=0) + n <= self.capacity:
             return  # most calls
         fits = most is not None and all(m + n <= pages.tokens(b) for b, m in enumerate(most))
         if not host.exact and (self.device.type == "cpu" or not (pages.is_whole or fits)):

@@ -191,7 +191,7 @@ def check_state(
         raise ValueError(
             f"{name}: every page must be in block_table, got pages {pages} and block_table {table}"
         )
-    needed = max(*lengths, (max(held) - 1) * size + 1)
+    needed = max([0, *lengths, *((count - 1) * size + 1 for count in held)])
     if needed > capacity:
         raise ValueError(
             f"{name}: capacity must be at least {needed}, what a sequence of the state has taken, got {capacity}"
