@@ -104,55 +104,26 @@ Schedule schedule_of(const DecodeProblem& p, QueryType type, int k_bits, int v_b
   return s;
 }
 
-// The temporary memory of a call, and what its kernels read. Tiles are copied in chunks of 16 bytes that may
-// start before their first row, but not before the tensor.
-struct Operands {
-  // Of the parts: their sums; their maxima and sums of weights. Undefined where the kernel stores no parts.
-  at::Tensor acc;
-  at::Tensor stats;
-  at::Tensor k_win;
-  at::Tensor v_win;
-  Compressed k;
-  Compressed v;
+// Tiles are copied in chunks of 16 bytes that may start before their first row, but not before the tensor.
+Compressed aligned(const Compressed& x) {
+  return {x.format, aligned_contiguous(x.bitmap), aligned_contiguous(x.values), aligned_contiguous(x.scales)};
+}
+DecodeTensors aligned(const DecodeTensors& t) {
+  return {t.q,        aligned(t.k), aligned(t.v), aligned_contiguous(t.k_win), aligned_contiguous(t.v_win),
+          t.comp_len, t.win_len,    t.block_table};
+}
 
-  Operands(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s)
-      : k_win(aligned_contiguous(t.k_win)),
-        v_win(aligned_contiguous(t.v_win)),
-        k(aligned(t.k)),
-        v(aligned(t.v)) {
-    if (s.ending == Ending::kParts) {
-      const auto floats = t.q.options().dtype(at::kFloat);
-      const int64_t num_queries = p.batch * p.num_heads;
-      acc = at::empty({num_queries, s.num_parts, p.value_dim}, floats);
-      stats = at::empty({2, num_queries, s.num_parts}, floats);
-    }
-  }
-
-  PartsView parts() const {
-    if (!acc.defined()) {
-      return {};
-    }
-    float* const max = stats.mutable_data_ptr<float>();
-    return {.acc = acc.mutable_data_ptr<float>(), .max = max, .sum = max + stats.numel() / 2};
-  }
-
-  static Compressed aligned(const Compressed& x) {
-    return {x.format, aligned_contiguous(x.bitmap), aligned_contiguous(x.values),
-            aligned_contiguous(x.scales)};
-  }
-};
-
-DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s, const Operands& o,
+DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s,
                        const at::Tensor& out, const at::Tensor& lse) {
   constexpr double kLog2E = 1.4426950408889634;
   const QueryType type = query_type_of(t.q);
   return {.q = {t.q.const_data_ptr(), type},
-          .k = view_of(o.k),
-          .v = view_of(o.v),
-          .num_rows = o.k.bitmap.numel() / o.k.format.words(),
+          .k = view_of(t.k),
+          .v = view_of(t.v),
+          .num_rows = t.k.bitmap.numel() / t.k.format.words(),
           .num_queries = p.batch * p.num_heads,
           .tables = {.comp_len = lengths_of(t.comp_len), .block_table = lengths_of(t.block_table)},
-          .parts = o.parts(),
+          .parts = {},
           .capacity = p.capacity,
           .split_size = s.split_size,
           .heads = {.query = static_cast<int>(p.num_heads),
@@ -167,8 +138,8 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
                      .first_part = 0},
           .num_slots = std::max(1, p.hadamard_group),
           .score_scale = static_cast<float>(p.scale * kLog2E),
-          .window = {.k = o.k_win.const_data_ptr(),
-                     .v = o.v_win.const_data_ptr(),
+          .window = {.k = t.k_win.const_data_ptr(),
+                     .v = t.v_win.const_data_ptr(),
                      .len = lengths_of(t.win_len),
                      .capacity = static_cast<int>(p.window),
                      .per_split = s.fused ? static_cast<int>(s.window_share) : 0,
@@ -182,9 +153,9 @@ DecodeParams params_of(const DecodeProblem& p, const DecodeTensors& t, const Sch
 
 // The window's tokens for the general kernel; its parts come after those of the compressed part.
 GeneralParams window_params(const DecodeProblem& p, const DecodeTensors& t, const Schedule& s,
-                            const Operands& o, const DecodeParams& d) {
+                            const DecodeParams& d) {
   const RowKind kind = dense_kind(d.output.type);
-  GeneralParams window{d, o.k_win.const_data_ptr(), o.v_win.const_data_ptr(), kind, kind, p.key_dim};
+  GeneralParams window{d, t.k_win.const_data_ptr(), t.v_win.const_data_ptr(), kind, kind, p.key_dim};
   window.base.tables.comp_len = lengths_of(t.win_len);
   window.base.capacity = p.window;
   window.base.split_size = kWindowSplit;
@@ -195,11 +166,13 @@ GeneralParams window_params(const DecodeProblem& p, const DecodeTensors& t, cons
 
 }  // namespace
 
-void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tensor& out,
+void decode_cuda(const DecodeProblem& p, const DecodeTensors& given, const at::Tensor& out,
                  const at::Tensor& lse) {
-  const LaunchScope scope(t.q);
+  const LaunchScope scope(given.q);
   const cudaStream_t stream = scope.stream();
-  const Schedule s = schedule_of(p, query_type_of(t.q), t.k.format.bits, t.v.format.bits);
+  const int k_bits = given.k.format.bits, v_bits = given.v.format.bits;
+  const QueryType type = query_type_of(given.q);
+  const Schedule s = schedule_of(p, type, k_bits, v_bits);
   if (s.num_parts == 0) {
     out.zero_();
     lse.fill_(-std::numeric_limits<float>::infinity());
@@ -208,15 +181,18 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
   TORCH_CHECK_NOT_IMPLEMENTED(s.num_groups * s.num_parts <= std::numeric_limits<int32_t>::max(),
                               "kv_decode_attention: ", s.num_groups, " groups of heads times ", s.num_parts,
                               " splits are more than 2^31 blocks");
-  const Operands o(p, t, s);
-  DecodeParams d = params_of(p, t, s, o, out, lse);
-  const int k_bits = o.k.format.bits;
-  const int v_bits = o.v.format.bits;
-  const QueryType type = d.output.type;
-
-  at::Tensor transformed;
+  const DecodeTensors t = aligned(given);
+  DecodeParams d = params_of(p, t, s, out, lse);
+  const auto floats = t.q.options().dtype(at::kFloat);
+  at::Tensor acc, stats, transformed;
+  if (s.ending == Ending::kParts) {
+    acc = at::empty({d.num_queries, s.num_parts, p.value_dim}, floats);
+    stats = at::empty({2, d.num_queries, s.num_parts}, floats);
+    float* const max = stats.mutable_data_ptr<float>();
+    d.parts = {.acc = acc.mutable_data_ptr<float>(), .max = max, .sum = max + stats.numel() / 2};
+  }
   if (p.hadamard_group > 0) {
-    transformed = at::empty({d.num_slots, d.num_queries, p.key_dim}, t.q.options().dtype(at::kFloat));
+    transformed = at::empty({d.num_slots, d.num_queries, p.key_dim}, floats);
     dispatch_int<64, 128, 256, 512>("kv_decode_attention", "D of transformed keys", p.key_dim,
                                     [&](auto key_dim) {
                                       check_launch(launch_transform_query<decltype(key_dim)::value>(
@@ -238,7 +214,7 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& t, const at::Tenso
           check_launch(launch_general<kValueDim>(general, s.num_groups, stream));
         }
         if (p.window > 0 && !s.fused) {
-          check_launch(launch_general<kValueDim>(window_params(p, t, s, o, d), s.num_groups, stream));
+          check_launch(launch_general<kValueDim>(window_params(p, t, s, d), s.num_groups, stream));
         }
         if (s.ending == Ending::kParts) {
           check_launch(launch_merge<kValueDim>(d, d.num_queries, stream));
