@@ -560,11 +560,8 @@ TREE_CACHE: Table = [
         "tree_cache_attend_{T}",
         "ops/tree_cache/attend.cuh",
         [
-            *(
-                f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
-                for name in ("launch_rows", "launch_top_lists", "launch_store_ring", "launch_attend")
-            ),
-            "cudaError_t launch_attend_packed(const AttendParams<{T}>&, const LeafPools&, cudaStream_t)",
+            f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
+            for name in ("launch_rows", "launch_top_lists", "launch_store_ring", "launch_attend")
         ],
         {"T": FLOAT_TYPES},
     ),
@@ -581,7 +578,7 @@ TREE_CACHE: Table = [
         "ops/tree_cache/decode/sm90/decode.cuh",
         [
             "cudaError_t launch_decode_packed<{T}, {D}, {S}>("
-            "const AttendParams<{T}>&, const LeafPools&, const DecodePlans&, cudaStream_t)"
+            "const AttendParams<{T}>&, const DecodePlans&, cudaStream_t)"
         ],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),

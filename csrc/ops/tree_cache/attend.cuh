@@ -13,7 +13,6 @@
 #include "device/work.cuh"
 #include "ops/selection/cuda/any/compute_scores.cuh"
 #include "ops/selection/cuda/any/select_topk.cuh"
-#include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 
 namespace htree::tree_cache {
@@ -521,9 +520,8 @@ __global__ void __launch_bounds__(AttendTraits::kThreads)
 
 // ---- launches
 
-// `leaves`: the tokens where they are packed, else null.
 template <typename T, int kHeads, int kPack>
-cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves, cudaStream_t stream) {
+cudaError_t launch_layers(const AttendParams<T>& params, cudaStream_t stream) {
   using Traits = AttendTraits;
   const int64_t capacity = most_candidates(params.layout, params.options);
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
@@ -559,7 +557,8 @@ cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves
   };
   const StoredRows<T> keys{params.keys, params.layout.key_rows(), params.key_dim};
   const StoredRows<T> values{params.values, params.layout.value_rows(), params.value_dim};
-  const int last = leaves == nullptr ? 0 : 1;  // the last layer whose rows are in the pools
+  const LeafPools& leaves = params.leaves;
+  const int last = leaves.bits > 0 ? 1 : 0;  // the last layer whose rows are in the pools
   for (int layer = static_cast<int>(params.layout.num_layers) - 1; layer >= last; --layer) {
     cudaError_t error = launch_scores(keys, layer);
     if (error == cudaSuccess && layer > 0 && params.layout.span > 0) {
@@ -576,18 +575,18 @@ cudaError_t launch_layers(const AttendParams<T>& params, const LeafPools* leaves
     }
   }
   if constexpr (kPack > 1) {
-    if (leaves != nullptr) {
+    if (leaves.bits > 0) {
       const int64_t tokens = params.layout.page_size;
-      const cudaError_t error = launch_scores(PackedRows<T>{leaves->keys, tokens, leaves->bits}, 0);
+      const cudaError_t error = launch_scores(PackedRows<T>{leaves.keys, tokens, leaves.bits}, 0);
       return error != cudaSuccess ? error
-                                  : launch_values(PackedRows<T>{leaves->values, tokens, leaves->bits}, 0);
+                                  : launch_values(PackedRows<T>{leaves.values, tokens, leaves.bits}, 0);
     }
   }
-  return leaves == nullptr ? cudaSuccess : cudaErrorInvalidValue;
+  return leaves.bits > 0 ? cudaErrorInvalidValue : cudaSuccess;
 }
 
 template <typename T>
-cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, cudaStream_t stream) {
+cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads);
   cudaError_t error = params.options.lists_given ? cudaSuccess : launch_top_lists(params, stream);
   if (error != cudaSuccess) {
@@ -600,14 +599,11 @@ cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, 
                     reinterpret_cast<uintptr_t>(params.options.cos) % 16 == 0 &&
                     reinterpret_cast<uintptr_t>(params.options.sin) % 16 == 0;
   if (params.group == 1) {
-    error = wide ? launch_layers<T, 1, kWide>(params, leaves, stream)
-                 : launch_layers<T, 1, 1>(params, leaves, stream);
+    error = wide ? launch_layers<T, 1, kWide>(params, stream) : launch_layers<T, 1, 1>(params, stream);
   } else if (params.group <= 4) {
-    error = wide ? launch_layers<T, 4, kWide>(params, leaves, stream)
-                 : launch_layers<T, 4, 1>(params, leaves, stream);
+    error = wide ? launch_layers<T, 4, kWide>(params, stream) : launch_layers<T, 4, 1>(params, stream);
   } else {
-    error = wide ? launch_layers<T, 8, kWide>(params, leaves, stream)
-                 : launch_layers<T, 8, 1>(params, leaves, stream);
+    error = wide ? launch_layers<T, 8, kWide>(params, stream) : launch_layers<T, 8, 1>(params, stream);
   }
   if (error != cudaSuccess) {
     return error;
@@ -617,17 +613,6 @@ cudaError_t launch_walk(const AttendParams<T>& params, const LeafPools* leaves, 
   error = launch_kernel(merge_parts_kernel<T>, {.grid = merge_grid, .threads = kRowThreads}, stream, params,
                         num_splits(capacity));
   return error != cudaSuccess || params.options.lists_given ? error : launch_store_ring(params, stream);
-}
-
-template <typename T>
-cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
-  return launch_walk(params, nullptr, stream);
-}
-
-template <typename T>
-cudaError_t launch_attend_packed(const AttendParams<T>& params, const LeafPools& leaves,
-                                 cudaStream_t stream) {
-  return launch_walk(params, &leaves, stream);
 }
 
 }  // namespace htree::tree_cache

@@ -93,7 +93,7 @@ LengthStep length_step(const Tensor& counts, const Tensor& block_table, TensorLi
 
 // The index keys, and behind them the scales of E4M3 codes.
 IndexPool index_pages(TensorList index_pool) {
-  return {index_pool[0], index_pool.size() == 2 ? index_pool[1] : kNoTensor};
+  return {index_pool[0], index_pool.size() == 2 ? index_pool[1] : Tensor()};
 }
 
 // What a call of a cache with an index has of it, and nothing of a call of another one.
@@ -175,8 +175,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
   constexpr const char* kOp = kStepOp;
   check_leaves(kOp, leaves);
   check_cache_options(kOp, options);
-  const std::optional<PackedLeaves> packed = packed_leaves(leaves);
-  const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
+  const std::optional<PackedLeaves> tokens = packed_leaves(leaves);
   check_pools(kOp, {k_pool, v_pool, block_table, kNoTensor, page_size, tokens}, options);
   const SequenceState state = sequence_state(kOp, state_list, block_table, counts);
   check_contiguous(kOp, "block_table", block_table);
@@ -190,16 +189,15 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
   const bool strided = options.selection_stride > 1;
   const OptionalTensor ring = strided ? OptionalTensor(state.lists) : OptionalTensor();
   const OptionalTensor leaders = strided ? OptionalTensor(state.list_pos) : OptionalTensor();
+  std::optional<IndexInputs> index;
+  if (index_query.has_value()) index = {*index_query, index_pages(index_pool)};
   AttentionOutputs outputs;
   if (q.has_value()) {
     if (k.has_value()) {
       check_size(kOp, "k", *k, 1, q->sym_size(1), "n of q");
     }
-    std::optional<IndexInputs> index;
-    if (index_query.has_value()) index.emplace(IndexInputs{*index_query, index_pages(index_pool)});
-    outputs = prepare_attention(
-        kOp, pools,
-        {*q, cu_rows, ring, leaders, row_counts, rope_table, index.has_value() ? &*index : nullptr}, options);
+    outputs =
+        prepare_attention(kOp, pools, {*q, cu_rows, ring, leaders, row_counts, rope_table, index}, options);
   }
   auto& [out, lse, new_lists, new_list_pos] = outputs;
   if constexpr (Kernel::kLengths != nullptr) {
@@ -216,12 +214,8 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
       append_rows<Kernel>(pools, index_pool, state, layout, *k, *v, index_key, cu_rows);
     }
     if (q.has_value()) {
-      const Tensor chooser = index_query.has_value() ? joined(*index_query) : Tensor();
-      const IndexInputs index = {
-          chooser, index_query.has_value() ? index_pages(index_pool) : IndexPool{chooser, chooser}};
-      Kernel::kAttention(pools, layout,
-                         {joined(*q), cu_rows, ring, leaders, row_counts, rope_table,
-                          index_query.has_value() ? &index : nullptr},
+      if (index.has_value()) index->query = joined(index->query);
+      Kernel::kAttention(pools, layout, {joined(*q), cu_rows, ring, leaders, row_counts, rope_table, index},
                          tree_attention::resolve(options, q->size(3)),
                          {out.flatten(0, 1), lse.flatten(0, 1), new_lists, new_list_pos});
       if (strided) {

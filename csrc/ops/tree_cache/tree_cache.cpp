@@ -36,8 +36,7 @@ void append(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_po
   TORCH_CHECK_VALUE(leaves.empty() || leaves.size() == 6, op, ": leaves must have 0 or 6 tensors, got ",
                     leaves.size());
   check_cache_options(op, options);
-  const std::optional<PackedLeaves> packed = packed_leaves(leaves);
-  const PackedLeaves* const tokens = packed.has_value() ? &*packed : nullptr;
+  const std::optional<PackedLeaves> tokens = packed_leaves(leaves);
   const Pools pools = {k_pool, v_pool, block_table, lengths, page_size, tokens};
   check_pools(op, pools, options);
   check_append(op, pools, options, k, v, cu_new, new_lengths, max_new);
@@ -73,10 +72,9 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
   TORCH_CHECK_VALUE(given == 0 || given == 4, kOp,
                     ": k_codes, k_scales, v_codes and v_scales must be given together, got ", given,
                     " of them");
-  std::optional<PackedLeaves> leaves;
+  std::optional<PackedLeaves> tokens;
   if (given == 4)
-    leaves.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales, kNoTensor, kNoTensor});
-  const PackedLeaves* const tokens = leaves.has_value() ? &*leaves : nullptr;
+    tokens.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales, kNoTensor, kNoTensor});
   const Pools pools = {k_pool, v_pool, block_table, lengths, page_size, tokens};
   check_cache_options(kOp, options);
   if (index_pool.has_value()) check_index_options(kOp, options);
@@ -85,21 +83,16 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
                     ": index_query and index_pool must be given together, got only one of them");
   TORCH_CHECK_VALUE(index_pool.has_value() || !index_scales.has_value(), kOp,
                     ": index_scales must be None where index_pool is, got a tensor");
-  const IndexPool index_pages = {index_pool.has_value() ? *index_pool : kNoTensor,
-                                 index_scales.has_value() ? *index_scales : kNoTensor};
   std::optional<IndexInputs> index;
-  if (index_pool.has_value()) index.emplace(IndexInputs{*index_query, index_pages});
-  AttentionOutputs outputs = prepare_attention(
-      kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table, index.has_value() ? &*index : nullptr},
-      options);
+  if (index_pool.has_value()) index = {*index_query, {*index_pool, index_scales.value_or(Tensor())}};
+  AttentionOutputs outputs =
+      prepare_attention(kOp, pools, {q, cu_q, lists, list_pos, q_lengths, rope_table, index}, options);
   if constexpr (kKernel != nullptr) {
-    const Tensor table = block_table.contiguous();
-    const Tensor held = lengths.contiguous();
-    const Tensor chooser = index.has_value() ? tree_attention::unit_last(*index_query) : Tensor();
-    const IndexInputs chosen_by = {chooser, index_pages};
+    const Tensor table = block_table.contiguous(), held = lengths.contiguous();
+    if (index.has_value()) index->query = tree_attention::unit_last(index->query);
     kKernel({k_pool, v_pool, table, held, page_size, tokens}, layout_of(pools, options),
             {tree_attention::unit_last(q), cu_q.contiguous(), dense(lists), dense(list_pos), dense(q_lengths),
-             rope_table, index.has_value() ? &chosen_by : nullptr},
+             rope_table, index},
             tree_attention::resolve(options, q.size(2)), outputs);
   }
   return outputs;

@@ -44,7 +44,7 @@ struct Pools {
   const Tensor& lengths;      // int32 [B]; kNoTensor where an op takes the length otherwise
   int64_t page_size;
   // Where there are packed leaves, keys and values have no rows of tokens.
-  const PackedLeaves* leaves = nullptr;
+  std::optional<PackedLeaves> leaves = std::nullopt;
 };
 
 inline const Tensor kNoTensor;
@@ -78,15 +78,15 @@ Append append_cpu, append_cuda;
 
 // The pages of index keys. docs/semantics/tree_cache.md §7.7
 struct IndexPool {
-  const Tensor& keys;  // [num_pages, H_i, P, d] contiguous, H_i is H_kv or 1; uint8 where they are E4M3 codes
-  const Tensor& scales;  // uint8 [num_pages, H_i, P] contiguous beside codes, else undefined
+  Tensor keys;    // [num_pages, H_i, P, d] contiguous, H_i is H_kv or 1; uint8 where they are E4M3 codes
+  Tensor scales;  // uint8 [num_pages, H_i, P] contiguous beside codes, else undefined
 
   bool coded() const { return scales.defined(); }
 };
 
 // An index, by which nodes are chosen.
 struct IndexInputs {
-  const Tensor& query;  // [N_q, H_i, d], in bfloat16 beside codes, else in their dtype
+  Tensor query;  // [N_q, H_i, d], in bfloat16 beside codes, else in their dtype
   IndexPool pool;
 };
 
@@ -97,7 +97,7 @@ struct AttentionInputs {
   const std::optional<Tensor>& list_pos;    // int32 [B, ring]
   const std::optional<Tensor>& q_lengths;   // int32 [B]
   const std::optional<Tensor>& rope_table;  // [2, size, K/2]
-  const IndexInputs* index = nullptr;       // null: scores choose
+  std::optional<IndexInputs> index;         // none: scores choose
 };
 // (out [N_q, H, V], lse [N_q, H], lists [B, ring, L, H_kv, k], list_pos [B, ring])
 using AttentionOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;

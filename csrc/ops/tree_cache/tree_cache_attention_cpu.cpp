@@ -132,7 +132,7 @@ struct Call {
     const Tensor q = inputs.q.unsqueeze(0);
     shape = tree_attention::query_shape(q, layout.num_kv_heads, pools.values.size(3), r, max_parents,
                                         args.selection, tree_attention::query_kernels<Real>().lanes);
-    if (const PackedLeaves* leaves = pools.leaves; leaves != nullptr) {
+    if (const auto& leaves = pools.leaves; leaves.has_value()) {
       keys.packed.emplace(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
       values.packed.emplace(leaves->v_codes, leaves->v_scales, pools.values.size(3));
     }
@@ -511,7 +511,7 @@ void attention_typed(const Pools& pools, const PageLayout& layout, const Attenti
   for (const Sequence& sequence : sequences) {
     const int64_t rows = sequence.length - sequence.begin();
     if (rows == 0 || sequence.count == 0) continue;
-    if (inputs.index != nullptr) {
+    if (inputs.index.has_value()) {
       const int64_t first_row = sequence.first_row + sequence.begin() - sequence.first_token();
       chosen[static_cast<size_t>(&sequence - sequences.data())] = index_lists_cpu(
           pools, layout, *inputs.index, args, {sequence.index, first_row, sequence.begin(), sequence.length});

@@ -159,7 +159,7 @@ void check_pools(const char* op, const Pools& pools, const TreeOptions& options)
   }
   TORCH_CHECK_VALUE(holds((max_pages * page_size).sym_lt(tree_attention::kIndexLimit)), op,
                     ": max_pages * page_size must be below 2^31, got ", max_pages, " and ", page_size);
-  const int64_t tokens = pools.leaves == nullptr ? 0 : page_size;  // rows that are elsewhere
+  const int64_t tokens = !pools.leaves.has_value() ? 0 : page_size;  // rows that are elsewhere
   const int64_t rows =
       rows_of_page(page_size, options.compression_rate, cache_layers(pools, options)) - tokens;
   const int64_t means = options.selection_span.has_value() ? page_size / *options.selection_span : 0;
@@ -175,7 +175,7 @@ void check_pools(const char* op, const Pools& pools, const TreeOptions& options)
                     ": H_kv and V of v_pool must be at least 1, got ", pools.values.sym_sizes());
   TORCH_CHECK_VALUE(holds(pools.keys.sym_size(0).sym_lt(tree_attention::kIndexLimit)), op,
                     ": k_pool must have fewer than 2^31 pages, got ", pools.keys.sym_sizes());
-  if (pools.leaves != nullptr) {
+  if (pools.leaves.has_value()) {
     check_leaves(op, "k_pool", pools.keys, {"k_codes", pools.leaves->k_codes},
                  {"k_scales", pools.leaves->k_scales}, page_size);
     check_leaves(op, "v_pool", pools.values, {"v_codes", pools.leaves->v_codes},
@@ -193,7 +193,7 @@ PageLayout layout_of(const Pools& pools, const TreeOptions& options) {
   const PageLayout layout = page_layout(pools.page_size, options.compression_rate,
                                         cache_layers(pools, options), options.selection_span.value_or(0),
                                         pools.keys.size(0), pools.block_table.size(1), pools.keys.size(1));
-  return pools.leaves == nullptr ? layout : without_token_rows(layout);
+  return !pools.leaves.has_value() ? layout : without_token_rows(layout);
 }
 
 void check_append(const char* op, const Pools& pools, const TreeOptions& options, const Tensor& k,
@@ -213,7 +213,7 @@ void check_append(const char* op, const Pools& pools, const TreeOptions& options
     TORCH_CHECK_VALUE(holds(max_new->sym_ge(0)), op, ": max_new must be at least 0, got ", *max_new);
   }
   std::vector<std::pair<const char*, Tensor>> written = {{"k_pool", pools.keys}, {"v_pool", pools.values}};
-  if (const PackedLeaves* leaves = pools.leaves; leaves != nullptr) {
+  if (const auto& leaves = pools.leaves; leaves.has_value()) {
     check_tails(op, pools, options);
     written.insert(written.end(), {{"k_codes", leaves->k_codes},
                                    {"k_scales", leaves->k_scales},
@@ -243,7 +243,7 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
   tree_attention::check_frequencies(op, options, width);
   TORCH_CHECK_VALUE(holds(num_heads.sym_ge(1)) && same_size(num_heads % kv_heads, 0), op,
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
-  if (inputs.index != nullptr) {
+  if (inputs.index.has_value()) {
     check_index_options(op, options);
     check_index_pool(op, pools, inputs.index->pool, pools.page_size);
     check_index_rows(op, "index_query", inputs.index->query, "the rows of q", q, inputs.index->pool.keys);

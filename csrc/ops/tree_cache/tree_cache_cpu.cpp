@@ -175,11 +175,11 @@ struct AppendedRows {
 template <typename T>
 std::array<AppendedRows<T>, 2> appended_rows(const Pools& pools, const PageLayout& layout,
                                              const AppendCall& call) {
-  const PackedLeaves* leaves = pools.leaves;
+  const auto& leaves = pools.leaves;
   return {{{call.k, stored_mutable<T>(pools.keys), layout.key_rows(), pools.keys.size(3), layout.span > 0,
-            leaves == nullptr ? nullptr : &leaves->k_tail},
+            !leaves.has_value() ? nullptr : &leaves->k_tail},
            {call.v, stored_mutable<T>(pools.values), layout.value_rows(), pools.values.size(3), false,
-            leaves == nullptr ? nullptr : &leaves->v_tail}}};
+            !leaves.has_value() ? nullptr : &leaves->v_tail}}};
 }
 
 // Writes the tokens of one sequence to one pool.
@@ -230,12 +230,12 @@ void append_packed_tokens(const NewTokens& tokens, const Tensor& rows, const Poo
 // until the call's last tokens replace them.
 void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& call) {
   const std::vector<NewTokens> all = new_tokens(pools, layout, call);
-  const PackedLeaves* leaves = pools.leaves;
+  const auto& leaves = pools.leaves;
   dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto both = appended_rows<T>(pools, layout, call);
     for (const AppendedRows<T>& rows : both) {
-      for (size_t i = 0; leaves == nullptr && i < all.size(); ++i) {
+      for (size_t i = 0; !leaves.has_value() && i < all.size(); ++i) {
         append_tokens<T>(all[i], rows.given, rows.of(pools, layout, all[i]));
       }
       // Layer by layer, all sequences in each: a node may have children in pages that another sequence of the call fills.
@@ -243,14 +243,14 @@ void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& 
         for (const NewTokens& tokens : all) {
           const auto pool = rows.of(pools, layout, tokens);
           append_layer<T>(tokens, pool, layer, [&](uint32_t token, int64_t head) -> const Storage<T>* {
-            if (leaves == nullptr) return pool.at(layout.node(0, token), head);
+            if (!leaves.has_value()) return pool.at(layout.node(0, token), head);
             return token < tokens.before ? tail_row<T>(tokens, *rows.tail, token, head)
                                          : given_row<T>(tokens, rows.given, token, head);
           });
         }
       }
     }
-    if (leaves == nullptr) return;
+    if (!leaves.has_value()) return;
     const LeafRows<T> keys(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
     const LeafRows<T> values(leaves->v_codes, leaves->v_scales, pools.values.size(3));
     for (const NewTokens& tokens : all) {

@@ -5,6 +5,7 @@
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "host/cuda/hopper.h"
 #include "host/cuda/launch_scope.h"
@@ -15,7 +16,7 @@
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/index/index_lists_cuda.h"
 #include "ops/tree_cache/index/index_params.h"
-#include "ops/tree_cache/packed/packed_params.h"
+#include "ops/tree_cache/packed/packed_leaves.h"
 #include "ops/tree_cache/row_tree.h"
 #include "ops/tree_cache/tree_cache.h"
 #include "ops/tree_cache/tree_cache_params.h"
@@ -124,10 +125,9 @@ LeafPools leaf_pools(const char* op, const PackedLeaves& leaves, int64_t key_dim
           leaf_format(key_dim, leaves.k_codes.size(3)).bits};
 }
 
-// Whether and how the decode kernel takes `rows` rows of the call. `leaves` are the tokens where they are packed, else
-// null.
+// Whether and how the decode kernel takes `rows` rows of the call.
 template <typename T>
-DecodePlans decode_plans(const AttendParams<T>& params, const LeafPools* leaves, int64_t rows) {
+DecodePlans decode_plans(const AttendParams<T>& params, int64_t rows) {
   const DecodeChoice choice = decode_choice();
   if (!choice.allowed || !has_hopper_kernels()) return {};
   DecodeProblem problem;
@@ -137,71 +137,67 @@ DecodePlans decode_plans(const AttendParams<T>& params, const LeafPools* leaves,
   problem.slots = params.options.parents;
   problem.key_dim = params.key_dim;
   problem.value_dim = params.value_dim;
-  const int64_t page_rows = leaves == nullptr
-                                ? params.layout.key_rows()
-                                : std::max<int64_t>(params.layout.key_rows(), params.layout.page_size);
+  const LeafPools& leaves = params.leaves;
+  const int64_t tokens = leaves.bits > 0 ? params.layout.page_size : 0;  // rows of the pools of packed tokens
+  const int64_t page_rows = std::max(params.layout.key_rows(), tokens);
   problem.pool_rows = int64_t{params.layout.num_pages} * params.layout.num_kv_heads * page_rows;
   problem.spans = params.layout.span > 0;
   problem.two_byte_type = sizeof(T) == 2;
-  problem.aligned = to_16_bytes(params.keys) && to_16_bytes(params.values) &&
-                    to_16_bytes(params.options.cos) && to_16_bytes(params.options.sin);
-  if (leaves != nullptr) {
-    problem.aligned = problem.aligned && to_16_bytes(leaves->keys.codes) &&
-                      to_16_bytes(leaves->keys.scales) && to_16_bytes(leaves->values.codes) &&
-                      to_16_bytes(leaves->values.scales);
-  }
+  const void* const all[] = {params.keys,         params.values,       params.options.cos,
+                             params.options.sin,  leaves.keys.codes,   leaves.keys.scales,
+                             leaves.values.codes, leaves.values.scales};
+  problem.aligned = std::all_of(std::begin(all), std::end(all), to_16_bytes);  // null is
   return plan_decode(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount, clusters_at_once(),
                      choice.cluster);
 }
 
 template <typename T, int kDim, bool kSpans>
-cudaError_t launch_decode_chunk(const AttendParams<T>& params, const LeafPools* leaves,
-                                const DecodePlans& plans, cudaStream_t stream) {
-  return leaves == nullptr ? launch_decode<T, kDim, kSpans>(params, plans, stream)
-                           : launch_decode_packed<T, kDim, kSpans>(params, *leaves, plans, stream);
+cudaError_t launch_decode_chunk(const AttendParams<T>& params, const DecodePlans& plans,
+                                cudaStream_t stream) {
+  return params.leaves.bits == 0 ? launch_decode<T, kDim, kSpans>(params, plans, stream)
+                                 : launch_decode_packed<T, kDim, kSpans>(params, plans, stream);
 }
 
 template <typename T>
-cudaError_t launch_chunk(const AttendParams<T>& params, const LeafPools* leaves, const DecodePlans& plans,
-                         cudaStream_t stream) {
+cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlans& plans, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     if (plans.taken() && params.layout.span == 0) {
-      return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, leaves, plans, stream)
-                                  : launch_decode_chunk<T, 128, false>(params, leaves, plans, stream);
+      return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, plans, stream)
+                                  : launch_decode_chunk<T, 128, false>(params, plans, stream);
     }
     if (plans.taken()) {
-      return params.key_dim == 64 ? launch_decode_chunk<T, 64, true>(params, leaves, plans, stream)
-                                  : launch_decode_chunk<T, 128, true>(params, leaves, plans, stream);
+      return params.key_dim == 64 ? launch_decode_chunk<T, 64, true>(params, plans, stream)
+                                  : launch_decode_chunk<T, 128, true>(params, plans, stream);
     }
   }
-  return leaves == nullptr ? launch_attend(params, stream) : launch_attend_packed(params, *leaves, stream);
+  return launch_attend(params, stream);
 }
 
-// Computes all rows of the call, one chunk after another on the stream. `index` is null where scores choose.
+// Computes all rows of the call, one chunk after another on the stream. Without an index scores choose.
 template <typename T>
-void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexInputs* index,
-                   const Tensor& like, cudaStream_t stream) {
+void attend_chunks(AttendParams<T> params, const std::optional<IndexInputs>& index, const Tensor& like,
+                   cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  DecodePlans plans = decode_plans(params, leaves, total);
+  DecodePlans plans = decode_plans(params, total);
   const DecodeChoice wanted = decode_choice();
   const auto plan_index = [&](int64_t rows) {
-    return index != nullptr && wanted.allowed
+    return index.has_value() && wanted.allowed
                ? index_choice_plan(*index, params.layout, params.options, rows, wanted.cluster)
                : ChoicePlan{};
   };
   const bool general = !plans.taken(), at_once = plan_index(total).taken();
   // The ring is filled from descriptions of rows.
-  const bool described = general || (index != nullptr && (!at_once || params.sequences.ring > 0));
-  params.options.lists_given = index != nullptr;
+  const bool described = general || (index.has_value() && (!at_once || params.sequences.ring > 0));
+  params.options.lists_given = index.has_value();
   RowScratch scratch = row_scratch(params);
   if (!general) {
     const int64_t span_scores = most_candidates(params.layout, params.options) * padded_heads(params.group);
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
-               .lists = params.options.stride > 1 || index != nullptr ? scratch.lists : 0};
+               .lists = params.options.stride > 1 || index.has_value() ? scratch.lists : 0};
   }
   const int64_t index_bytes =
-      index == nullptr || at_once ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
+      !index.has_value() || at_once ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
   const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
   const int64_t rows =
       std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads + index_bytes, 1),
@@ -227,7 +223,7 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
   for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
     chunk.num = std::min(rows, total - chunk.first);
     if (!general && chunk.num < total) {
-      plans = decode_plans(params, leaves, chunk.num);
+      plans = decode_plans(params, chunk.num);
     }
     if (at_once) {
       AttendParams<__nv_bfloat16> call;
@@ -239,12 +235,12 @@ void attend_chunks(AttendParams<T> params, const LeafPools* leaves, const IndexI
       // The walk may begin beside the choice where both find space.
       params.options.lists_follow =
           plans.taken() && plans.num_last == 0 && chunk.num * heads * plans.plan.cluster <= most_pdl_blocks();
-    } else if (index != nullptr) {
+    } else if (index.has_value()) {
       choose_by_index(*index, params.layout, params.sequences, params.options, chunk, stream);
       C10_CUDA_CHECK(launch_top_lists(params, stream));  // the index does not know where a leader's top is
     }
-    C10_CUDA_CHECK(launch_chunk(params, leaves, plans, stream));
-    if (index != nullptr) {
+    C10_CUDA_CHECK(launch_chunk(params, plans, stream));
+    if (index.has_value()) {
       C10_CUDA_CHECK(launch_store_ring(params, stream));
     }
     chunk.previous = chunk.first;
@@ -280,7 +276,7 @@ void append_cuda(const Pools& pools, const PageLayout& layout, const AppendCall&
   dispatch_device_dtype(call.op, call.k.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const AppendParams<T> append = append_params<T>(pools, layout, call);
-    if (pools.leaves == nullptr) {
+    if (!pools.leaves.has_value()) {
       C10_CUDA_CHECK(launch_append(append, scope.stream()));
       return;
     }
@@ -358,15 +354,14 @@ void attention_cuda(const Pools& pools, const PageLayout& layout, const Attentio
     params.values = input<T>(pools.values);
     params.out = output<T>(std::get<0>(outputs));
     params.lse = output<float>(std::get<1>(outputs));
-    std::optional<LeafPools> leaves;
-    if (pools.leaves != nullptr) {
-      leaves = leaf_pools(kOp, *pools.leaves, pools.keys.size(3), /*writes=*/false);
+    if (pools.leaves.has_value()) {
+      params.leaves = leaf_pools(kOp, *pools.leaves, pools.keys.size(3), /*writes=*/false);
       check_alignment(kOp, "k_pool", params.keys);
       check_alignment(kOp, "v_pool", params.values);
       check_alignment(kOp, "rope_table", params.options.cos);
       check_alignment(kOp, "rope_table", params.options.sin);
     }
-    attend_chunks(params, leaves.has_value() ? &*leaves : nullptr, inputs.index, inputs.q, scope.stream());
+    attend_chunks(params, inputs.index, inputs.q, scope.stream());
   });
 }
 

@@ -41,6 +41,34 @@ struct AppendParams {
 template <typename T>
 cudaError_t launch_append(const AppendParams<T>& params, cudaStream_t stream);
 
+// ---- packed tokens
+
+// The tokens of all pages in one pool, keys or values: codes [num_pages, H_kv, P, row_bytes], aligned to 16 bytes, and
+// an fp16 scale for each row.
+struct LeafPool {
+  uint8_t* codes = nullptr;
+  uint16_t* scales = nullptr;
+  int row_bytes = 0;
+};
+
+struct LeafPools {
+  LeafPool keys;
+  LeafPool values;
+  int bits = 0;  // 8 or 4; 0: tokens are not packed
+};
+
+template <typename T>
+struct AppendPackedParams {
+  AppendParams<T> append;  // its pools hold nodes and span means
+  LeafPools leaves;
+  T* key_tail = nullptr;     // [B, H_kv, S, K]
+  T* value_tail = nullptr;   // [B, H_kv, S, V]
+  uint32_t tail_tokens = 0;  // S
+};
+
+template <typename T>
+cudaError_t launch_append_packed(const AppendPackedParams<T>& params, cudaStream_t stream);
+
 // ---- attention
 
 // One query, as the first kernel of a call describes it.
@@ -117,6 +145,7 @@ struct AttendParams {
   int value_dim = 0;
   const T* keys = nullptr;
   const T* values = nullptr;
+  LeafPools leaves;      // where tokens are packed: then pools and table of rotations are aligned to 16 bytes
   T* out = nullptr;      // [N_q, H, V]
   float* lse = nullptr;  // [N_q, H]
 };
@@ -150,6 +179,10 @@ cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream);
 // says whether the pages have span means.
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& params, const DecodePlans& plans, cudaStream_t stream);
+// The same where tokens are packed. Their scales are aligned to 16 bytes as well.
+template <typename T, int kDim, bool kSpans>
+cudaError_t launch_decode_packed(const AttendParams<T>& params, const DecodePlans& plans,
+                                 cudaStream_t stream);
 // Scores of span means in the layer where a leader first chooses, in chunk.span_scores.
 // `blocks` share a row and K/V head.
 template <typename T, int kDim>

@@ -4,7 +4,6 @@
 
 #include "ops/compressed_kv/compress/pack_rows.cuh"
 #include "ops/tree_cache/append.cuh"
-#include "ops/tree_cache/packed/packed_params.h"
 
 namespace htree::tree_cache {
 

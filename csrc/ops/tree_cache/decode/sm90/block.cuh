@@ -6,7 +6,6 @@
 #include "device/select.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "ops/tree_cache/decode/decode_plan.h"
-#include "ops/tree_cache/packed/packed_params.h"
 #include "ops/tree_cache/rows.cuh"
 
 namespace htree::tree_cache {
@@ -110,7 +109,6 @@ struct DecodeParams {
   // leads.
   bool leaders = true;
   OtherRows others = OtherRows::kNone;
-  LeafPools leaves;  // only with packed tokens
 };
 
 // One row, as a block of its cluster sees it.

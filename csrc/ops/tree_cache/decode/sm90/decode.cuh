@@ -333,18 +333,15 @@ cudaError_t launch_decode_kernel(DecodeParams<typename Tr::T>& params, const Dec
   return launch_decode_rows<Tr>(params, last, stream);
 }
 
-// `leaves` are the tokens where they have kLeafBits bits a channel, else null.
+// kLeafBits: of a channel of packed tokens, else 0.
 template <typename T, int kDim, bool kSpans, int kLeafBits>
-cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools* leaves,
-                                 const DecodePlans& plans, cudaStream_t stream) {
+cudaError_t launch_decode_layers(const AttendParams<T>& attend, const DecodePlans& plans,
+                                 cudaStream_t stream) {
   // A page of packed tokens may have no other rows.
   const auto key_rows = static_cast<uint32_t>(std::max<int64_t>(attend.layout.key_rows(), 1));
   DecodeParams<T> params{.attend = attend,
                          .key_rows = device::FastDivisor(key_rows),
                          .page_size = device::FastDivisor(attend.layout.page_size)};
-  if constexpr (kLeafBits > 0) {
-    params.leaves = *leaves;
-  }
   // Given lists make every row one that uses a leader's.
   const bool given = attend.options.lists_given;
   for (int launch = 0; launch < (attend.options.stride > 1 && !given ? 2 : 1); ++launch) {
@@ -378,14 +375,14 @@ cudaError_t launch_decode_layers(const AttendParams<T>& attend, const LeafPools*
 
 template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode(const AttendParams<T>& attend, const DecodePlans& plans, cudaStream_t stream) {
-  return launch_decode_layers<T, kDim, kSpans, 0>(attend, nullptr, plans, stream);
+  return launch_decode_layers<T, kDim, kSpans, 0>(attend, plans, stream);
 }
 
 template <typename T, int kDim, bool kSpans>
-cudaError_t launch_decode_packed(const AttendParams<T>& attend, const LeafPools& leaves,
-                                 const DecodePlans& plans, cudaStream_t stream) {
-  return leaves.bits == 8 ? launch_decode_layers<T, kDim, kSpans, 8>(attend, &leaves, plans, stream)
-                          : launch_decode_layers<T, kDim, kSpans, 4>(attend, &leaves, plans, stream);
+cudaError_t launch_decode_packed(const AttendParams<T>& attend, const DecodePlans& plans,
+                                 cudaStream_t stream) {
+  return attend.leaves.bits == 8 ? launch_decode_layers<T, kDim, kSpans, 8>(attend, plans, stream)
+                                 : launch_decode_layers<T, kDim, kSpans, 4>(attend, plans, stream);
 }
 
 }  // namespace htree::tree_cache

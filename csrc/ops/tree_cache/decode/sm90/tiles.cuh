@@ -225,7 +225,7 @@ class TileRing {
   // codes and scales become zeros.
   __device__ __forceinline__ void copy_codes(const uint32_t* rows, bool values) {
     constexpr int kChunks = Tr::kCodeBytes / 16, kRowsAtOnce = 32 / kChunks;
-    const LeafPool& pool = values ? block_.params.leaves.values : block_.params.leaves.keys;
+    const LeafPool& pool = values ? block_.params.attend.leaves.values : block_.params.attend.leaves.keys;
     const uint32_t tile = device::shared_address(memory_ + asked_ * Tr::kStageBytes);
     const bool present = rows[block_.lane % kDecodeRate] != kAbsentRow;
     const int count = __popc(__ballot_sync(device::kFullMask, present)) / 2;  // two lanes saw each token
