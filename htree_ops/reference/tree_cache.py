@@ -25,7 +25,6 @@ __all__ = [
     "cache_layers",
     "gather_tokens",
     "tree_cache_append",
-    "tree_cache_append_packed",
     "tree_cache_attention",
     "tree_cache_prompt",
     "truncate",
@@ -55,19 +54,21 @@ def _place(end: int, span: int, page_size: int) -> tuple[int, int]:
     return page, end // span - 1 - page * page_size // span
 
 
-def _appended(
+def tree_cache_append(
     before: tuple[Tensor, ...],
-    new: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
     block_table: Tensor,
     lengths: Tensor,
     cu_new: Tensor,
-    new_lengths: Tensor | None,
+    new_lengths: Tensor | None = None,
+    *,
     page_size: int,
-    compression_rate: int,
-    max_top_nodes: int,
-    selection_span: int | None,
+    compression_rate: int = 16,
+    max_top_nodes: int = 8192,
+    selection_span: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """The two pools after an append of ``new`` keys and values, or the eight tensors where tokens are packed."""
+    """Return what `tree_cache_append_` makes of its two pools, or `tree_cache_append_packed_` of its eight tensors."""
     written = tuple(x.clone() for x in before)
     pools, leaves = written[:2], written[2:]
     layers = cache_layers(block_table.shape[1] * page_size, compression_rate, max_top_nodes)
@@ -87,7 +88,7 @@ def _appended(
         rows = int(cu_new[b + 1] - cu_new[b]) if new_lengths is None else int(new_lengths[b])
         for i in range(rows):
             end = int(lengths[b]) + i + 1  # tokens up to this one
-            for side, x in enumerate(new):
+            for side, x in enumerate((k, v)):
                 token = x[int(cu_new[b]) + i]
                 page, row = _place(end, 1, page_size)
                 if leaves:
@@ -113,58 +114,6 @@ def _appended(
                 page, row = _place(end, selection_span, page_size)
                 pools[0][table[page], :, first_row[layers] + row] = _mean(torch.stack(members))
     return written
-
-
-def tree_cache_append(
-    k_pool: Tensor,
-    v_pool: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    cu_new: Tensor,
-    new_lengths: Tensor | None = None,
-    max_new: int | None = None,
-    *,
-    page_size: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    selection_span: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the pools after `tree_cache_append_`."""
-    sequences = (block_table, lengths, cu_new, new_lengths)
-    tree = (page_size, compression_rate, max_top_nodes, selection_span)
-    k_pool, v_pool = _appended((k_pool, v_pool), (k, v), *sequences, *tree)
-    return k_pool, v_pool
-
-
-def tree_cache_append_packed(
-    k_pool: Tensor,
-    v_pool: Tensor,
-    k_codes: Tensor,
-    k_scales: Tensor,
-    v_codes: Tensor,
-    v_scales: Tensor,
-    k_tail: Tensor,
-    v_tail: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    cu_new: Tensor,
-    new_lengths: Tensor | None = None,
-    max_new: int | None = None,
-    *,
-    page_size: int,
-    compression_rate: int = 16,
-    max_top_nodes: int = 8192,
-    selection_span: int | None = None,
-) -> tuple[Tensor, ...]:
-    """Return the eight tensors after `tree_cache_append_packed_`."""
-    before = (k_pool, v_pool, k_codes, k_scales, v_codes, v_scales, k_tail, v_tail)
-    sequences = (block_table, lengths, cu_new, new_lengths)
-    tree = (page_size, compression_rate, max_top_nodes, selection_span)
-    return _appended(before, (k, v), *sequences, *tree)
 
 
 def _expanded(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -60,7 +60,7 @@ def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCa
     empty = case.empty_pools("cpu")
     none = torch.zeros(len(lengths), dtype=torch.int32)
     expected = reference.tree_cache_append(
-        *empty[:2], k.cpu(), v.cpu(), empty[2], none, offsets(lengths, "cpu"), **case.page_options()
+        empty[:2], k.cpu(), v.cpu(), empty[2], none, offsets(lengths, "cpu"), **case.page_options()
     )
     assert torch.equal(table.cpu(), empty[2])
     for ours, theirs in zip((k_pool, v_pool), expected, strict=True):
