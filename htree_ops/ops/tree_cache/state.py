@@ -25,16 +25,16 @@ OF_NO_CACHE = ("scope", "store_parents")
 OPTIONS = ("options", "factors")
 #: Entries of a state with a row for each of its pages.
 PAGED = ("pages", "keys", "values", INDEX_KEYS, INDEX_SCALES, *PackedLeaves.PAGED)
-#: What the entries of a state tell of the cache that it came from: (argument, entries, their dim; None is their dtype).
-ARGUMENTS: tuple[tuple[str, tuple[str, ...], int | None], ...] = (
-    ("batch", ("block_table", "lengths", "list_pos", "lists"), 0),
-    ("dtype", ("keys", "values"), None),
-    ("num_kv_heads", ("keys", "values"), 1),
-    ("head_dim", ("keys",), 3),
-    ("value_dim", ("values",), 3),
-    ("index_dim", (INDEX_KEYS,), 3),
-    ("index_heads", (INDEX_KEYS,), 1),
-    ("index_dtype", (INDEX_KEYS,), None),
+#: What a state tells of the cache that it came from: (argument, entry, its dim; None is its dtype).
+ARGUMENTS: tuple[tuple[str, str, int | None], ...] = (
+    ("batch", "lengths", 0),
+    ("dtype", "values", None),
+    ("num_kv_heads", "values", 1),
+    ("head_dim", "keys", 3),
+    ("value_dim", "values", 3),
+    ("index_dim", INDEX_KEYS, 3),
+    ("index_heads", INDEX_KEYS, 1),
+    ("index_dtype", INDEX_KEYS, None),
 )
 
 
@@ -74,49 +74,31 @@ class Placed(NamedTuple):
     lengths: list[int]
 
 
-def _told(state: Mapping[str, Tensor], entries: tuple[str, ...], dim: int | None) -> Any:
-    """The size or dtype that the entries of a state agree on; None where they do not, or one is missing."""
-    found = set()
-    for key in entries:
-        x = state.get(key)
-        if not isinstance(x, Tensor) or x.dim() <= (dim or 0):
-            return None
-        found.add(x.dtype if dim is None else x.shape[dim])
-    return found.pop() if len(found) == 1 else None
-
-
 def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The arguments of the cache that a state came from, None where its entries do not tell."""
-    found = {argument: _told(state, entries, dim) for argument, entries, dim in ARGUMENTS}
-    if INDEX_KEYS not in state and INDEX_SCALES not in state:
-        found["index_dim"] = 0
-    if found["index_dtype"] == torch.uint8:
+    """The arguments of the cache that a state came from, as far as its entries tell."""
+    found: dict[str, Any] = {} if INDEX_KEYS in state or INDEX_SCALES in state else {"index_dim": 0}
+    for argument, entry, dim in ARGUMENTS:
+        x = state.get(entry)
+        if x is not None and x.dim() > (dim or 0):
+            found[argument] = x.dtype if dim is None else x.shape[dim]
+    if found.get("index_dtype") == torch.uint8:
         found["index_dtype"] = CODES
-    found["leaf_bits"] = _leaf_bits(state)
-    return found
-
-
-def _leaf_bits(state: Mapping[str, Tensor]) -> int | None:
-    """The leaf_bits of the cache that a state came from, 0 for None; None where its options do not tell."""
     options = state.get("options")
-    if not isinstance(options, Tensor) or options.layout != torch.strided or options.is_meta:
-        return None
-    if options.dtype != torch.int64 or options.dim() != 1 or len(options) < 2:
-        return None
-    bits = int(options[1])
-    return bits if bits in (0, *LEAF_BITS) else None
+    if options is not None and options.dtype == torch.int64 and options.dim() == 1 and len(options) > 1:
+        found["leaf_bits"] = int(options[1]) or None
+    return found
 
 
 def _check_arguments(name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Raises where the caches of a state and of ``own`` were made with other sizes, in the words of the arguments."""
     theirs, ours = _arguments(state), _arguments(own)
-    if theirs["batch"] is None:
+    if "batch" not in theirs:
         return  # no state of a cache
-    for argument, wanted in theirs.items():
-        if wanted is None or wanted == ours[argument]:
+    for argument, value in theirs.items():
+        mine = ours.get(argument)
+        if value == mine or (argument == "leaf_bits" and value not in (None, *LEAF_BITS)):
             continue
-        value, mine = (x or None if argument == "leaf_bits" else x for x in (wanted, ours[argument]))
-        kind = TypeError if isinstance(wanted, torch.dtype) else ValueError
+        kind = TypeError if isinstance(value, torch.dtype) else ValueError
         raise kind(
             f"{name}: {argument} must be {value}, that of the state, got {mine}: make the cache with {argument}={value}"
         )
@@ -126,18 +108,14 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
     """Checks kinds and shapes; the capacity of the state may be another one, which changes some sizes."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{name}: state must be a dict, got {type(state).__name__}")
-    _check_arguments(name, state, own)
-    for key, mine in own.items():
-        if key not in state:
-            continue
-        theirs = state[key]
-        if not isinstance(theirs, Tensor) or theirs.dtype != mine.dtype:
-            raise TypeError(
-                f"{name}: {key} must be a Tensor of {mine.dtype}, got {getattr(theirs, 'dtype', type(theirs))}"
-            )
+    for key, theirs in state.items():
         check_data(name, key, theirs)
+    _check_arguments(name, state, own)
     if state.keys() != own.keys():
         raise ValueError(f"{name}: the state must hold {sorted(own)}, got {sorted(state)}")
+    for key, mine in own.items():
+        if state[key].dtype != mine.dtype:
+            raise TypeError(f"{name}: {key} must be a Tensor of {mine.dtype}, got {state[key].dtype}")
     if not all(torch.equal(state[key].cpu(), own[key]) for key in OPTIONS):
         raise ValueError(f"{name}: options must be {_in_words(own)}, got {_in_words(state)}")
     wanted = {key: list(mine.shape) for key, mine in own.items()}
