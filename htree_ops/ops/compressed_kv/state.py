@@ -66,63 +66,8 @@ def state_of(
     return state
 
 
-def _options_of(op: str, options: Any) -> dict[str, Any]:
-    """The reverse of :func:`options_as_tensor`."""
-    count = len(_OPTIONS) + len(_PAIRS)
-    if not isinstance(options, Tensor) or options.dtype != torch.int64 or options.shape != (count,):
-        raise ValueError(
-            f"{op}: options of the state must be {count} numbers of torch.int64, got {options!r}"
-        )
-    numbers = iter(options.tolist())
-    return {name: (next(numbers), next(numbers)) if name in _PAIRS else next(numbers) for name in _OPTIONS}
-
-
-def _check_keys(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    rows = (f"{prefix}_{name}" for prefix in "kv" for name in CompressedKV._fields)
-    for name in ("options", "compressed", "dense", *rows, "k_win", "v_win", "key_weight"):
-        if name not in state:
-            raise ValueError(f"{op}: state must have {name}, got {', '.join(map(str, state))}")
-    for name, stored in _options_of(op, state["options"]).items():
-        if stored != config[name]:
-            raise ValueError(
-                f"{op}: {name} of the state must be that of the cache, {config[name]}, got {stored}"
-            )
-
-
-def _check_lengths(
-    op: str, state: Mapping[str, Any], config: Mapping[str, Any], batch: int, most: tuple[int, int]
-) -> None:
-    for name in ("compressed", "dense"):
-        numbers = state[name]
-        if not isinstance(numbers, Tensor) or numbers.dtype != torch.int64 or numbers.dim() != 1:
-            raise ValueError(f"{op}: {name} of the state must be numbers of torch.int64, got {numbers!r}")
-        if len(numbers) != batch:
-            raise ValueError(
-                f"{op}: {name} of the state must have {batch} numbers, one per sequence of the cache, got "
-                f"{numbers.tolist()}"
-            )
-    window, chunk = config["window"], config["chunk"]
-    capacity, rows = most
-    for compressed, dense in zip(state["compressed"].tolist(), state["dense"].tolist(), strict=True):
-        if compressed + dense > capacity:
-            raise ValueError(
-                f"{op}: compressed + dense of the state must be at most the capacity of {capacity}, got "
-                f"{compressed + dense}"
-            )
-        if not 0 <= compressed <= rows:
-            raise ValueError(
-                f"{op}: compressed of the state must lie between 0 and {rows} for this capacity, got {compressed}"
-            )
-        most = window + chunk - compressed % chunk
-        if not 0 <= dense <= most:
-            raise ValueError(
-                f"{op}: dense of the state must lie between 0 and {most} beside {compressed} compressed tokens, "
-                f"got {dense}"
-            )
-
-
 def _check_entry(
-    op: str, state: Mapping[str, Any], name: str, dtype: torch.dtype, shape: tuple[int, ...], most: int
+    op: str, state: Mapping[str, Any], name: str, dtype: torch.dtype, shape: tuple[int, ...], most: int = 0
 ) -> None:
     """Checks one entry of ``shape``, where -1 is the dim of tokens, of which there must be at least ``most``."""
     x = state[name]
@@ -141,6 +86,39 @@ def _check_entry(
             actual=tuple(x.shape),
             tensor_name=name,
         )
+
+
+def _check_options(op: str, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Checks the reverse of :func:`options_as_tensor`."""
+    _check_entry(op, state, "options", torch.int64, (len(_OPTIONS) + len(_PAIRS),))
+    numbers = iter(state["options"].tolist())
+    for name in _OPTIONS:
+        stored = (next(numbers), next(numbers)) if name in _PAIRS else next(numbers)
+        if stored != config[name]:
+            raise ValueError(
+                f"{op}: {name} of the state must be that of the cache, {config[name]}, got {stored}"
+            )
+
+
+def _check_lengths(
+    op: str, state: Mapping[str, Any], config: Mapping[str, Any], batch: int, most: tuple[int, int]
+) -> None:
+    for name in ("compressed", "dense"):
+        _check_entry(op, state, name, torch.int64, (batch,))
+    window, chunk = config["window"], config["chunk"]
+    capacity, rows = most
+    for compressed, dense in zip(state["compressed"].tolist(), state["dense"].tolist(), strict=True):
+        slots = window + chunk - compressed % chunk
+        for name, number, bound in (
+            ("compressed + dense", compressed + dense, capacity),
+            ("compressed", compressed, rows),
+            ("dense", dense, slots),
+        ):
+            if not 0 <= number <= bound:
+                raise ValueError(
+                    f"{op}: {name} of the state must lie between 0 and {bound} in this cache of {capacity} tokens, got "
+                    f"{compressed} and {dense}"
+                )
 
 
 def check_state(
@@ -167,7 +145,11 @@ def check_state(
     for name, entry in state.items():
         if isinstance(entry, Tensor):
             check_data(op, f"{name} of the state", entry)
-    _check_keys(op, state, config)
+    of_rows = (f"{prefix}_{name}" for prefix in "kv" for name in CompressedKV._fields)
+    for name in ("options", "compressed", "dense", *of_rows, "k_win", "v_win", "key_weight"):
+        if name not in state:
+            raise ValueError(f"{op}: state must have {name}, got {', '.join(map(str, state))}")
+    _check_options(op, state, config)
     _check_lengths(op, state, config, batch, most)
     came, other = (getattr(state[name], "dtype", None) for name in ("k_win", "v_win"))
     if came == other not in (None, dtype):
