@@ -216,5 +216,5 @@ def test_prompts_of_several_lengths(stride: int, options: dict[str, Any], device
         cache.check()
         with pytest.raises(ValueError, match="lengths must be None where cache is None"):
             layer(x, lengths=[60, 60, 60])
-        with pytest.raises(ValueError, match="lengths must lie between 0 and n = 5"):
+        with pytest.raises(ValueError, match="lengths must be 3 numbers between 0 and 5, got"):
             layer(x[:, :5], cache=cache, lengths=[6, 0, 0])

@@ -7,38 +7,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from htree_ops.ops.arguments import check_int, check_integers
+from htree_ops.ops.arguments import check_integers
+from htree_ops.ops.paging import host_integers
 
-__all__ = ["HostLengths", "integers", "read_counts"]
-
-
-def read_counts(counts: Tensor | Sequence[int]) -> list[int] | None:
-    """The numbers, or None where only a device knows them."""
-    if not isinstance(counts, Tensor):
-        return list(counts)
-    if counts.device.type != "cpu" or torch.compiler.is_compiling():
-        return None
-    return counts.tolist()
+__all__ = ["HostLengths", "counts_of"]
 
 
-def integers(
-    name: str, argument: str, values: Tensor | Sequence[int], batch: int, device: torch.device
-) -> Tensor:
-    """``values`` as int32 [B] on the device.
+def counts_of(
+    name: str, values: Tensor | Sequence[int], batch: int, least: int, most: int, device: torch.device
+) -> tuple[Tensor, list[int] | None]:
+    """``values``, called lengths, as int32 [B] on the device, and as a list where no device is waited for to have it.
 
     Raises:
-        TypeError, ValueError, DeviceError: they are no such numbers.
+        TypeError, ValueError, DeviceError: they are no B ints from ``least`` to ``most``, as far as the host knows.
     """
-    check_integers(name, argument, values)
-    if not isinstance(values, Tensor):
-        for value in values:
-            check_int(name, argument, value, -1)
-        values = torch.tensor(list(values), dtype=torch.int32, device="cpu")
-    if len(values) != batch:
-        raise ValueError(f"{name}: {argument} must be {batch} integers, got {len(values)}")
-    if values.dtype == torch.int64:
-        values = values.clamp(-(2**31), 2**31 - 1)  # a number that int32 cannot hold is refused as one
-    return values.to(device, torch.int32).contiguous()
+    if isinstance(values, Tensor) and (values.device.type != "cpu" or torch.compiler.is_compiling()):
+        check_integers(name, "lengths", values)
+        if len(values) != batch:
+            raise ValueError(f"{name}: lengths must be {batch} numbers, got {len(values)}")
+        if values.dtype == torch.int64:
+            values = values.clamp(-(2**31), 2**31 - 1)  # a number that int32 cannot hold is refused as one
+        return values.to(device, torch.int32).contiguous(), None
+    numbers = host_integers(name, "lengths", values, batch, least, most)
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device), numbers
 
 
 class HostLengths:

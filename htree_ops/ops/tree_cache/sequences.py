@@ -11,7 +11,7 @@ from htree_ops.ops.arguments import check_data, check_int
 from htree_ops.ops.paging import Change, PagedCache, Pages, host_integers, is_recorded, on_device
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
-from htree_ops.ops.tree_cache.lengths import HostLengths, integers, read_counts
+from htree_ops.ops.tree_cache.lengths import HostLengths, counts_of
 from htree_ops.ops.tree_cache.pools import Pools
 from htree_ops.ops.tree_cache.prompts import Prompts
 from htree_ops.ops.tree_cache.ring import Ring
@@ -69,10 +69,9 @@ class CacheSequences(PagedCache):
         name = f"{OP}.truncate"
         if isinstance(lengths, int):
             lengths = [lengths] * self.batch
-        request = integers(name, "lengths", lengths, self.batch, self.device)
-        wanted = None if is_recorded(self.device) else read_counts(lengths)
-        if wanted is not None and min(wanted, default=0) < -1:
-            raise ValueError(f"{name}: lengths must be at least -1, got {wanted}")
+        request, wanted = counts_of(name, lengths, self.batch, -1, 2**31 - 1, self.device)
+        if is_recorded(self.device):
+            wanted = None
         left = wanted is None or self._is_left_to_the_device(wanted)
         if wanted is not None and left:
             # A cut into pages that others share takes new pages, which is the host's to do: after the device's part.
@@ -303,11 +302,8 @@ class CacheSequences(PagedCache):
 
     def _counts(self, name: str, lengths: Tensor | Sequence[int], n: int) -> tuple[Tensor, list[int] | None]:
         """How many of the n rows of each sequence count, [B], and the same on the host if it knows."""
-        counts = integers(name, "lengths", lengths, self.batch, self.device)
-        given = read_counts(lengths)
+        counts, given = counts_of(name, lengths, self.batch, 0, n, self.device)
         if given is not None:
-            if any(not 0 <= count <= n for count in given):
-                raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {given}")
             return counts, given
         wrong = (counts < 0) | (counts > n)
         self._errors.bitwise_or_(wrong.int() * WRONG_LENGTH)
