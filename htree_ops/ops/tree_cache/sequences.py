@@ -255,11 +255,8 @@ class CacheSequences(PagedCache):
         """
         name = f"{OP}.advance"
         if tokens is not None:
-            counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * self.batch
-            for count in counts:
-                check_int(name, "tokens", count, -self.capacity)
-            if len(counts) != self.batch:
-                raise ValueError(f"{name}: tokens must be {self.batch} integers, got {len(counts)}")
+            numbers = tokens if isinstance(tokens, Sequence) else [tokens] * self.batch
+            counts = host_integers(name, "tokens", numbers, self.batch, -self.capacity, 2**31 - 1)
             most = self.host.most or [self.capacity] * self.batch
             after = [n + count for n, count in zip(most, counts, strict=True)]
             if any(x < 0 or (self.host.exact and x > self.capacity) for x in after):
