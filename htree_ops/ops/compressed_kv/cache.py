@@ -275,13 +275,13 @@ class CompressedKVCache(CompressedSequences):
         if most:
             rows = self._compress(k[:, :, :most], v[:, :, :most], range(self.batch))
             self.storage.fill(rows, compressed)
-        for i, (start, stop) in enumerate(zip(compressed, totals, strict=True)):
-            for target, x in ((self.k_win, k), (self.v_win, v)):
-                target[i, :, : stop - start] = x[i, :, start:stop]
+        dense = [n - c for n, c in zip(totals, compressed, strict=True)]
+        self._dense_rows.put(k, v, compressed, dense, [0] * self.batch)
+        for i, start in enumerate(compressed):
             if start:
                 last = slice(start - self.chunk, start)
-                self._dense_rows.keep(i, k[i, :, last], v[i, :, last], stop - start)
-        self._count(compressed, [n - c for n, c in zip(totals, compressed, strict=True)])
+                self._dense_rows.keep(i, k[i, :, last], v[i, :, last], dense[i])
+        self._count(compressed, dense)
 
     def _check_append(self, name: str, counts: Sequence[int]) -> None:
         """Raises unless ``counts[b]`` tokens can be appended to each sequence."""
@@ -669,9 +669,8 @@ class CompressedKVCache(CompressedSequences):
             for prefix in "kv"
         ]
         self.storage.fill(rows, compressed)
-        for target, name in ((self.k_win, "k_win"), (self.v_win, "v_win")):
-            most = max(dense, default=0)
-            target[:, :, :most] = state[name][:, :, :most].to(self.device)
+        k, v = (state[name].to(self.device) for name in ("k_win", "v_win"))
+        self._dense_rows.put(k, v, [0] * self.batch, dense, [0] * self.batch)
         self._count(compressed, dense)
 
     @torch.no_grad()
