@@ -202,7 +202,10 @@ void decode_cuda(const DecodeProblem& p, const DecodeTensors& given, const at::T
   }
   if (s.num_splits > 0 && s.tiles) {
     dispatch_int<64, 128, 192, 256>("kv_decode_attention", "D", p.key_dim, [&](auto head_dim) {
-      check_launch(launch_decode<decltype(head_dim)::value>(d, k_bits, v_bits, type, s.num_groups, stream));
+      dispatch_int<4, 8, 16>("kv_decode_attention", "k_bits", k_bits, [&](auto key_bits) {
+        check_launch(launch_decode_keys<decltype(head_dim)::value, decltype(key_bits)::value>(
+            d, v_bits, type, s.num_groups, stream));
+      });
     });
   }
   dispatch_int<64, 128, 192, 256, 320, 384, 448, 512>(

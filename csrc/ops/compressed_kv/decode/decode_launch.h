@@ -14,19 +14,4 @@ template <int kHeadDim, int kKeyBits>
 cudaError_t launch_decode_keys(const DecodeParams& p, int v_bits, QueryType pair_type, int64_t num_groups,
                                cudaStream_t stream);
 
-// The same, with the width of the keys at run time.
-template <int kHeadDim>
-cudaError_t launch_decode(const DecodeParams& p, int k_bits, int v_bits, QueryType pair_type,
-                          int64_t num_groups, cudaStream_t stream) {
-  switch (k_bits) {
-    case 4:
-      return launch_decode_keys<kHeadDim, 4>(p, v_bits, pair_type, num_groups, stream);
-    case 8:
-      return launch_decode_keys<kHeadDim, 8>(p, v_bits, pair_type, num_groups, stream);
-    case 16:
-      return launch_decode_keys<kHeadDim, 16>(p, v_bits, pair_type, num_groups, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace htree::compressed_kv
