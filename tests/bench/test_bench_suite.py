@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -115,7 +113,6 @@ def tiny(computed=masked_softmax):
 def families(monkeypatch):
     """Which benchmarks each family has."""
     found = {"hadamard": tiny()}
-    monkeypatch.setenv("HTREE_COMMIT", "abc123")
     monkeypatch.setattr(run, "copy_bandwidth", lambda device: 10.0)
     monkeypatch.setattr(run, "make_benchmarks", lambda family, device: found[family])
     return found
@@ -215,12 +212,6 @@ def test_trying_a_file_leaves_nothing_behind(tmp_path):
     assert output_file(str(path)).read_text() == "old"
 
 
-def test_a_gpu_that_is_not_there(families, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert program.main(["run", "hadamard", "--device", "cuda"]) == 2
-    assert "sees no GPU" in capsys.readouterr().err
-
-
 # ---- comparing
 
 
@@ -281,24 +272,16 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
         "absent": (str(tmp_path / "absent.json"), "No such file"),
         "a folder": (str(tmp_path), "directory"),
     }
+    good_row = dataclasses.asdict(row())
     for name, content, complaint in (
         ("text", "hello", "not JSON"),
         ("object", "{}", "expected a list of rows"),
-        ("numbers", "[1]", "expected a list of rows"),
         ("foreign", '[{"op": "x"}]', "row 0 lacks"),
-        ("more", json.dumps([dataclasses.asdict(row()) | {"colour": 1}]), "row 0 has colour"),
-        (
-            "type",
-            json.dumps([dataclasses.asdict(row()) | {"median_us": "fast"}]),
-            "median_us must be a number",
-        ),
-        ("zero", json.dumps([dataclasses.asdict(row()) | {"median_us": 0.0}]), "median_us must be above 0"),
-        (
-            "no time",
-            json.dumps([dataclasses.asdict(row()) | {"graph_us": math.nan}]),
-            "graph_us must be a number",
-        ),
-        ("name", json.dumps([dataclasses.asdict(row()) | {"gpu": 3}]), "gpu must be a string"),
+        ("more", json.dumps([good_row | {"colour": 1}]), "row 0 has colour"),
+        ("type", json.dumps([good_row | {"median_us": "fast"}]), "median_us must be a number"),
+        ("zero", json.dumps([good_row | {"median_us": 0.0}]), "median_us must be above 0"),
+        ("no time", json.dumps([good_row | {"graph_us": math.nan}]), "graph_us must be a number"),
+        ("name", json.dumps([good_row | {"gpu": 3}]), "gpu must be a string"),
         ("binary", "\udcff", "not JSON"),
     ):
         path = tmp_path / f"bad_{name}.json"
@@ -349,34 +332,10 @@ class _Point:
     error: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfCommit:
-    commit: str
-    error: float
-
-
-@pytest.fixture
-def commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTREE_COMMIT", "abc123")
-
-
-@pytest.mark.usefixtures("commit")
-def test_plain_rows_are_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [_Point("a", 1 / 3), _Point("b, c", 2.0)]
-    print_rows(rows, tmp_path / "rows.csv")
-    assert capsys.readouterr().out == 'name,error,commit\na,0.333,abc123\n"b, c",2,abc123\n'
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        read = list(csv.DictReader(file))
-    assert [_Point(row["name"], float(row["error"])) for row in read] == rows
-    print_rows([_OfCommit("its own", 2.0)])
-    assert capsys.readouterr().out == "commit,error\nits own,2\n"
-
-
-@pytest.mark.usefixtures("commit")
-def test_plain_rows_are_written_as_they_come(tmp_path: Path) -> None:
+def test_plain_rows_are_written_as_they_come(tmp_path):
     path, first = tmp_path / "new" / "rows.csv", "name,error,commit\na,0.5,abc123\n"
 
-    def measured() -> Iterator[_Point]:
+    def measured():
         yield _Point("a", 0.5)
         assert path.read_text() == first
         raise KeyboardInterrupt
@@ -385,8 +344,3 @@ def test_plain_rows_are_written_as_they_come(tmp_path: Path) -> None:
         print_rows(measured(), path)
     assert path.read_text() == first
     assert print_rows(iter([_Point("b", 1.0)])) == [_Point("b", 1.0)]
-
-
-def test_plain_rows_need_a_row() -> None:
-    with pytest.raises(ValueError, match="rows: at least one is required, got none"):
-        print_rows([])

@@ -250,35 +250,16 @@ def test_defaults_of_the_flags():
     }  # fmt: skip
 
 
-SIZES = {
-    "seq-len": 300,
-    "hq": 2,
-    "k-dim": 8,
-    "v-dim": 8,
-    "compression-rate": 4,
-    "max-top-nodes": 16,
-    "top-k": 4,
-}
-EFFORT = {"warmup": 0, "iters": 1, "gpu": -1}
-TINY = ["io-only", *(f"--{name}={value}" for name, value in (SIZES | EFFORT).items())]
+SIZES = "--seq-len=300 --hq=2 --k-dim=8 --v-dim=8 --compression-rate=4 --max-top-nodes=16 --top-k=4"
+TINY = f"io-only {SIZES} --warmup=0 --iters=1 --gpu=-1".split()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_run_on_the_cpu(tmp_path, monkeypatch, capsys, dtype):
-    monkeypatch.setenv("HTREE_COMMIT", "abc123")
     monkeypatch.setattr(io_only, "copy_bandwidth", lambda device: 10.0)
     path = tmp_path / "new" / "io.json"
-    flags = [
-        "--dtype",
-        dtype,
-        "--per-kernel",
-        "--json",
-        str(path),
-        "--select",
-        "stratified",
-        "--map-positions",
-    ]
-    assert program.main([*TINY, *flags]) == 0
+    flags = f"--dtype {dtype} --per-kernel --json {path} --select stratified --map-positions"
+    assert program.main([*TINY, *flags.split()]) == 0
     text = capsys.readouterr().out
     pattern = (
         r"Results \(avg ms / iter\):\n  Full Computation: [\d.]+ ms\n  IO-Only        : [\d.]+ ms\n\nAnalysis:\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 import textwrap
 
 import pytest
@@ -43,9 +42,16 @@ ROWS = [
 ]
 
 
-def png_size(data: bytes) -> tuple[int, int]:
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+@pytest.fixture
+def axes(monkeypatch):
+    """Those of the figures that were drawn."""
+    found = []
+    monkeypatch.setattr(plots.load_matplotlib(), "close", lambda figure: found.append(figure.axes[0]))
+    return found
+
+
+def curves(axes):
+    return {line.get_label(): list(line.get_ydata()) for line in axes.lines}
 
 
 def test_a_page_and_pictures_per_machine(tmp_path, capsys):
@@ -62,12 +68,6 @@ def test_a_page_and_pictures_per_machine(tmp_path, capsys):
         "bars_amd_epyc_tm_2_threads.png",
         "roofline_amd_epyc_tm_2_threads.png",
     }
-    for name in names - {"report.html"}:
-        data = (tmp_path / "out" / name).read_bytes()
-        width, height = png_size(data)
-        assert 500 < width < 2500
-        assert 150 < height < 2500
-        assert len(data) < 400_000
     page = (tmp_path / "out" / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,)', page)
     assert page.count("data:image/png;base64,") == 5
@@ -86,7 +86,7 @@ def test_floor_of_rows_with_and_without_the_columns():
     assert report.with_floor(dataclasses.replace(old, bytes=0)) == (None, "-")
 
 
-def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
+def test_a_curve_is_one_problem_at_several_lengths(axes, tmp_path):
     """Rows of other widths, dtypes and inputs, and problems of one length, do not move its points."""
     wide = SHAPES.format(T=65536, s=1).replace("H=32/4", "H=64/4")
     slow = {"median_us": 1e9, "p80_us": 1e9}
@@ -95,11 +95,8 @@ def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
         dataclasses.replace(TREE[-1], dtype="float16", **slow),
         *(dataclasses.replace(r, case=r.case.replace("_s", "_correlated_s"), **slow) for r in TREE),
     ]
-    drawn: dict[str, list[float]] = {}
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
     assert plots.lengths([*others, *TREE], tmp_path / "lengths.png")
-    assert drawn == {
+    assert curves(axes[0]) == {
         "htree_ops, stride 1": pytest.approx([32.768e-3, 65.536e-3]),
         "htree_ops, stride 16": pytest.approx([16 * 32.768e-3, 16 * 65.536e-3]),
         "dense SDPA, cuDNN": pytest.approx([8.192e-3, 16.384e-3]),
@@ -108,7 +105,7 @@ def test_a_curve_is_one_problem_at_several_lengths(monkeypatch, tmp_path):
     assert plots.lengths([r for r in TREE if "T=32768" in r.shapes], tmp_path / "point.png") is None
 
 
-def test_a_baseline_on_one_head_counts_for_all_of_them(monkeypatch, tmp_path):
+def test_a_baseline_on_one_head_counts_for_all_of_them(axes, tmp_path):
     """A time of one of 32 heads is drawn 32 times as long, and the curve's name says so."""
     alone = [
         dataclasses.replace(
@@ -119,11 +116,8 @@ def test_a_baseline_on_one_head_counts_for_all_of_them(monkeypatch, tmp_path):
         )
         for stride in (1, 16)
     ]
-    drawn: dict[str, list[float]] = {}
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
-    path = plots.lengths([*TREE, *alone], tmp_path / "a.png", theme="dark", baseline="dense SDPA, cuDNN")
-    assert path == tmp_path / "a.png"
+    plots.lengths([*TREE, *alone], tmp_path / "a.png", theme="dark", baseline="dense SDPA, cuDNN")
+    drawn = curves(axes[0])
     assert drawn["dense SDPA, cuDNN, computed from one head"] == pytest.approx([0.32])
     assert not any("1 of" in name or "FlashAttention" in name for name in drawn)
 
@@ -138,23 +132,14 @@ def test_a_baseline_on_one_head_counts_for_all_of_them(monkeypatch, tmp_path):
         ({"ceiling_gb_per_s": 1.0}, ("run 1", "run 2")),
     ],
 )
-def test_a_line_is_one_run(monkeypatch, tmp_path, change, names):
+def test_a_line_is_one_run(axes, tmp_path, change, names):
     """Rows of another commit, machine or run have lines of their own, and no line takes a point of another."""
     again = [dataclasses.replace(r, median_us=3e6, baseline_median_us=1.0, **change) for r in TREE]
     lone = dataclasses.replace(TREE[0], commit="f" * 40, shapes=SHAPES.format(T=4096, s=1))
-    drawn: dict[str, list[float]] = {}
-    titles: list[str] = []
-    plt = plots.load_matplotlib()
-
-    def look(figure):
-        drawn.update(curves(figure))
-        titles.extend(text.get_text() for text in figure.axes[0].texts)
-
-    monkeypatch.setattr(plt, "close", look)
     mixed = [row for pair in zip(TREE, again, strict=True) for row in pair]
     assert plots.lengths([lone, *mixed], tmp_path / "lengths.png")
     first, second = names
-    assert drawn == {
+    assert curves(axes[0]) == {
         f"htree_ops, stride 1, {first}": pytest.approx([32.768e-3, 65.536e-3]),
         f"htree_ops, stride 16, {first}": pytest.approx([16 * 32.768e-3, 16 * 65.536e-3]),
         f"dense SDPA, cuDNN, {first}": pytest.approx([8.192e-3, 16.384e-3]),
@@ -164,10 +149,11 @@ def test_a_line_is_one_run(monkeypatch, tmp_path, change, names):
         f"dense SDPA, cuDNN, {second}": [1e-3, 1e-3],
         f"dense SDPA, FlashAttention-2, {second}": [1e-3, 1e-3],
     }
-    assert titles == ["\n".join(textwrap.wrap(plots.place(mixed), 100))]
+    (title,) = axes[0].texts
+    assert title.get_text() == "\n".join(textwrap.wrap(plots.place(mixed), 100))
 
 
-def test_a_bar_is_one_row_and_names_its_commit_and_machine(monkeypatch, tmp_path):
+def test_a_bar_is_one_row_and_names_its_commit_and_machine(axes, tmp_path):
     rows = [
         row(speedup=2.0, baseline="fast"),
         row(speedup=3.0, baseline="slow"),
@@ -175,90 +161,29 @@ def test_a_bar_is_one_row_and_names_its_commit_and_machine(monkeypatch, tmp_path
         row(speedup=4.0, gpu="Other GPU", commit="c" * 40),
         row(speedup=1.5, shapes="another"),
     ]
-    drawn: list[tuple[str, float, str]] = []
-    plt = plots.load_matplotlib()
-
-    def look(figure):
-        axes = figure.axes[0]
-        labels = [label.get_text() for label in axes.get_yticklabels()]
-        widths = [1 + bar.get_width() for bar in axes.patches]
-        drawn.extend(zip(labels, widths, (text.get_text() for text in axes.texts), strict=False))
-
-    monkeypatch.setattr(plt, "close", look)
     assert plots.bars(rows, tmp_path / "bars.png")
+    labels = [label.get_text() for label in axes[0].get_yticklabels()]
+    widths = [1 + bar.get_width() for bar in axes[0].patches]
     name = f"{rows[0].op}  {rows[0].case}  {rows[0].dtype}"
-    assert drawn == [
+    assert list(zip(labels, widths, (text.get_text() for text in axes[0].texts), strict=False)) == [
         (f"{name}  Other GPU", 4.0, f"4.00×  vs {rows[3].baseline}, ccccccc"),
         (f"{name}  Some GPU", 2.0, "2.00×  vs fast, 0123456"),
         (f"{name}  Some GPU", 1.5, f"1.50×  vs {rows[4].baseline}, 0123456"),
     ]
 
 
-def test_the_roofline_has_a_point_for_each_run(monkeypatch, tmp_path):
-    points: list[tuple[float, float]] = []
-    plt = plots.load_matplotlib()
-
-    def look(figure):
-        points.extend(tuple(point) for some in figure.axes[0].collections for point in some.get_offsets())
-
-    monkeypatch.setattr(plt, "close", look)
+def test_the_roofline_has_a_point_for_each_run_below_what_copies_and_products_reach(axes, tmp_path):
+    product = row(op="fp8_gemm", dtype="bfloat16", flops=10**12, tflops=500.0, baseline_median_us=1000.0)
     facts = {"flops": 10**9, "bytes": 10**8}
     rows = [row(tflops=8.0, **facts), row(tflops=8.0, baseline="another", **facts)]
-    assert plots.roofline([*rows, row(tflops=4.0, commit="b" * 40, **facts)], tmp_path / "roofline.png")
-    assert points == [(10.0, 8.0), (10.0, 4.0)]
-
-
-def test_every_commit_is_named():
-    rows = [row(commit=letter * 40) for letter in "fedcba"]
-    assert plots.place(rows).endswith("commits aaaaaaa, bbbbbbb, ccccccc, ddddddd, eeeeeee, fffffff")
-
-
-def test_machines_of_long_names_have_pictures_of_their_own(tmp_path):
-    long = "A processor whose name is longer than forty letters,"
-    rows = [row(gpu="none", cpu=f"{long} {threads} threads") for threads in (2, 32)]
-    pages = report.write_report(rows, tmp_path)
-    assert len(pages) == len(set(pages)) == 1 + 2 * 2
-
-
-def curves(figure):
-    return {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
-
-
-def test_the_roofline_shows_what_copies_and_products_reach(monkeypatch, tmp_path):
-    product = row(op="fp8_gemm", dtype="bfloat16", flops=10**12, tflops=500.0, baseline_median_us=1000.0)
-    drawn: dict[str, list[float]] = {}
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: drawn.update(curves(figure)))
+    rows += [row(tflops=4.0, commit="b" * 40, **facts)]
+    assert plots.roofline(rows, tmp_path / "roofline.png")
+    assert [tuple(p) for some in axes[0].collections for p in some.get_offsets()] == [
+        (10.0, 8.0),
+        (10.0, 4.0),
+    ]
     assert plots.roofline([product, *TREE], tmp_path / "roofline.png")
-    assert set(drawn) == {"copy, 4.00 TB/s", "FP8 products of torch, 1000 TFLOP/s"}
-    assert drawn["FP8 products of torch, 1000 TFLOP/s"] == [1000.0, 1000.0]
-
-
-def test_pictures_without_anything_to_show(tmp_path):
-    only_yardsticks = [row(baseline_computes_the_same=False, flops=0)]
-    for draw in (plots.bars, plots.lengths, plots.roofline):
-        assert draw(only_yardsticks, tmp_path / "x.png") is None
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("ops", "words"), [(5, "the 7 slowest cases of"), (30, "the slowest case of")])
-def test_many_bars_are_cut_to_a_legible_number(tmp_path, monkeypatch, ops, words):
-    rows = [row(op=f"op{i % ops}", case=f"case{i}", speedup=1.0 + i) for i in range(200)]
-    labels: list[str] = []
-    plt = plots.load_matplotlib()
-    monkeypatch.setattr(plt, "close", lambda figure: labels.append(figure.axes[0].get_xlabel()))
-    path = plots.bars(rows, tmp_path / "bars.png")
-    assert png_size(path.read_bytes())[1] < 1300
-    assert labels[0].endswith(f"shown: {words} each op, and every case below 1")
-
-
-def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
-    results.write_json(tmp_path / "a.json", ROWS)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert program.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == (
-        "report: the report draws with matplotlib, which is not installed: pip install matplotlib\n"
-    )
+    assert set(curves(axes[1])) == {"copy, 4.00 TB/s", "FP8 products of torch, 1000 TFLOP/s"}
 
 
 def test_bad_input_is_one_line_and_status_two(tmp_path, capsys):

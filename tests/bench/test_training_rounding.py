@@ -37,34 +37,19 @@ def test_roundings_differ_and_two_ranks_train(tmp_path):
 
     After two, all losses can still be equal. Every node is opened: a node selected in one run alone is no rounding.
     """
-    flags = [
-        "--steps",
-        "10",
-        "--context",
-        "256",
-        "--open-all",
-        "--dtypes",
-        "fp32",
-        "--learning-rates",
-        "0.003",
-        "--seeds",
-        "1",
-    ]
+    flags = "--steps 10 --context 256 --open-all --dtypes fp32 --learning-rates 0.003 --seeds 1 --csv"
     command = [
         sys.executable,
         "-m",
         "benchmarks.training_rounding",
-        *flags,
-        "--csv",
+        *flags.split(),
         str(tmp_path / "rows.csv"),
     ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["run"] for row in rows] == [
-        *rounding.ALONE,
-        *(f"two ranks share {x}" for x in rounding.SHARED),
-    ]
+    shared = [f"two ranks share {x}" for x in rounding.SHARED]
+    assert [row["run"] for row in rows] == [*rounding.ALONE, *shared]
     # training multiplies roundings, by how much depends on the CPU: 1.1e-4 was seen
     assert all(float(row["difference_of_10_steps"]) < 3e-4 for row in rows)
     assert float(rows[0]["difference_of_10_steps"]) == 0
