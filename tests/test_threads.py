@@ -6,6 +6,8 @@ The other tests run with one thread (``conftest.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,10 @@ from torch import Tensor
 
 import htree_ops
 from htree_ops import TreeOptions
+from tests.support.fp8_gemm_cases import FP8GemmCase
+from tests.support.gated_mlp_cases import GatedMLPCase
+from tests.support.select_blocks_cases import SelectBlocksCase
+from tests.support.tree_attention_cases import CASES, SPAN_SHAPES, TreeAttentionCase
 
 ops = torch.ops.htree
 TREE = {"compression_rate": 16, "top_k": 4, "max_top_nodes": 64}
@@ -70,7 +76,51 @@ def tree_backward() -> tuple[Tensor, ...]:
     return ops._attention_rows_backward(*given, q + 1, gmax, [0], [True] * 3, *packed)
 
 
+def whole_tree(case: TreeAttentionCase) -> list[Any]:
+    """Output, states, lists and gradients."""
+    q, k, v = case.make_qkv("cpu")
+    results = ops.attention_forward(q, k, v, **case.reference_options())
+    dout = normal(*results[0].shape, dtype=case.dtype)
+    return [*results, *ops.attention_backward(dout, q, k, v, *results, **case.reference_options())]
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+TREES = ("long_prefill", "long_suffix_stride", "head_128", "group_of_3", "one_token")
+SPANNED = [replace(shape, T=1000) for shape in SPAN_SHAPES if shape.name.startswith("three_layers_r16")]
+#: Kernels that split in another way for few rows and for many, and in each dtype.
+SIZES: dict[str, Callable[[], Any]] = {
+    **{
+        f"gated_mlp of {rows}, {dtype}": lambda dtype=dtype, rows=rows: ops.gated_mlp(
+            *GatedMLPCase(name="threads", dtype=dtype, rows=(rows,), inner=700, hidden=530).make_inputs("cpu")
+        )
+        for rows in (1, 5, 128)
+        for dtype in FLOATS
+    },
+    **{
+        f"fp8_gemm of {m}": lambda m=m, n=n, k=k: ops.fp8_gemm(
+            *FP8GemmCase(name="threads", dtype=torch.float32, m=m, n=n, k=k, layout="row").make_inputs("cpu")
+        )
+        for m, n, k in ((1, 333, 2000), (4, 333, 2000), (5, 333, 2000), (130, 333, 2000), (33, 65, 4000))
+    },
+    **{
+        f"select_blocks, {dtype}": lambda dtype=dtype: htree_ops.select_blocks(
+            *SelectBlocksCase(
+                name="threads", dtype=dtype, T=3000, count=20, block_size=16, d=32, exact=False
+            ).make_index("cpu"),
+            20,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    **{
+        f"tree {case.id}": partial(whole_tree, case)
+        for case in (
+            *(case for case in CASES if case.name in TREES and case.dtype in (torch.float32, torch.bfloat16)),
+            *(replace(case, dtype=dtype) for case in SPANNED for dtype in (torch.float32, torch.bfloat16)),
+        )
+    },
+}
 CALLS: dict[str, Callable[[], Any]] = {
+    **SIZES,
     "causal_softmax": lambda: ops.causal_softmax(normal(3, 300, 300)),
     "causal_softmax_backward": lambda: ops.causal_softmax_backward(
         normal(3, 300, 300), ops.causal_softmax(normal(3, 300, 300))
@@ -107,6 +157,6 @@ CALLS: dict[str, Callable[[], Any]] = {
 def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     torch.set_num_threads(1)
     alone = CALLS[name]()
-    for threads in (2, 5):
+    for threads in (2, 3, 8):
         torch.set_num_threads(threads)
         torch.testing.assert_close(CALLS[name](), alone, rtol=0, atol=0, equal_nan=True)

@@ -118,18 +118,6 @@ def test_long_sums(kind: str, k: int, device: str) -> None:
     assert_product(op(*inputs), inputs, sum_error(device))
 
 
-def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
-    inputs = FP8GemmCase(name="threads", dtype=torch.float32, m=33, n=65, k=4000).make_inputs("cpu")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = op(*inputs)
-        torch.set_num_threads(4)
-        assert torch.equal(op(*inputs), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("s_a", "s_b"),

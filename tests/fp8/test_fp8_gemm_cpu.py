@@ -1,4 +1,4 @@
-"""Every branch of the CPU kernel of fp8_gemm: rows, columns and depths around its tiles, layouts, threads."""
+"""Every branch of the CPU kernel of fp8_gemm: rows, columns and depths around its tiles, and layouts."""
 
 from __future__ import annotations
 
@@ -96,22 +96,6 @@ def test_layouts_give_the_same(m: int) -> None:
     assert torch.equal(op(a, repeated, *rest), op(a, repeated.contiguous(), *rest))
     every_second = [torch.stack((scale, scale), -1)[..., 0] for scale in rest[:2]]
     assert torch.equal(op(a, b, *every_second, rest[2]), expected)
-
-
-@pytest.mark.parametrize("m", [1, 4, 5, 130])
-def test_the_bits_do_not_depend_on_the_number_of_threads(m: int) -> None:
-    inputs = FP8GemmCase(name="threads", dtype=torch.float32, m=m, n=333, k=2000, layout="row").make_inputs(
-        "cpu"
-    )
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = op(*inputs)
-        for threads in (2, 3, 8):
-            torch.set_num_threads(threads)
-            assert torch.equal(op(*inputs), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", ["one sign", "large and small", "cancelling"])

@@ -1,4 +1,4 @@
-"""Every branch of the CPU products of gated_mlp: rows, columns and depths around its tiles, layouts, threads."""
+"""Every branch of the CPU products of gated_mlp: rows, columns and depths around its tiles, and layouts."""
 
 from __future__ import annotations
 
@@ -117,21 +117,6 @@ def test_layouts_give_the_same(rows: int, dtype: torch.dtype) -> None:
     one = gate[:1].expand(inner, hidden)
     assert torch.equal(op(x, one, one, *options), op(x, one.contiguous(), one.contiguous(), *options))
     assert torch.equal(op(-x, gate, up, *options), op(torch._neg_view(x), gate, up, *options))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 128])
-def test_the_bits_do_not_depend_on_the_number_of_threads(rows: int, dtype: torch.dtype) -> None:
-    inputs = GatedMLPCase(name="threads", dtype=dtype, rows=(rows,), inner=700, hidden=530).make_inputs("cpu")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = op(*inputs)
-        for threads in (2, 3, 8):
-            torch.set_num_threads(threads)
-            assert torch.equal(op(*inputs), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -279,21 +279,6 @@ def test_splits_layouts_and_batches_change_no_bit(name, device):
         assert same_bits(whole, ops.attention_forward(*(place(x) for x in (q, k, v)), **options)), place
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_change_no_bit(dtype):
-    case = dataclasses.replace(spanned("three_layers_r16"), T=1000, dtype=dtype)
-    inputs = case.make_qkv("cpu")
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(forward(*inputs, case))
-    finally:
-        torch.set_num_threads(before)
-    assert all(same_bits(results[0], other) for other in results[1:])
-
-
 @pytest.mark.parametrize("isa", ISAS[:-1])  # the other tests run the best one
 def test_instruction_sets(isa):
     script = """

@@ -94,27 +94,6 @@ def test_gradients_of_drawn_problems(data, seed, device):
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "name", ["long_prefill", "long_suffix_stride", "head_128", "group_of_3", "one_token"]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_number_of_threads_changes_no_bit(name, dtype):
-    case = next(shape for shape in CASES if shape.name == name and shape.dtype == dtype)
-    q, k, v = case.make_qkv("cpu")
-    dout = dout_of(case, "cpu")
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
-            out, gmax, gsum, parents = ops.attention_forward(q, k, v, *case.op_options())
-            results.append([out, gmax, gsum, *parents, *gradients(q, k, v, case, dout)])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
-
-
 @by_small_case
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_output_mask_of_the_op(case, mask, device):
