@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.support.cases import normal
-from tests.support.tree_attention_calls import Call, calls
+from tests.support.row_calls import row_calls
+from tests.support.tree_attention_calls import Call, calls, tensors_of
 from tests.support.tree_attention_cases import SHAPES
-from tests.test_fuzz_calls import row_calls, tensors_of
 
 #: The general kernels, and in bf16 those of tensor cores with and without shared lists.
 TREES = {"ragged_everywhere": torch.float32, "head_128": torch.bfloat16, "stride16": torch.bfloat16}

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tests.support.layouts import in_larger
 from tests.support.row_calls import row_calls
-from tests.support.tree_attention_calls import Call, calls
+from tests.support.tree_attention_calls import Call, calls, facts, tensors_of, to_meta
 from tests.support.tree_attention_cases import SHAPES
 
 CALLS_PER_SEED = 300
@@ -149,30 +150,15 @@ def placed(x: Any) -> Any:
     return in_larger(x) if x.dim() and x.is_contiguous() and x.dtype != torch.bool else x.clone()
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [t for x in value for t in tensors_of(x)]
-    return [value] if isinstance(value, Tensor) else []
-
-
 def storage_bytes(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).clone()
 
 
-def to_meta(x: Any, argument: torch.Argument | None = None) -> Any:
+def argument_on_meta(x: Any, argument: torch.Argument) -> Any:
     # For a number torch takes a tensor of one element, which a tensor on meta does not have.
-    numbers = argument is not None and "Tensor" not in str(argument.type)
-    if isinstance(x, list):
-        return [y.item() if numbers and isinstance(y, Tensor) else to_meta(y) for y in x]
-    if isinstance(x, Tensor) and numbers:
-        return x.item()
-    if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return torch.device("meta") if isinstance(x, torch.device) else x
-
-
-def facts(result: Any) -> list[tuple[Any, ...]]:
-    return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(result)]
+    if "Tensor" in str(argument.type):
+        return to_meta(x)
+    return tree_map(lambda y: y.item() if isinstance(y, Tensor) else to_meta(y), x)
 
 
 def attempt(call: Call, args: list[Any]) -> tuple[Any, Exception | None]:
@@ -190,8 +176,8 @@ def check_call(call: Call, args: list[Any], outcomes: Counter[str]) -> None:
     result, error = attempt(call, args)
     if error is None:
         # A call may leave out the last arguments.
-        on_meta = map(to_meta, args, call.overload._schema.arguments[: len(args)])
-        meta = call.overload(*on_meta, **{k: to_meta(v) for k, v in call.kwargs.items()})
+        on_meta = map(argument_on_meta, args, call.overload._schema.arguments[: len(args)])
+        meta = call.overload(*on_meta, **to_meta(call.kwargs))
         assert facts(result) == facts(meta), call.op
     else:
         text = str(error)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import normal
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_cases import TreeAttentionCase
 
-__all__ = ["NAMED_CASE", "Call", "calls", "calls_with", "named_calls"]
+__all__ = [
+    "NAMED_CASE",
+    "Call",
+    "calls",
+    "calls_with",
+    "facts",
+    "named_calls",
+    "stage_arguments",
+    "tensors_of",
+    "to_meta",
+]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a result or of arguments."""
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def facts(result: Any) -> list[tuple[Any, ...]]:
+    """What Meta promises of a result."""
+    return [(tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(result)]
+
+
+def to_meta(value: Any) -> Any:
+    """Arguments on the device meta, with the same sizes and strides."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    return tree_map(moved, value)
 
 
 @dataclass(frozen=True)
@@ -33,6 +67,11 @@ class Call:
     def __call__(self) -> Any:
         """Result of the op."""
         return self.overload(*self.args, **self.kwargs)
+
+    def assert_meta_agrees(self) -> None:
+        """Shape, stride and dtype of every output are those that Meta gives."""
+        meta = self.overload(*to_meta(self.args), **to_meta(self.kwargs))
+        assert facts(meta) == facts(self()), self.op
 
     def opcheck(self) -> None:
         """``torch.library.opcheck`` of the call, and where it has a gradient, of the call that records one."""
@@ -171,3 +210,9 @@ def named_calls(device: str) -> dict[str, dict[str, Any]]:
         given |= dict(zip((x.name for x in declared), call.args, strict=False)) | call.kwargs
         found.setdefault(call.op, given)
     return found
+
+
+def stage_arguments(stage: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of the op of that name, as far as the function of a stage has them by their Python types."""
+    accepted = inspect.signature(stage).parameters.keys() - {"device", "dtype"}
+    return {name: x for name, x in named_calls("cpu")[stage.__name__].items() if name in accepted}

@@ -22,6 +22,7 @@ __all__ = [
     "BENCHMARK_CASES",
     "CASES",
     "DTYPES",
+    "EVERY_CASE",
     "FREE_CASES",
     "FREE_SHAPES",
     "GRADIENT_SHAPES",
@@ -258,6 +259,9 @@ FREE_SHAPES: tuple[TreeAttentionCase, ...] = tuple(
     )
 )
 FREE_CASES = [shape.with_dtype(dtype) for shape in FREE_SHAPES for dtype in DTYPES]
+
+#: The cases of every option.
+EVERY_CASE = [*CASES, *FREQUENCY_CASES, *SPAN_CASES, *NEXT_CASES, *FREE_CASES]
 
 #: Small problems in float64 for gradcheck and gradient comparisons: several layers, all options.
 GRADIENT_SHAPES: tuple[TreeAttentionCase, ...] = tuple(

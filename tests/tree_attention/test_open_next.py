@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_attention_fast import TENSOR_CORE_DELTA, assert_fast_output, model
-from tree_attention_helpers import refused
+from tree_attention_helpers import forward
 from tree_attention_strategies import seeds
 
 import htree_ops
@@ -21,22 +21,14 @@ import htree_ops.reference.tree_attention as ref
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
 from tests.support.tree_attention_calls import calls_with
-from tests.support.tree_attention_cases import NEXT_CASES, NEXT_SHAPES
+from tests.support.tree_attention_cases import NEXT_SHAPES
 from tests.support.tree_attention_checks import (
     assert_epsilon_optimal,
-    assert_gradients,
     assert_lists,
-    assert_output,
     forced,
-    reference_gradients,
 )
 
 ops = torch.ops.htree
-
-
-def forward(q, k, v, case):
-    with poisoned_memory():
-        return ops.attention_forward(q, k, v, **case.reference_options())
 
 
 def case_named(name):
@@ -149,45 +141,6 @@ def test_a_reader_finds_the_next_node(device):
 # ---- values, lists, gradients
 
 
-@pytest.mark.parametrize("case", NEXT_CASES, ids=case_id)
-def test_output_and_lists_against_the_reference(case, device):
-    q, k, v = case.make_qkv(device)
-    if refused(case, device, lambda: forward(q, k, v, case)):
-        return
-    out, gmax, gsum, parents = forward(q, k, v, case)
-    options = case.reference_options()
-    with poisoned_memory():
-        assert torch.equal(ops.attention(q, k, v, **options), out), "stored or not, the same bits"
-    dout = normal(tuple(out.shape), case.dtype, device, 3)
-    stored, again = (
-        ops.attention_backward(dout, q, k, v, out, gmax, gsum, lists, **options) for lists in (parents, [])
-    )
-    assert all(torch.equal(x, y) for x, y in zip(stored, again, strict=True)), "selected again, the same bits"
-    q, k, v, out, dout = (x.cpu() for x in (q, k, v, out, dout))
-    parents = [x.cpu() for x in parents]
-    assert_lists(parents, case.T_q, case.T, options)
-    assert_epsilon_optimal(q, k, v, parents, options)
-    assert_output(out, forced(q, k, v, parents, options).out, v)
-    if case.dtype == torch.float32:
-        wanted = reference_gradients(q, k, v, dout, parents, options)
-        assert_gradients([x.cpu() for x in stored], wanted, dout, q, k, v)
-        own = ref.htree_forward_naive(q, k, v, **options, compute_dtype=torch.float64).parents
-        same = sum(int((x == y).sum()) for x, y in zip(parents, own, strict=True))
-        assert same >= 0.98 * sum(x.numel() for x in own)
-
-
-@pytest.mark.parametrize("store_parents", [True, False])
-def test_gradcheck(store_parents):
-    case = dataclasses.replace(
-        case_named("k3"), dtype=torch.float64, T=40, H=2, H_kv=1, K=2, V=2, top_k=3, M=12, selection_stride=2
-    )
-    inputs = [x.requires_grad_() for x in case.make_separated("cpu")]
-    options = case.reference_options()
-    assert torch.autograd.gradcheck(
-        lambda *leaves: ops.attention(*leaves, **options, store_parents=store_parents), inputs
-    )
-
-
 def test_the_judge_of_lists_sees_a_neighbour_that_is_lacking():
     """And an entry that is neither of the best, nor behind them, nor next: the tests above rest on it."""
     case = dataclasses.replace(case_named("three_layers"), T=48, dtype=torch.float32)
@@ -251,25 +204,6 @@ def test_opcheck(name, device):
     assert len(found) >= 10
     for call in found:
         call.opcheck()
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_of_views_with_backward(dynamic, device):
-    def views(x, w):
-        q, k, v = (x @ w).split([32, 16, 16], dim=-1)
-        heads = (q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8)))
-        options = {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "selection_span": 2}
-        return htree_ops.tree_attention(*heads, **options, open_next=True).flatten(2).cos()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(views, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for T in (60, 77):
-        x = normal((2, T, 12), torch.float32, device, T).requires_grad_()
-        w = normal((12, 64), torch.float32, device, 1, 0.3).requires_grad_()
-        ours, theirs = (model_(x, w) for model_ in (compiled, views))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        for a, b in zip(*(torch.autograd.grad(y.sum(), (x, w)) for y in (ours, theirs)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 # ---- the kernels of the tensor cores

@@ -14,39 +14,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_attention_fast import TENSOR_CORE_DELTA, assert_fast_output, model
-from tree_attention_helpers import on, refused, wide, wild_lists
+from tree_attention_helpers import forward, on, wide, wild_lists
 from tree_attention_strategies import CPU_DTYPES, dtypes_of, seeds
 
-import htree_ops
 import htree_ops.reference.tree_attention as ref
 from tests.support import layouts
 from tests.support.cases import case_id, normal
-from tests.support.compare import assert_close_spec
 from tests.support.devices import poisoned_memory
 from tests.support.instruction_sets import ISAS, run_with
 from tests.support.tree_attention_calls import calls, calls_with
 from tests.support.tree_attention_cases import (
     SHAPES,
-    SPAN_CASES,
     SPAN_SHAPES,
     TreeAttentionCase,
 )
 from tests.support.tree_attention_checks import (
-    STATE_TOLERANCE,
     assert_epsilon_optimal,
-    assert_gradients,
     assert_lists,
-    assert_output,
     forced,
-    reference_gradients,
 )
 
 ops = torch.ops.htree
-
-
-def forward(q, k, v, case):
-    with poisoned_memory():
-        return ops.attention_forward(q, k, v, **case.reference_options())
 
 
 def spanned(name):
@@ -92,27 +80,6 @@ def test_span_means_have_no_gradient(device):
 
 
 # ---- values and lists
-
-
-@pytest.mark.parametrize("case", SPAN_CASES, ids=case_id)
-def test_output_and_lists_against_the_reference(case, device):
-    q, k, v = case.make_qkv(device)
-    if refused(case, device, lambda: forward(q, k, v, case)):
-        return
-    out, gmax, gsum, parents = forward(q, k, v, case)
-    options = case.reference_options()
-    with poisoned_memory():
-        assert torch.equal(ops.attention(q, k, v, **options), out), "stored or not, the same bits"
-    q, k, v, out, gmax, gsum = (x.cpu() for x in (q, k, v, out, gmax, gsum))
-    parents = [x.cpu() for x in parents]
-    assert_lists(parents, case.T_q, case.T, options)
-    assert_epsilon_optimal(q, k, v, parents, options)
-    expected = forced(q, k, v, parents, options)
-    assert_output(out, expected.out, v)
-    a, b = STATE_TOLERANCE[case.dtype]
-    if device == "cuda" and case.dtype in (torch.float16, torch.bfloat16):
-        a = b = 1e-3  # tensor cores round the rotated queries and keys to fp16
-    assert_close_spec(gmax.double() + gsum.double().log(), expected.lse, rtol=b, atol=a + b, name="lse")
 
 
 def mass_by_loops(q, k, case, token):
@@ -304,30 +271,6 @@ for shape in SPAN_SHAPES:
     assert done.returncode == 0, done.stderr
 
 
-# ---- gradients
-
-GRADIENTS = ["three_layers_r16", "stride4", "group_of_3", "stride4_suffix", "importance_joint"]
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_are_the_reference_under_the_same_lists(name, device):
-    case = spanned(name)
-    q, k, v = case.make_qkv(device)
-    options = case.reference_options()
-    dout = normal((case.B, case.T_q, case.H, case.V), case.dtype, device, 5)
-    parents = [x.cpu() for x in forward(q, k, v, case)[3]]
-    results = []
-    for stored in (True, False):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with poisoned_memory():
-            out = ops.attention(*leaves, **options, store_parents=stored)
-            results.append(torch.autograd.grad(out, leaves, dout))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-    cpu = [x.cpu() for x in (q, k, v, dout)]
-    wanted = reference_gradients(*cpu, parents, options)
-    assert_gradients([x.cpu() for x in results[0]], wanted, cpu[3], *cpu[:3])
-
-
 # ---- one layer at a time
 
 
@@ -387,42 +330,6 @@ def test_opcheck(name, device):
     assert len(found) >= 10
     for call in found:
         call.opcheck()
-
-
-def views(x, w):
-    q, k, v = (x @ w).split([32, 16, 16], dim=-1)
-    heads = (q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8)))
-    out = htree_ops.tree_attention(*heads, compression_rate=4, max_top_nodes=8, top_k=2, selection_span=2)
-    return out.flatten(2).cos()
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_of_views_with_backward(dynamic, device):
-    torch._dynamo.reset()
-    compiled = torch.compile(views, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for T in (40, 57):
-        x = normal((2, T, 12), torch.float32, device, T).requires_grad_()
-        w = normal((12, 64), torch.float32, device, 1, 0.3).requires_grad_()
-        ours, theirs = (model_(x, w) for model_ in (compiled, views))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        for a, b in zip(*(torch.autograd.grad(y.sum(), (x, w)) for y in (ours, theirs)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_export_keeps_one_node(device):
-    class Model(torch.nn.Module):
-        def forward(self, x, w):
-            return views(x, w)
-
-    inputs = (normal((2, 40, 12), torch.float32, device, 1), normal((12, 64), torch.float32, device, 2, 0.3))
-    with torch.no_grad():
-        exported = torch.export.export(
-            Model(), inputs, dynamic_shapes=({1: torch.export.Dim("T", min=33, max=100)}, {})
-        )
-        longer = (normal((2, 71, 12), torch.float32, device, 3), inputs[1])
-        torch.testing.assert_close(exported.module()(*longer), views(*longer))
-    names = [str(node.target) for node in exported.graph.nodes if "htree" in str(node.target)]
-    assert names == ["htree._attention.default"]
 
 
 # ---- refusals

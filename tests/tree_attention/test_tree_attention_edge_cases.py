@@ -14,7 +14,7 @@ import htree_ops.reference.tree_attention as ref
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
 from tests.support.devices import poisoned_memory
-from tests.support.tree_attention_cases import CASES, SHAPES
+from tests.support.tree_attention_cases import EVERY_CASE, SHAPES
 from tests.support.tree_attention_checks import (
     STATE_TOLERANCE,
     assert_epsilon_optimal,
@@ -35,16 +35,16 @@ def lists_of(*args):
     return [lists.cpu() for lists in ops.attention_forward(*args)[3]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=case_id)
 def test_forward_by_epsilon_optimality_and_teacher_forcing(case, device):
     q, k, v = case.make_qkv(device)
-    args = (q, k, v, *case.op_options())
-    if refused(case, device, lambda: ops.attention_forward(*args)):
+    options = case.reference_options()
+    if refused(case, device, lambda: ops.attention_forward(q, k, v, **options)):
         return
     with poisoned_memory():
-        out, gmax, gsum, parents = ops.attention_forward(*args)
-        alone = ops.attention(*args)
-        unstored = ops.attention_forward(*args, False)
+        out, gmax, gsum, parents = ops.attention_forward(q, k, v, **options)
+        alone = ops.attention(q, k, v, **options)
+        unstored = ops.attention_forward(q, k, v, **options, store_parents=False)
     rows = (case.B, case.T_q, case.H)
     assert out.shape == (*rows, case.V)
     assert gmax.shape == gsum.shape == rows
@@ -57,7 +57,6 @@ def test_forward_by_epsilon_optimality_and_teacher_forcing(case, device):
     )
     cpu = [x.cpu() for x in (q, k, v)]
     lists = [x.cpu() for x in parents]
-    options = case.reference_options()
     assert_lists(lists, case.T_q, case.T, options)
     assert_epsilon_optimal(*cpu, lists, options)
     expected = forced(*cpu, lists, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -15,7 +16,7 @@ import htree_ops  # noqa: F401  registers torch.ops.htree
 import htree_ops.reference.tree_attention as ref
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
-from tests.support.tree_attention_cases import CASES, GRADIENT_SHAPES
+from tests.support.tree_attention_cases import EVERY_CASE, FREE_SHAPES, GRADIENT_SHAPES, NEXT_SHAPES
 from tests.support.tree_attention_checks import assert_gradients, reference_gradients
 
 ops = torch.ops.htree
@@ -50,12 +51,25 @@ def small(case, device):
     return case if device == "cpu" else case.with_dtype(torch.float32)
 
 
-@by_small_case
+#: Those of open_next and of M above k*r, made small.
+OPTION_SHAPES = [
+    dataclasses.replace(shape, dtype=torch.float64, B=1, H=2, H_kv=1, K=2, V=2, selection_stride=2, **sizes)
+    for shapes, name, sizes in (
+        (NEXT_SHAPES, "k3_next", {"T": 40, "top_k": 3, "M": 12}),
+        (FREE_SHAPES, "stride4_free", {"T": 34, "M": 9}),
+    )
+    for shape in shapes
+    if shape.name == name
+]
+
+
+@pytest.mark.parametrize("case", [*GRADIENT_SHAPES, *OPTION_SHAPES], ids=case_id)
 @pytest.mark.parametrize("store_parents", [True, False])
 def test_gradcheck(case, store_parents):
     inputs = leaves_of(case.make_separated("cpu"))
+    options = case.reference_options()
     assert torch.autograd.gradcheck(
-        lambda q, k, v: ops.attention(q, k, v, *case.op_options(), store_parents), inputs
+        lambda q, k, v: ops.attention(q, k, v, **options, store_parents=store_parents), inputs
     )
 
 
@@ -70,16 +84,18 @@ def test_h14_gradcheck_on_drawn_problems(data, seed):
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=case_id)
 def test_gradients_are_the_reference_under_the_same_lists(case, device):
     q, k, v = case.make_qkv(device)
-    if refused(case, device, lambda: ops.attention(q, k, v, *case.op_options())):
+    if refused(case, device, lambda: ops.attention(q, k, v, **case.reference_options())):
         return
     dout = dout_of(case, device)
     got = gradients(q, k, v, case, dout)
     assert [x.shape for x in got] == [q.shape, k.shape, v.shape]
     assert all(x.dtype == case.dtype for x in got)
     check_against_reference(got, q, k, v, case, dout)
+    again = gradients(q, k, v, case, dout, store_parents=False)
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True)), "selected again, the same bits"
 
 
 @given(data=st.data(), seed=seeds)
@@ -168,23 +184,6 @@ def test_an_undefined_gradient_gives_no_gradient(device):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
 
 
-def test_double_backward_is_refused(device):
-    case = small(GRADIENT_SHAPES[1], device)
-    leaves = leaves_of(case.make_qkv(device))
-    out = ops.attention(*leaves, *case.op_options())
-    first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        torch.autograd.grad(sum(x.sum() for x in first), leaves)
-
-
-def test_attention_forward_refuses_a_backward(device):
-    case = small(GRADIENT_SHAPES[1], device)
-    leaves = leaves_of(case.make_qkv(device))
-    for result in ops.attention_forward(*leaves, *case.op_options())[:3]:
-        with pytest.raises(RuntimeError):
-            result.sum().backward()
-
-
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_inputs_changed_in_place_are_noticed(changed, device):
     case = small(GRADIENT_SHAPES[1], device)
@@ -250,12 +249,3 @@ def test_second_derivative_of_rope_is_a_rotation(device):
     (first,) = torch.autograd.grad((out * weight).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), weight)
     torch.testing.assert_close(second.cpu(), ref.rope(torch.ones(1, 6, 1, 4), cos, sin, steps))
-
-
-def test_second_derivative_of_tree_build_is_refused(device):
-    x = torch.randn(1, 6, 1, 4, device=device, requires_grad=True)
-    weight = torch.randn(1, 3, 1, 4, device=device, requires_grad=True)
-    pooled, _ = ops.tree_build(x, x, 2)
-    (first,) = torch.autograd.grad((pooled * weight).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward"):
-        torch.autograd.grad(first.sum(), weight)

@@ -14,17 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_attention_fast import TENSOR_CORE_DELTA, assert_fast_output, assert_small_error, model
-from tree_attention_helpers import refused
+from tree_attention_helpers import forward
 from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, problems, seeds
 
 import htree_ops
 import htree_ops.reference.tree_attention as ref
 from htree_ops.correctness import fault_of_lists
 from tests.support.cases import case_id, normal
-from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
 from tests.support.tree_attention_calls import calls
-from tests.support.tree_attention_cases import FREE_CASES, FREE_SHAPES, SHAPES, TreeAttentionCase
+from tests.support.tree_attention_cases import FREE_SHAPES, SHAPES, TreeAttentionCase
 from tests.support.tree_attention_checks import (
     assert_epsilon_optimal,
     assert_gradients,
@@ -37,11 +36,6 @@ from tests.support.tree_attention_checks import (
 ops = torch.ops.htree
 #: M far above k*r, once and three times.
 MOST_TOP = 4
-
-
-def forward(q, k, v, case):
-    with poisoned_memory():
-        return ops.attention_forward(q, k, v, **case.reference_options())
 
 
 def case_named(name):
@@ -85,14 +79,6 @@ def assert_equals_the_reference(case, device, seed=0, gradients=True):
 
 
 # ---- values, lists, gradients
-
-
-@pytest.mark.parametrize("case", FREE_CASES, ids=case_id)
-def test_output_lists_and_gradients_against_the_reference(case, device):
-    q, k, v = case.make_qkv(device)
-    if refused(case, device, lambda: forward(q, k, v, case)):
-        return
-    assert_equals_the_reference(case, device)
 
 
 @given(data=st.data(), seed=seeds)
@@ -277,97 +263,8 @@ def test_opcheck(name, device):
 
 @pytest.mark.parametrize("name", ["one_layer_full", "two_layers_first", "three_layers", "chunk", "stride4"])
 def test_meta_agrees_with_the_kernels(name, device):
-    def to_meta(x):
-        if isinstance(x, list):
-            return [to_meta(y) for y in x]
-        if isinstance(x, torch.Tensor):
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return x
-
-    def facts(result):
-        if isinstance(result, (list, tuple)):
-            return [facts(x) for x in result]
-        return (result.shape, result.stride(), result.dtype)
-
     for call in whole_calls(name, device):
-        meta = call.overload(*map(to_meta, call.args), **call.kwargs)
-        assert facts(meta) == facts(call()), call.op
-
-
-#: Layers from 31, 121 and 481 tokens on.
-OPTIONS = {"compression_rate": 4, "max_top_nodes": 30, "top_k": 4, "selection_span": 2}
-
-
-def views(x, w):
-    """Attention on slices of one projection, with work on both sides."""
-    q, k, v = (x @ w).split([32, 16, 16], dim=-1)
-    heads = (q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (2, 8)))
-    return htree_ops.tree_attention(*heads, **OPTIONS).flatten(2).cos()
-
-
-@pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_of_views_with_backward(dynamic, backend, device):
-    torch._dynamo.reset()
-    compiled = torch.compile(views, backend=backend, fullgraph=True, dynamic=dynamic)
-    for T in (60, 150):
-        x = normal((2, T, 12), torch.float32, device, T).requires_grad_()
-        w = normal((12, 64), torch.float32, device, 1, 0.3).requires_grad_()
-        ours, theirs = (call(x, w) for call in (compiled, views))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        for a, b in zip(*(torch.autograd.grad(y.sum(), (x, w)) for y in (ours, theirs)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def leaves_of(device, T):
-    return [
-        normal((1, T, heads, 8), torch.float32, device, i).requires_grad_()
-        for i, heads in enumerate((4, 2, 2))
-    ]
-
-
-def gradients(call, leaves):
-    out = call(*leaves)
-    return (out.detach(), *torch.autograd.grad(out.square().sum(), leaves))
-
-
-class Layer(torch.nn.Module):
-    """The attention alone, for export."""
-
-    def forward(self, q, k, v):
-        return htree_ops.tree_attention(q, k, v, **OPTIONS)
-
-
-def test_lengths_of_every_depth_are_one_graph(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(Layer(), backend="aot_eager", fullgraph=True, dynamic=True)
-    for T in (60, 20, 150, 500, 31):
-        leaves = leaves_of(device, T)
-        with torch.compiler.set_stance("default" if T == 60 else "fail_on_recompile"):
-            found = gradients(compiled, leaves)
-        for ours, theirs in zip(found, gradients(Layer(), leaves), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def test_export_with_gradients_takes_lengths_of_every_depth(device):
-    T = torch.export.Dim("T", min=2, max=600)
-    program = torch.export.export(Layer(), tuple(leaves_of(device, 60)), dynamic_shapes=({1: T},) * 3)
-    exported = program.module()
-    for length in (60, 20, 150, 500):
-        leaves = leaves_of(device, length)
-        for ours, theirs in zip(gradients(exported, leaves), gradients(Layer(), leaves), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("store_parents", [True, False])
-def test_gradcheck(store_parents):
-    case = dataclasses.replace(
-        case_named("stride4"), dtype=torch.float64, T=34, B=1, H=2, H_kv=1, K=2, V=2, selection_stride=2, M=9
-    )
-    inputs = [x.requires_grad_() for x in case.make_separated("cpu")]
-    options = case.reference_options()
-    assert torch.autograd.gradcheck(
-        lambda *leaves: ops.attention(*leaves, **options, store_parents=store_parents), inputs
-    )
+        call.assert_meta_agrees()
 
 
 # ---- the kernels of the tensor cores

@@ -9,6 +9,7 @@ import torch
 
 import htree_ops.reference.tree_attention as ref
 from tests.support.cases import case_id
+from tests.support.devices import poisoned_memory
 from tests.support.tree_attention_cases import CASES, LAYOUTS
 from tests.support.tree_attention_checks import assert_state
 
@@ -32,6 +33,12 @@ def refused(case, device, call):
     with pytest.raises(TypeError, match="float64"):
         call()
     return True
+
+
+def forward(q, k, v, case):
+    """attention_forward in memory that starts as NaN."""
+    with poisoned_memory():
+        return torch.ops.htree.attention_forward(q, k, v, **case.reference_options())
 
 
 def place(case, device, layer_k, layer_v, layer):
