@@ -20,7 +20,7 @@ import htree_ops.compat
 from htree_ops import parallel_io_only as io
 from htree_ops.ops import tree_attention as family
 from htree_ops.ops.tree_attention import stages
-from tests.support.tree_attention_calls import named_calls
+from tests.support.tree_attention_calls import stage_arguments
 
 FP8 = torch.float8_e4m3fn
 
@@ -70,12 +70,7 @@ Entry = tuple[Callable[..., Any], dict[str, Any], list[dict[str, Any]]]
 
 def of_stage(function: Callable[..., Any], *changes: dict[str, Any]) -> Entry:
     """The arguments of the op of that name."""
-    given, known = named_calls("cpu")[function.__name__], inspect.signature(function).parameters
-    return (
-        function,
-        {x: value for x, value in given.items() if x in known.keys() - {"device", "dtype"}},
-        list(changes),
-    )
+    return function, stage_arguments(function), list(changes)
 
 
 #: A correct call, and changes that make it wrong; the message must name the first changed argument.

@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-import htree_ops  # noqa: F401  registers torch.ops.htree
+import htree_ops
+from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from tests.support.tree_attention_calls import NAMED_CASE, named_calls
 from tests.support.tree_attention_problem import packed
 
@@ -347,6 +348,21 @@ def test_a_wrong_argument_is_named(op, what, changes, error, words, device):
     body = message.removeprefix(f"{function}: ")
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", body)]
     assert not missing, f"{missing} not in: {message}"
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_the_function_raises_the_classes_of_the_package(what):
+    changes, error, words = WHOLE[what]
+    arguments = arguments_of("attention", "cpu")
+    arguments |= {name: value("cpu") if callable(value) else value for name, value in changes.items()}
+    arguments["top_k"] = arguments.pop("top_k_per_layer")
+    with pytest.raises(error, match=r"^tree_attention: ") as caught:
+        htree_ops.tree_attention(**arguments)
+    missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", str(caught.value))]
+    assert not missing, f"{missing} not in: {caught.value}"
+    if changes.keys() <= {"q", "k", "v"}:
+        assert type(caught.value) is {ValueError: ShapeMismatchError, TypeError: UnsupportedDtypeError}[error]
+        assert caught.value.tensor_name in ("q", "k", "v")
 
 
 @pytest.mark.parametrize("op", CALLS)
