@@ -20,6 +20,10 @@ from htree_ops.errors import (
 from htree_ops.ops.rmsnorm_rope import function
 from tests.support.rmsnorm_rope_cases import assert_forward, tables
 
+op = torch.ops.htree.rmsnorm_rope
+op_backward = torch.ops.htree.rmsnorm_rope_backward
+head_op = torch.ops.htree.head_rmsnorm_rope
+
 
 def arguments(**changes: Any) -> dict[str, Any]:
     """x [2, 3, 8] with heads of 4, and what `changes` replaces."""
@@ -38,65 +42,69 @@ def meta(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, device="meta")
 
 
+def table(*shape: int) -> dict[str, torch.Tensor]:
+    return {"cos": torch.zeros(shape), "sin": torch.zeros(shape)}
+
+
+#: What replaces arguments, and what the message says; it is of the first of them.
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"x": torch.zeros(3, 8)}, r"^Expected 3D input, got 2D$|x must be 3-D"),
+    "weight": (
+        {"weight": torch.ones(7)},
+        r"^Weight shape mismatch: expected \(8,\)|size 0 of weight must be 8 \(Hd of x\), got 7",
+    ),
+    "weight rank": ({"weight": torch.ones(1, 8)}, r"^Weight shape mismatch|weight must be 1-D"),
+    "odd head": (
+        table(3, 9) | {"x": torch.zeros(2, 3, 9), "weight": torch.ones(9)},
+        r"cos and sin must have an even head dim, got 9 in \[3, 9\]",
+    ),
+    "no multiple": (
+        table(3, 6),
+        r"cos and sin must have a head dim that divides Hd of x = 8, got 6 in \[3, 6\]",
+    ),
+    "short table": (table(2, 4), "at least S = 3 positions, got 2"),
+    "sin": ({"sin": torch.zeros(3, 2)}, "sin must have shape .*the shape of cos"),
+    "sin rank": ({"sin": torch.zeros(1, 3, 4)}, "sin must have shape .*the shape of cos"),
+    "table rank": (
+        table(4),
+        r"cos must be 2-D \[S, hd\], 3-D \[B, S, hd\] or 4-D \[B, S, 1, hd\], got 1-D \[4\]",
+    ),
+    "cos rank": ({"cos": torch.zeros(4)}, "cos must be 2-D .* got 1-D"),
+    "cos of 5 dims": ({"cos": torch.zeros(1, 1, 3, 1, 4)}, "cos must be 2-D .* got 5-D"),
+    "batched table": (table(3, 3, 4), r"size 0 of cos must be 1 or 2 \(B of x\), got 3 in \[3, 3, 4\]"),
+    "short batched table": (table(2, 2, 4), "at least S = 3 positions, got 2"),
+}
+DTYPES_OF: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"x": torch.zeros(2, 3, 8).int()}, r"x must have dtype torch\.float32 or .*, got torch\.int32"),
+    "cos dtype": (
+        {"cos": torch.zeros(3, 4).int()},
+        r"cos must have dtype torch\.float32 or .*, got torch\.int32",
+    ),
+    "sin dtype": ({"sin": torch.zeros(3, 4).int()}, "sin must have dtype"),
+}
+REFUSED = [
+    *((name, *row, ShapeMismatchError, ValueError) for name, row in SHAPES.items()),
+    *((name, *row, UnsupportedDtypeError, TypeError) for name, row in DTYPES_OF.items()),
+    ("device", {"weight": meta(8)}, "weight must be on the device of x", DeviceError, RuntimeError),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "kind", "message", "name"),
-    [
-        ({"weight": meta(8)}, DeviceError, "weight must be on the device of x", "weight"),
-        ({"x": torch.zeros(2, 3, 8).int()}, UnsupportedDtypeError, "x must have dtype", "x"),
-        ({"sin": torch.zeros(3, 4).int()}, UnsupportedDtypeError, "sin must have dtype", "sin"),
-        (
-            {"x": torch.zeros(3, 8)},
-            ShapeMismatchError,
-            r"^Expected 3D input, got 2D$|x must be 3-D",
-            "x",
-        ),
-        (
-            {"weight": torch.ones(7)},
-            ShapeMismatchError,
-            r"^Weight shape mismatch: expected \(8,\)|size 0 of weight must be 8",
-            "weight",
-        ),
-        (
-            {"weight": torch.ones(1, 8)},
-            ShapeMismatchError,
-            r"^Weight shape mismatch|weight must be 1-D",
-            "weight",
-        ),
-        (
-            dict(zip(("cos", "sin"), tables(3, 6, torch.float32, "cpu"), strict=True)),
-            ShapeMismatchError,
-            "divides Hd of x = 8, got 6",
-            "cos",
-        ),
-        (
-            dict(zip(("cos", "sin"), tables(2, 4, torch.float32, "cpu"), strict=True)),
-            ShapeMismatchError,
-            "at least S = 3",
-            "cos",
-        ),
-        ({"sin": torch.zeros(3, 2)}, ShapeMismatchError, "sin must have shape .*the shape of cos", "sin"),
-        ({"cos": torch.zeros(4)}, ShapeMismatchError, "cos must be 2-D .* got 1-D", "cos"),
-        ({"cos": torch.zeros(1, 1, 3, 1, 4)}, ShapeMismatchError, "cos must be 2-D .* got 5-D", "cos"),
-        ({"sin": torch.zeros(1, 3, 4)}, ShapeMismatchError, "sin must have shape .*the shape of cos", "sin"),
-        (
-            {"cos": torch.zeros(3, 3, 4), "sin": torch.zeros(3, 3, 4)},
-            ShapeMismatchError,
-            r"size 0 of cos must be 1 or 2 \(B of x\), got 3 in ",
-            "cos",
-        ),
-    ],
+    ("changes", "message", "kind", "of_op"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
 )
-def test_validation_names_tensor_and_class(
-    changes: dict[str, Any], kind: type[Exception], message: str, name: str
+def test_functions_name_tensor_and_class_and_the_op_the_builtin(
+    changes: dict[str, Any], message: str, kind: type[Exception], of_op: type[Exception]
 ) -> None:
     given = arguments(**changes)
     for call in (htree_ops.compat.validate_rmsnorm_rope_inputs, htree_ops.rmsnorm_rope):
         with pytest.raises(kind, match=message) as caught:
             call(**given)
         assert isinstance(caught.value, HTreeKernelError)
-        assert caught.value.tensor_name == name  # type: ignore[attr-defined]
+        assert caught.value.tensor_name == next(iter(changes))  # type: ignore[attr-defined]
     with pytest.raises(kind, match=message):
         htree_ops.compat.RMSNormRoPEInput(**given).validate()
+    with pytest.raises(of_op, match=message.removeprefix("^")):
+        op(**given)
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
@@ -276,124 +284,41 @@ def test_few_rows_have_more_threads(
     assert chosen[:2] == expected
 
 
-# ---- the ops themselves check everything again
+# ---- what the ops alone are given
 
-op = torch.ops.htree.rmsnorm_rope
-op_backward = torch.ops.htree.rmsnorm_rope_backward
-head_op = torch.ops.htree.head_rmsnorm_rope
-ONES = {size: torch.ones(size) for size in (6, 8, 9)}
+ZEROS = {size: torch.zeros(size) for size in (8, (1, 2, 8), (2, 4), (2, 8))}
+GOOD = (ZEROS[1, 2, 8], ZEROS[8], ZEROS[2, 4], ZEROS[2, 4])
 ERRORS = {
-    "rank": (
-        lambda: op(torch.zeros(2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
-        ValueError,
-        "x must be 3-D",
-    ),
-    "head rank": (
-        lambda: head_op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 8), torch.zeros(2, 8)),
-        ValueError,
-        "head_rmsnorm_rope: x must be 4-D",
-    ),
-    "weight": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[6], torch.zeros(2, 8), torch.zeros(2, 8)),
-        ValueError,
-        r"size 0 of weight must be 8 \(Hd of x\), got 6",
-    ),
-    "odd head": (
-        lambda: op(torch.zeros(1, 2, 9), ONES[9], torch.zeros(2, 9), torch.zeros(2, 9)),
-        ValueError,
-        r"cos and sin must have an even head dim, got 9 in \[2, 9\]",
-    ),
-    "no multiple": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 6), torch.zeros(2, 6)),
-        ValueError,
-        r"cos and sin must have a head dim that divides Hd of x = 8, got 6 in \[2, 6\]",
-    ),
+    "head rank": (lambda: head_op(*GOOD), ValueError, "head_rmsnorm_rope: x must be 4-D"),
     "num_heads": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 3),
+        lambda: op(*GOOD, 1e-6, 3),
         ValueError,
         r"cos and sin must have a head dim of Hd / num_heads = 8 / 3 or half of it, got 4 in \[2, 4\]",
     ),
-    "no head": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, 0),
-        ValueError,
-        "num_heads must be at least 1, got 0",
-    ),
-    "short table": (
-        lambda: op(torch.zeros(1, 3, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
-        ValueError,
-        "at least S = 3 positions, got 2",
-    ),
-    "sin": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 8)),
-        ValueError,
-        "sin must have shape",
-    ),
-    "table rank": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(4), torch.zeros(4)),
-        ValueError,
-        r"cos must be 2-D \[S, hd\], 3-D \[B, S, hd\] or 4-D \[B, S, 1, hd\], got 1-D \[4\]",
-    ),
+    "no head": (lambda: op(*GOOD, 1e-6, 0), ValueError, "num_heads must be at least 1, got 0"),
     "table of no dims": (
-        lambda: head_op(torch.zeros(1, 2, 1, 8), ONES[8], torch.zeros(()), torch.zeros(())),
+        lambda: head_op(torch.zeros(1, 2, 1, 8), ZEROS[8], torch.zeros(()), torch.zeros(())),
         ValueError,
         r"head_rmsnorm_rope: cos must be 2-D .*got 0-D \[\]",
     ),
-    "batched table": (
-        lambda: op(torch.zeros(2, 2, 8), ONES[8], torch.zeros(3, 2, 4), torch.zeros(3, 2, 4)),
-        ValueError,
-        r"size 0 of cos must be 1 or 2 \(B of x\), got 3 in \[3, 2, 4\]",
-    ),
     "batched table of heads": (
-        lambda: head_op(torch.zeros(2, 2, 4, 8), ONES[8], torch.zeros(2, 2, 4, 8), torch.zeros(2, 2, 4, 8)),
+        lambda: head_op(torch.zeros(2, 2, 4, 8), ZEROS[8], torch.zeros(2, 2, 4, 8), torch.zeros(2, 2, 4, 8)),
         ValueError,
         r"size 2 of cos must be 1 \(one table for all heads\), got 4",
     ),
-    "short batched table": (
-        lambda: op(torch.zeros(3, 3, 8), ONES[8], torch.zeros(3, 2, 4), torch.zeros(3, 2, 4)),
-        ValueError,
-        "at least S = 3 positions, got 2",
-    ),
-    "eps": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), -1.0),
-        ValueError,
-        "eps must be finite and not negative, got -1",
-    ),
-    "dtype": (
-        lambda: op(torch.zeros(1, 2, 8).int(), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)),
-        TypeError,
-        r"x must have dtype torch\.float32 or .*, got torch\.int32",
-    ),
-    "table dtype": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4).int(), torch.zeros(2, 4)),
-        TypeError,
-        r"cos must have dtype torch\.float32 or .*, got torch\.int32",
-    ),
+    "eps": (lambda: op(*GOOD, -1.0), ValueError, "eps must be finite and not negative, got -1"),
     "config length": (
-        lambda: op(torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 2]),
+        lambda: op(*GOOD, 1e-6, None, [64, 2]),
         ValueError,
         r"config must be \(BLOCK_SIZE, num_warps, num_stages\), got 2 values",
     ),
     "config": (
-        lambda: op(
-            torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4), 1e-6, None, [64, 4, 1]
-        ),
+        lambda: op(*GOOD, 1e-6, None, [64, 4, 1]),
         NotImplementedError,
         "no kernel is compiled for BLOCK_SIZE = 64, num_warps = 4, num_stages = 1",
     ),
-    "dy shape": (
-        lambda: op_backward(
-            torch.zeros(1, 2, 4), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
-        ),
-        ValueError,
-        "dy must have shape",
-    ),
-    "dy dtype": (
-        lambda: op_backward(
-            torch.zeros(1, 2, 8).half(), torch.zeros(1, 2, 8), ONES[8], torch.zeros(2, 4), torch.zeros(2, 4)
-        ),
-        TypeError,
-        "dy must have the dtype of x",
-    ),
+    "dy shape": (lambda: op_backward(torch.zeros(1, 2, 4), *GOOD), ValueError, "dy must have shape"),
+    "dy dtype": (lambda: op_backward(GOOD[0].half(), *GOOD), TypeError, "dy must have the dtype of x"),
 }
 
 

@@ -24,20 +24,10 @@ from htree_ops.tuning import (
     CacheKey,
     TritonAutoTuner,
     config_search,
-    forget,
     tuner,
 )
 
 QUICK = {"warmup_runs": 1, "benchmark_runs": 5}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("HTREE_TUNE", raising=False)
-    forget()
-    yield
-    forget()
 
 
 def sleeping(x: torch.Tensor, *, wait_ms: float, fail: bool = False) -> torch.Tensor:

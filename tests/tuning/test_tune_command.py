@@ -10,17 +10,8 @@ import pytest
 import torch
 
 from htree_ops.__main__ import PROGRAM
-from htree_ops.tuning import SPACES, command, forget, problems
+from htree_ops.tuning import SPACES, command, problems
 from htree_ops.tuning.cache import FILE_NAME, cache_dir
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("HTREE_TUNE", raising=False)
-    forget()
-    yield
-    forget()
 
 
 @pytest.fixture

@@ -29,11 +29,6 @@ KEY = CacheKey(
 )
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
-
-
 names = st.text('abz_,:"{}é ', min_size=1, max_size=8)
 keys = st.builds(
     CacheKey,

@@ -26,15 +26,6 @@ from htree_ops.tuning import (
 from htree_ops.tuning.cache import cache_dir
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("HTREE_TUNE", raising=False)
-    forget()
-    yield
-    forget()
-
-
 def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning_mode() == "read"
     for given, mode in (("", "read"), ("OFF", "off"), (" Tune ", "tune")):
