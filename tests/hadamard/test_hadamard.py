@@ -118,10 +118,14 @@ def test_special_values_stay_in_their_row(n: int, dtype: torch.dtype, device: st
     assert torch.equal(y[others], clean[others])
 
 
-def test_half_sums_do_not_overflow(device: str) -> None:
+def test_half_sums_overflow_only_where_their_result_does(device: str) -> None:
     x = torch.full((2, 16384), 100.0, dtype=torch.float16, device=device)
     assert op(x)[0, 0] == 12800  # the unscaled sum is 1.6e6
     assert not op(x)[:, 1:].any()
+    y = op(torch.full((3, 64), 65504.0, dtype=torch.float16, device=device))
+    assert (y[:, 0] == math.inf).all()  # the result itself leaves the range
+    assert not y[:, 1:].any()
+    assert not op(torch.zeros_like(y)).any()
 
 
 # ---- gradients, versions
