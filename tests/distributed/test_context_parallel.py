@@ -20,63 +20,28 @@ from htree_ops.distributed.collectives import parts_of, parts_per_rank, work_bef
 from htree_ops.distributed.context_parallel import choose_steps
 
 BALANCES = ("zigzag", "striped", "contiguous", "work")
+
+
+def tree(rate: int, top_nodes: int, top_k: int, **more: Any) -> dict[str, Any]:
+    return {"compression_rate": rate, "max_top_nodes": top_nodes, "top_k": top_k, **more}
+
+
 #: B, T, H, H_kv, K, V and the options; of an index the heads and the width.
 CASES: dict[str, tuple[cp_on_ranks.Sizes, dict[str, Any]]] = {
-    "three_layers": ((2, 256, 4, 2, 8, 6), {"compression_rate": 4, "max_top_nodes": 16, "top_k": 4}),
-    "stride": (
-        (1, 256, 4, 1, 8, 8),
-        {"compression_rate": 8, "max_top_nodes": 16, "top_k": 3, "selection_stride": 4},
-    ),
-    "lists_not_stored": (
-        (1, 128, 2, 1, 4, 4),
-        {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "store_parents": False},
-    ),
-    "q_head": (
-        (1, 128, 4, 2, 8, 6),
-        {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2, "scope": "q_head"},
-    ),
-    "free_top": (
-        (2, 256, 4, 2, 8, 6),
-        {"compression_rate": 4, "max_top_nodes": 25, "top_k": 4, "selection_stride": 2},
-    ),
-    "one_layer": ((1, 64, 2, 2, 8, 8), {"compression_rate": 4, "max_top_nodes": 64, "top_k": 16}),
-    "frequencies": (
-        (1, 96, 3, 3, 4, 5),
-        {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "inv_freq": [0.7, 0.0]},
-    ),
-    "open_next": (
-        (1, 128, 2, 1, 8, 4),
-        {"compression_rate": 4, "max_top_nodes": 12, "top_k": 4, "open_next": True},
-    ),
-    "no_rotation": (
-        (1, 96, 3, 3, 2, 5),
-        {"compression_rate": 2, "max_top_nodes": 4, "top_k": 2, "rope_base": None, "importance": "exp_joint"},
-    ),
-    "index": (
-        (2, 256, 4, 2, 8, 6),
-        {"compression_rate": 4, "max_top_nodes": 16, "top_k": 4, "index": (2, 16)},
-    ),
-    "index_free_top": (
-        (1, 256, 4, 2, 8, 6),
-        {
-            "compression_rate": 4,
-            "max_top_nodes": 25,
-            "top_k": 3,
-            "selection_stride": 2,
-            "index": (1, 32),
-        },
-    ),
+    "three_layers": ((2, 256, 4, 2, 8, 6), tree(4, 16, 4)),
+    "stride": ((1, 256, 4, 1, 8, 8), tree(8, 16, 3, selection_stride=4)),
+    "lists_not_stored": ((1, 128, 2, 1, 4, 4), tree(4, 8, 2, store_parents=False)),
+    "q_head": ((1, 128, 4, 2, 8, 6), tree(4, 8, 2, scope="q_head")),
+    "free_top": ((2, 256, 4, 2, 8, 6), tree(4, 25, 4, selection_stride=2)),
+    "one_layer": ((1, 64, 2, 2, 8, 8), tree(4, 64, 16)),
+    "frequencies": ((1, 96, 3, 3, 4, 5), tree(2, 4, 2, inv_freq=[0.7, 0.0])),
+    "open_next": ((1, 128, 2, 1, 8, 4), tree(4, 12, 4, open_next=True)),
+    "no_rotation": ((1, 96, 3, 3, 2, 5), tree(2, 4, 2, rope_base=None, importance="exp_joint")),
+    "index": ((2, 256, 4, 2, 8, 6), tree(4, 16, 4, index=(2, 16))),
+    "index_free_top": ((1, 256, 4, 2, 8, 6), tree(4, 25, 3, selection_stride=2, index=(1, 32))),
     "index_open_next": (
         (1, 256, 4, 4, 8, 8),
-        {
-            "compression_rate": 8,
-            "max_top_nodes": 16,
-            "top_k": 4,
-            "selection_stride": 8,
-            "open_next": True,
-            "store_parents": False,
-            "index": (4, 16),
-        },
+        tree(8, 16, 4, selection_stride=8, open_next=True, store_parents=False, index=(4, 16)),
     ),
 }
 #: The options of calls on three ranks, of 288 tokens.

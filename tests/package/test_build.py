@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import email
-import importlib.util
 import json
 import re
 import shutil
@@ -12,6 +11,7 @@ import sys
 import venv
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -22,18 +22,6 @@ from htree_ops import _load
 
 ROOT = Path(__file__).resolve().parents[2]
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
-
-
-@pytest.fixture(scope="module")
-def build() -> ModuleType:
-    """setup.py as a module; importing it builds nothing."""
-    spec = importlib.util.spec_from_file_location("htree_setup", ROOT / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["htree_setup"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def fake_toolkit(folder: Path, version: str) -> str:
@@ -242,62 +230,35 @@ def remedy(text: str) -> str:
     return str(command)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """What a build needs of this checkout, elsewhere."""
-    folder = tmp_path / "source"
-    for name in ("htree_ops", "csrc"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    return folder
-
-
-def import_in(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "import htree_ops"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={"PATH": ""},
-    )
+FORCED = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
 @in_checkout
-def test_import_from_a_source_tree_that_is_not_built(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "htree_ops", tmp_path / "htree_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
-    (tmp_path / "setup.py").touch()
-    done = import_in(tmp_path)
-    assert done.returncode == 1
-    assert "has not been built in place" in done.stderr
-    assert remedy(done.stderr) == "pip install --no-build-isolation --no-deps -e ."
-
-
-@in_checkout
-def test_import_of_an_incomplete_installation(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "htree_ops", tmp_path / "htree_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
-    done = import_in(tmp_path)
-    assert done.returncode == 1
-    assert "the installation is incomplete" in done.stderr
-    assert remedy(done.stderr) == "pip install --no-build-isolation --no-deps --force-reinstall ."
-
-
-@in_checkout
-def test_import_with_an_unloadable_library(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "htree_ops", tmp_path / "htree_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-    )
-    (tmp_path / "htree_ops" / "_C.abi3.so").write_bytes(b"not a library")
-    (tmp_path / "htree_ops" / "_build_info.json").write_text(json.dumps({"torch": "0.0.1"}))
-    done = import_in(tmp_path)
-    assert done.returncode == 1
-    assert "could not load" in done.stderr
-    assert "built against torch 0.0.1" in done.stderr
-    assert remedy(done.stderr) == "pip install --no-build-isolation --no-deps --force-reinstall ."
+@pytest.mark.parametrize(
+    ("files", "said", "told"),
+    [
+        (
+            {"../setup.py": ""},
+            ["has not been built in place"],
+            "pip install --no-build-isolation --no-deps -e .",
+        ),
+        ({}, ["the installation is incomplete"], FORCED),
+        (
+            {"_C.abi3.so": "not a library", "_build_info.json": json.dumps({"torch": "0.0.1"})},
+            ["could not load", "built against torch 0.0.1"],
+            FORCED,
+        ),
+    ],
+    ids=["not built", "incomplete", "unloadable"],
+)
+def test_an_import_without_a_library_says_what_to_do(
+    files: dict[str, str], said: list[str], told: str, package: Path, refused_import: Callable[[], str]
+) -> None:
+    for name, content in files.items():
+        (package / name).write_text(content)
+    message = refused_import()
+    assert all(words in message for words in said)
+    assert remedy(message) == told
 
 
 @in_checkout

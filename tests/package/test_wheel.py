@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,26 +20,6 @@ from tests.support import gpu_resources
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
 HERE = f"t{''.join(torch.__version__.split('.')[:2])}"
-
-
-def module_at(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def build() -> ModuleType:
-    return module_at(ROOT / "setup.py", "htree_setup_of_wheels")
-
-
-@pytest.fixture(scope="module")
-def folder_writer() -> ModuleType:
-    return module_at(ROOT / ".ci" / "kernels_folder.py", "kernels_folder")
 
 
 class TestChoiceOfALayer:
@@ -87,25 +66,17 @@ class TestChoiceOfALayer:
         assert _load.library_path() == tmp_path / "_C.abi3.so"
         assert _load.build_info() == {"reason": "source"}
 
-    def test_another_torch_is_told_how_to_compile_a_layer(self, tmp_path: Path) -> None:
-        package = tmp_path / "htree_ops"
-        ignore = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / "htree_ops", package, ignore=ignore)
+    def test_another_torch_is_told_how_to_compile_a_layer(
+        self, package: Path, refused_import: Callable[[], str]
+    ) -> None:
         for name in ("t210_cpu", "t210_cu13"):
             (package / f"_C_{name}.so").touch()
-        done = subprocess.run(
-            [sys.executable, "-c", "import htree_ops"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={"PATH": ""},
-        )
-        assert done.returncode == 1
-        assert f"has no layer for torch {torch.__version__}" in done.stderr
-        assert f"{HERE}_cpu" in done.stderr
-        assert "only t210_cpu, t210_cu13" in done.stderr
+        said = refused_import()
+        assert f"has no layer for torch {torch.__version__}" in said
+        assert f"{HERE}_cpu" in said
+        assert "only t210_cpu, t210_cu13" in said
         command = f"HTREE_PREBUILT={package} pip install --no-build-isolation --no-deps --force-reinstall ."
-        assert f"run '{command}'" in done.stderr
+        assert f"run '{command}'" in said
 
 
 @pytest.fixture
@@ -161,7 +132,7 @@ class TestPrebuilt:
         assert len(texts) > 200
         assert [name for name, text in texts.items() if torches.search(text)] == []
 
-    def test_only_the_layer_is_compiled(self, build: ModuleType, common: Path, tmp_path: Path) -> None:
+    def test_only_the_layer_is_compiled(self, build: ModuleType, common: Path, source: Path) -> None:
         """What ``build_ext`` would compile beside prebuilt libraries, and what it would without."""
         script = (
             "import os, runpy, sys\n"
@@ -175,12 +146,6 @@ class TestPrebuilt:
             "sys.argv[1:] = ['-q', 'build_ext']\n"
             "runpy.run_path('setup.py', run_name='__main__')\n"
         )
-        source = tmp_path / "source"
-        ignore = shutil.ignore_patterns("*.so", "__pycache__")
-        for name in ("htree_ops", "csrc"):
-            shutil.copytree(ROOT / name, source / name, ignore=ignore)
-        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, source)
         environ = {**os.environ, "HTREE_CUDA": "0", "MAX_JOBS": "2", "HTREE_PREBUILT": str(common)}
         done = subprocess.run(
             [sys.executable, "-c", script],
