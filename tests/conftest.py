@@ -11,11 +11,8 @@
   processes that share the GPU through the multi-process service. A line "FAULTED" names the test that saw it.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -36,13 +33,13 @@ REQUIRED = require_cuda()
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
     """Device type to run on. Of module scope, so that it can be used beside Hypothesis' ``@given``."""
     return str(request.param)
 
 
 @pytest.fixture
-def nan_memory() -> Iterator[None]:
+def nan_memory():
     """Fresh tensors of the test start as NaN; inside ``@given`` use ``poisoned_memory()`` itself."""
     with poisoned_memory():
         yield

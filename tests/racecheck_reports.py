@@ -14,8 +14,6 @@ Run: ``python tests/racecheck_reports.py LIBRARY LOG...``; ``make sanitize`` doe
 or a log that does not hold what its summary counts.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -3,8 +3,6 @@
 Dynamo wraps what an op raises while it traces, so the class is Dynamo's; the sentence is the op's.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
@@ -287,9 +285,7 @@ ROWS_OF_TABLE = [
 
 
 @pytest.mark.parametrize(("function", "call", "change"), ROWS_OF_TABLE)
-def test_the_text_names_function_and_argument(
-    function: Callable[..., Any], call: dict[str, Any], change: dict[str, Any]
-) -> None:
+def test_the_text_names_function_and_argument(function, call, change):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     with pytest.raises(Exception) as caught:
@@ -305,9 +301,7 @@ def test_the_text_names_function_and_argument(
 @pytest.mark.parametrize(
     ("function", "call"), [pytest.param(call[0], call[1], id=call[0].__name__) for call in CALLS]
 )
-def test_an_argument_of_a_wrong_kind_is_refused_in_the_same_words(
-    function: Callable[..., Any], call: dict[str, Any]
-) -> None:
+def test_an_argument_of_a_wrong_kind_is_refused_in_the_same_words(function, call):
     """Eager and compiled calls give the same sentence: the name, what it must be, and what it was."""
     parameters = inspect.signature(function).parameters.values()
     kinds = {"Tensor": "a Tensor", "int": "an int", "float": "a number", "str": "a str", "bool": "a bool"}
@@ -336,21 +330,21 @@ def test_an_argument_of_a_wrong_kind_is_refused_in_the_same_words(
     ],
     ids=str,
 )
-def test_kinds_of_tree_attention(change: dict[str, Any], rule: str) -> None:
+def test_kinds_of_tree_attention(change, rule):
     function, call, _ = CALLS[0]
     torch._dynamo.reset()
     with pytest.raises(Exception, match=f"tree_attention: {rule}"):
         torch.compile(function, fullgraph=True, backend="eager")(**call | change)
 
 
-def test_kinds_of_arguments_without_keywords() -> None:
+def test_kinds_of_arguments_without_keywords():
     torch._dynamo.reset()
     compiled = torch.compile(stages.tree_build, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="tree_build: compression_rate must be an int, got float"):
         compiled(K, V, 4.0)
 
 
-def test_every_public_function_is_in_the_table() -> None:
+def test_every_public_function_is_in_the_table():
     names = [module.name for module in pkgutil.iter_modules(htree_ops.ops.__path__) if module.ispkg]
     modules = [htree_ops.compat, io, *(importlib.import_module(f"htree_ops.ops.{name}") for name in names)]
     values = [getattr(module, name) for module in modules for name in module.__all__]

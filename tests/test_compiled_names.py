@@ -4,8 +4,6 @@ A compiled call does what the eager one does: the same results, the same gradien
 backward has no formula, it is the backward that raises. Modules and caches are called as a model calls them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -282,7 +280,7 @@ def assert_same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
+def fresh_compiler():
     torch.compiler.reset()
 
 
@@ -311,9 +309,7 @@ def exported(subject: Subject, records: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("records", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("way", [compiled, exported])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_graph_does_what_the_eager_call_does(
-    name: str, way: Callable[[Subject, bool], dict[str, Any]], records: bool, device: str
-) -> None:
+def test_a_graph_does_what_the_eager_call_does(name, way, records, device):
     wanted = eager(name, records, device)
     if isinstance(wanted, NotImplementedError):
         with pytest.raises(Exception, match=re.escape(sentence(wanted))):
@@ -322,7 +318,7 @@ def test_a_graph_does_what_the_eager_call_does(
         assert_same(way(SUBJECTS[name](device), records), wanted)
 
 
-def test_every_name_of_the_tables_has_a_subject() -> None:
+def test_every_name_of_the_tables_has_a_subject():
     table = README.partition("\n## Names\n")[2].partition("\n## ")[0]
     names = set(re.findall(r"^\| `(\w+)` \|", table, re.M))
     assert len(names) >= 10
@@ -343,7 +339,7 @@ def test_every_name_of_the_tables_has_a_subject() -> None:
     assert names - known == set()
 
 
-def test_an_op_that_returns_a_number_is_refused_in_a_graph(device: str) -> None:
+def test_an_op_that_returns_a_number_is_refused_in_a_graph(device):
     subject = of_op(NUMBER, 0)(device)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"op returned non-Tensor(?s:.)*{NUMBER}"):
         compiled(subject, records=False)
@@ -367,14 +363,14 @@ COUNTING: dict[str, Callable[[CompressedKVCache, list[Tensor]], Any]] = {
 
 @pytest.mark.parametrize("strict", [None, False, True], ids=["compile", "export", "strict export"])
 @pytest.mark.parametrize("method", [*COUNTING, "MustafarAttention"])
-def test_counts_on_the_host_are_refused_in_a_graph(method: str, strict: bool | None) -> None:
+def test_counts_on_the_host_are_refused_in_a_graph(method, strict):
     """They would hold for the traced counts alone. The cache is left as it was."""
     cache, layer = compressed_cache("cpu"), mustafar("cpu")
     tensors = [normal((2, 1, heads, 64), torch.float32, "cpu", heads) for heads in (4, 2, 2)]
     before = cache.state_dict()
 
     class Step(nn.Module):
-        def forward(self, *x: Tensor) -> Any:
+        def forward(self, *x):
             if method == "MustafarAttention":
                 return layer(*x, cache=cache)
             COUNTING[method](cache, list(x))
@@ -383,7 +379,7 @@ def test_counts_on_the_host_are_refused_in_a_graph(method: str, strict: bool | N
     name = "decode" if method == "MustafarAttention" else method
     message = rf"CompressedKVCache\.{name}: cannot be compiled or exported, .* compile write_token and attend"
 
-    def trace() -> None:
+    def trace():
         if strict is None:
             torch.compile(Step(), fullgraph=True, backend="aot_eager")(*tensors)
         else:
@@ -396,11 +392,11 @@ def test_counts_on_the_host_are_refused_in_a_graph(method: str, strict: bool | N
 
 
 @pytest.mark.parametrize("method", ["reorder_", "fork", "reserve"])
-def test_pages_are_not_moved_in_a_graph(method: str) -> None:
+def test_pages_are_not_moved_in_a_graph(method):
     cache = TreeKVCache(2, 2, 64, 64, **TREE, page_size=8, num_pages=9, dtype=torch.float32)
-    arguments: dict[str, Any] = {"reorder_": ([1, 0],), "fork": (0, 1), "reserve": (3,)}
+    arguments = {"reorder_": ([1, 0],), "fork": (0, 1), "reserve": (3,)}
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         getattr(cache, method)(*arguments[method])
         return x + 1
 
@@ -409,12 +405,12 @@ def test_pages_are_not_moved_in_a_graph(method: str) -> None:
     assert cache.block_table.eq(-1).all()
 
 
-def test_a_compiled_step_serves_all_lengths() -> None:
+def test_a_compiled_step_serves_all_lengths():
     """One graph from the first token to the capacity, beside ``advance``; chunks are compressed on the way."""
     cache, other = compressed_cache("cpu"), compressed_cache("cpu")
     counter = CompileCounterWithBackend("aot_eager")
 
-    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(q, k, v):
         cache.write_token(k, v)
         return cache.attend(q)[0]
 
@@ -428,7 +424,7 @@ def test_a_compiled_step_serves_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
-def test_a_layer_with_such_a_cache_runs_beside_graphs() -> None:
+def test_a_layer_with_such_a_cache_runs_beside_graphs():
     """Without fullgraph torch.compile leaves out what the cache refuses."""
     layer = mustafar("cpu")
     cache, other = layer.make_cache(2, 60), layer.make_cache(2, 60)

@@ -1,7 +1,5 @@
 """Calls do not depend on torch's default device: what they make beside their arguments goes where the arguments are."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
@@ -439,7 +437,7 @@ def facts(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES, *CACHES])
-def test_a_call_does_not_depend_on_the_default_device(name: str, device: str) -> None:
+def test_a_call_does_not_depend_on_the_default_device(name, device):
     """CPU tensors beside the default device meta, CUDA tensors beside both that and the CPU."""
     prepare = {**FUNCTIONS, **MODULES, **CACHES}[name]
     with torch.device(device):
@@ -459,7 +457,7 @@ def methods(kind: type) -> set[str]:
     return plain - {"extra_repr"}
 
 
-def test_every_public_call_is_in_a_table() -> None:
+def test_every_public_call_is_in_a_table():
     functions = {name for name in htree_ops.__all__ if inspect.isfunction(getattr(htree_ops, name))}
     assert {getattr(htree_ops, name).__name__ for name in functions} - FUNCTIONS.keys() == set()
     assert methods(TreeKVCache) - TREE_METHODS.keys() == set()
@@ -468,7 +466,7 @@ def test_every_public_call_is_in_a_table() -> None:
         assert {f"{kind.__name__}.{name}" for name in methods(kind)} - MODULES.keys() == set()
 
 
-def test_every_factory_of_the_package_names_its_device() -> None:
+def test_every_factory_of_the_package_names_its_device():
     """``device=None`` says that the default device is meant."""
     factories = {function.__name__ for function in _device_constructors()}
     assert {"arange", "tensor", "empty"} <= factories

@@ -3,8 +3,6 @@
 With a single GPU both are the same card, and the test only checks that a call repeats its bits.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,7 +54,7 @@ def placed(value: Any, device: torch.device) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.op)
-def test_the_device_of_the_arguments_is_the_one_that_works(call: Call) -> None:
+def test_the_device_of_the_arguments_is_the_one_that_works(call):
     first, last = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
     results = []
     for device in (first, last):
@@ -74,11 +72,11 @@ def test_the_device_of_the_arguments_is_the_one_that_works(call: Call) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.op)
-def test_a_thread_may_begin_with_any_op(call: Call) -> None:
+def test_a_thread_may_begin_with_any_op(call):
     """A new thread has no CUDA context, and memory from the allocator's cache does not give it one."""
     device = torch.device("cuda", torch.cuda.current_device())
 
-    def work(arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:
+    def work(arguments, keywords):
         return [x for x in tensors_of(call.overload(*arguments, **keywords)) if x.dim()]
 
     results = []

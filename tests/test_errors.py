@@ -1,7 +1,5 @@
 """The exception classes: which builtins they are, what they carry (docs/semantics/conventions.md §0.4)."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

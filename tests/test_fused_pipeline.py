@@ -1,7 +1,5 @@
 """The fused operators one after another, as a Transformer block uses them (docs/semantics)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,7 +57,7 @@ def in_double(inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_forward(dtype: torch.dtype, device: str) -> None:
+def test_forward(dtype, device):
     block, inputs = make(dtype, device)
     with torch.no_grad():
         y = block(*inputs)
@@ -67,12 +65,12 @@ def test_forward(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients(dtype: torch.dtype, device: str) -> None:
+def test_gradients(dtype, device):
     block, inputs = make(dtype, device)
     dy = normal(inputs[0].shape, dtype, device, seed=3)
     parameters = list(block.parameters())
 
-    def gradients(function, x: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    def gradients(function, x, *tables):
         x = x.detach().requires_grad_()
         return torch.autograd.grad(function(x, *tables), (x, *parameters), dy.to(x.dtype))
 
@@ -91,7 +89,7 @@ def test_gradients(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_with_quantised_weights(dtype: torch.dtype, device: str) -> None:
+def test_with_quantised_weights(dtype, device):
     """An FP8 down projection changes what the block adds to x by at most 6 % in norm (property 6 (b))."""
     block, inputs = make(dtype, device)
     with torch.no_grad():
@@ -103,7 +101,7 @@ def test_with_quantised_weights(dtype: torch.dtype, device: str) -> None:
     assert 0 < float(error.norm()) <= 0.06 * float(wanted.norm()) + rounding
 
 
-def test_compiled(device: str) -> None:
+def test_compiled(device):
     block, inputs = make(torch.float32, device)
     quantize_model_(block)
     compiled = torch.compile(block, fullgraph=True)

@@ -1,9 +1,5 @@
 """The choice of kernels for gated_mlp and fp8_gemm, which are pure functions and need no GPU."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from tests.support.fp8_gemm_cases import KERNEL_CASES
@@ -39,7 +35,7 @@ pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for th
         (4096, 11264, {"hopper_half": False}, "composed"),
     ],
 )
-def test_gated_mlp(rows: int, inner: int, options: dict[str, Any], words: str) -> None:
+def test_gated_mlp(rows, inner, options, words):
     assert _host.gated_mlp_config(rows, inner, **options).startswith(words)
 
 
@@ -56,20 +52,18 @@ def test_gated_mlp(rows: int, inner: int, options: dict[str, Any], words: str) -
         (4096, 11264, {"hopper_half": False}, (False, False)),
     ],
 )
-def test_gated_mlp_gradients(
-    rows: int, inner: int, options: dict[str, Any], fused: tuple[bool, bool]
-) -> None:
+def test_gated_mlp_gradients(rows, inner, options, fused):
     words = _host.gated_mlp_gradient_config(rows, inner, **options)
     assert tuple(word.startswith("tile: 128 rows x 256 columns") for word in words) == fused
 
 
-def test_gated_mlp_takes_wide_tiles_for_the_first_cases() -> None:
+def test_gated_mlp_takes_wide_tiles_for_the_first_cases():
     for case in WIDE_CASES[:4]:
         words = _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=True)
         assert words == "tile: 128 rows x 128 columns, 4 stages, clusters of 2"
 
 
-def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
+def test_the_cases_reach_every_tile_of_gated_mlp():
     taken = [
         _host.gated_mlp_config(case.num_rows, case.inner, case.hidden, keeps_products=keeps)
         for case in TILE_CASES
@@ -169,7 +163,7 @@ def test_the_cases_reach_every_tile_of_gated_mlp() -> None:
         (4096, {"hopper": False, "cublas": False}, "half"),
     ],
 )
-def test_fp8_gemm(m: int, options: dict[str, bool], words: str) -> None:
+def test_fp8_gemm(m, options, words):
     assert _host.fp8_gemm_config(m, **{"n": 4096, **options}).startswith(words)
 
 
@@ -179,7 +173,7 @@ def kernel_of(m: int, n: int, k: int) -> str:
     return " ".join([words[0], *words[3:]])
 
 
-def test_the_cases_reach_every_kernel_of_hopper() -> None:
+def test_the_cases_reach_every_kernel_of_hopper():
     assert {kernel_of(case.m, case.n, case.k) for case in KERNEL_CASES} == {
         *(
             f"stream: {rows} rows x 64 columns {stages} stages clusters of 1 k in {parts} parts"

@@ -4,8 +4,6 @@ FSDP2 and ``torch.nn.utils.skip_init`` make modules on meta, ``to_empty`` gives 
 ``reset_parameters`` of every submodule fills it (FSDP1 calls both by itself).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,12 +36,12 @@ def started(module: nn.Module, device: str) -> nn.Module:
     return module
 
 
-def test_no_module_is_missing() -> None:
+def test_no_module_is_missing():
     assert public_modules() == set(MAKERS)
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_module_from_meta_is_a_fresh_one(name: str, device: str) -> None:
+def test_a_module_from_meta_is_a_fresh_one(name, device):
     make = NAMED[name]
     torch.manual_seed(0)
     fresh = tensors_of(make(device))
@@ -59,7 +57,7 @@ def test_a_module_from_meta_is_a_fresh_one(name: str, device: str) -> None:
         assert not own or hasattr(part, "reset_parameters"), type(part)
 
 
-def test_a_quantised_layer_draws_in_the_dtype_that_it_was_made_in(device: str) -> None:
+def test_a_quantised_layer_draws_in_the_dtype_that_it_was_made_in(device):
     """Whatever its bias was cast to since, and however it was made."""
     for dtype in (torch.float32, torch.float16):
         linear = nn.Linear(64, 32, dtype=dtype, device=device)
@@ -73,7 +71,7 @@ def test_a_quantised_layer_draws_in_the_dtype_that_it_was_made_in(device: str) -
         assert float(layer.activation_scale) == 1.0
 
 
-def test_a_quantised_model_from_meta(device: str) -> None:
+def test_a_quantised_model_from_meta(device):
     torch.manual_seed(0)
     fresh = quantize_model_(nn.Sequential(nn.Linear(32, 16, device=device), nn.Linear(16, 8, device=device)))
     model = quantize_model_(nn.Sequential(nn.Linear(32, 16, device="meta"), nn.Linear(16, 8, device="meta")))

@@ -1,7 +1,5 @@
 """Pages of the caches on the host (htree_ops/ops/paging.py), beside a model that gives every sequence its tokens."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 
@@ -82,7 +80,7 @@ def drawn(seed: int) -> tuple[random.Random, Model]:
     return draw, Model(Pages("test", batch, capacity, size, num_pages, torch.device("cpu")))
 
 
-def test_schedules_keep_every_token_in_a_page_of_its_own() -> None:
+def test_schedules_keep_every_token_in_a_page_of_its_own():
     shared, refused = 0, Counter[str]()
     for seed in range(2000):
         draw, model = drawn(seed)
@@ -108,7 +106,7 @@ def test_schedules_keep_every_token_in_a_page_of_its_own() -> None:
     assert shared > 2000
 
 
-def test_a_state_takes_pages_by_their_numbers() -> None:
+def test_a_state_takes_pages_by_their_numbers():
     for seed in range(200):
         draw, model = drawn(seed)
         pages = model.pages
@@ -121,7 +119,7 @@ def test_a_state_takes_pages_by_their_numbers() -> None:
         model.check()
 
 
-def test_what_is_lacking_is_said() -> None:
+def test_what_is_lacking_is_said():
     pages = Pages("TreeKVCache", 2, 40, 8, 5, torch.device("cpu"))
     pages.make("append", pages.growth([16, 17]))
     with pytest.raises(
@@ -132,7 +130,7 @@ def test_what_is_lacking_is_said() -> None:
     assert raised.value.pages == 2
 
 
-def test_a_permutation_of_open_sequences_copies_nothing() -> None:
+def test_a_permutation_of_open_sequences_copies_nothing():
     pages = Pages("test", 4, 64, 8, 32, torch.device("cpu"))
     rows = [list(row) for row in pages.rows]
     assert pages.make("reorder_", pages.reorder([1, 2, 3, 0], [20, 20, 20, 20])) == []

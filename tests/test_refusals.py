@@ -1,7 +1,5 @@
 """Clear refusals of forward-mode differentiation, wrong types and absurd options; meta tensors work."""
 
-from __future__ import annotations
-
 import copy
 import enum
 from collections.abc import Callable
@@ -48,13 +46,13 @@ JVP: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", JVP)
-def test_tangents_are_not_dropped(name: str, device: str) -> None:
+def test_tangents_are_not_dropped(name, device):
     x = torch.randn(1, 9, 2, 4, device=device)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward-mode|jvp"):
         JVP[name](forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-def test_meta_tensors_pass_through_function_and_module() -> None:
+def test_meta_tensors_pass_through_function_and_module():
     q, k, v = (x.to("meta") for x in qkv())
     assert htree_ops.tree_attention(q, k, v, **OPTIONS).shape == q.shape
     layer = htree_ops.HTreeAttention(16, 4, 2, device="meta", **OPTIONS)
@@ -71,7 +69,7 @@ def test_meta_tensors_pass_through_function_and_module() -> None:
     ],
     ids=str,
 )
-def test_memory_follows_the_length_not_the_options(options: dict[str, int], device: str) -> None:
+def test_memory_follows_the_length_not_the_options(options, device):
     """Every list is complete, so the result is dense attention whatever the options."""
     q, k, v = (torch.randn(1, 40, 2, 4, device=device, requires_grad=True) for _ in range(3))
     for max_top_nodes in (5, 64):
@@ -104,7 +102,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("value", ["a", 2, None])
-def test_return_lse_is_a_bool(value: object) -> None:
+def test_return_lse_is_a_bool(value):
     with pytest.raises(TypeError, match="tree_attention: return_lse must be a bool, got"):
         htree_ops.tree_attention(*qkv(), **OPTIONS, return_lse=value)
 
@@ -139,14 +137,14 @@ MODULE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] 
 
 
 @pytest.mark.parametrize("name", MODULE)
-def test_sizes_and_dtype_of_the_module_are_named(name: str) -> None:
+def test_sizes_and_dtype_of_the_module_are_named(name):
     sizes, options, kind, message = MODULE[name]
     with pytest.raises(kind, match=f"HTreeAttention: {message}"):
         htree_ops.HTreeAttention(*sizes, **options)
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_options_are_named_by_function_and_constructor(name: str) -> None:
+def test_options_are_named_by_function_and_constructor(name):
     options, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         htree_ops.tree_attention(*qkv(), **{**OPTIONS, **options})
@@ -154,7 +152,7 @@ def test_options_are_named_by_function_and_constructor(name: str) -> None:
         htree_ops.HTreeAttention(16, 4, 2, **{**OPTIONS, **options})
 
 
-def test_the_module_names_a_wrong_input() -> None:
+def test_the_module_names_a_wrong_input():
     layer = htree_ops.HTreeAttention(16, 4, 2, **OPTIONS)
     x = torch.randn(1, 9, 16)
     with pytest.raises(
@@ -168,7 +166,7 @@ def test_the_module_names_a_wrong_input() -> None:
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
-def test_an_output_that_overlaps_itself_is_refused(device: str) -> None:
+def test_an_output_that_overlaps_itself_is_refused(device):
     x = torch.randn(4, 6, device=device)
     with pytest.raises(RuntimeError, match="elements of out must not share memory"):
         op.causal_softmax.out(x, out=torch.zeros(20, device=device).as_strided((4, 6), (2, 1)))
@@ -226,7 +224,7 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
-def test_wrong_types_are_named(name: str) -> None:
+def test_wrong_types_are_named(name):
     call, message = WRONG_TYPES[name]
     with pytest.raises(TypeError, match=message):
         call(torch.randn(1, 4, 4, 4))
@@ -246,14 +244,14 @@ def test_wrong_types_are_named(name: str) -> None:
         (lambda: torch.ops.htree.hadamard_transform(torch.zeros(4), 1e39), "scale must be finite in float32"),
     ],
 )
-def test_wrong_values_are_named(build, message: str) -> None:
+def test_wrong_values_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
     assert htree_ops.hadamard_transform(torch.zeros(4, dtype=torch.float64), 1e39).eq(0).all()
 
 
 @pytest.mark.parametrize("block_size", [-512, -1, 256, 2**40])
-def test_block_sizes_without_a_kernel_have_one_class(block_size: int) -> None:
+def test_block_sizes_without_a_kernel_have_one_class(block_size):
     x = torch.zeros(3, 4)
     with pytest.raises(
         htree_ops.ArchitectureNotSupportedError, match=f"block_size must be 0 .*, got {block_size}"
@@ -276,11 +274,11 @@ class LooksLikeSilu:
         return "silu"
 
 
-def test_words_may_be_members_of_an_enum_of_strings() -> None:
+def test_words_may_be_members_of_an_enum_of_strings():
     x, w = torch.randn(3, 4), torch.randn(8, 4)
     expected = htree_ops.gated_mlp(x, w, w, "silu", "gate"), htree_ops.fp8_compute_scale(x, "channel")
 
-    def calls(x: Tensor) -> tuple[Tensor, Tensor]:
+    def calls(x):
         return htree_ops.gated_mlp(x, w, w, Word.silu, Word.gate), htree_ops.fp8_compute_scale(
             x, Word.channel
         )
@@ -305,7 +303,7 @@ def test_words_may_be_members_of_an_enum_of_strings() -> None:
         ),
     ],
 )
-def test_words_are_strings(call: Callable[[Tensor], Any], message: str) -> None:
+def test_words_are_strings(call, message):
     with pytest.raises(TypeError, match=message):
         call(torch.randn(4, 4))
 
@@ -328,9 +326,7 @@ def test_words_are_strings(call: Callable[[Tensor], Any], message: str) -> None:
         ),
     ],
 )
-def test_wrong_numbers_of_arguments_have_the_message_of_python(
-    call: Callable[[Tensor], Any], message: str
-) -> None:
+def test_wrong_numbers_of_arguments_have_the_message_of_python(call, message):
     with pytest.raises(TypeError) as caught:
         call(torch.randn(1, 9, 2, 4))
     assert str(caught.value).startswith(message)
@@ -347,19 +343,19 @@ def test_wrong_numbers_of_arguments_have_the_message_of_python(
     ],
     ids=str,
 )
-def test_parents_are_a_list_of_tensors(parents: object, message: str) -> None:
+def test_parents_are_a_list_of_tensors(parents, message):
     q, k, v = qkv()
     results = attention_forward(q, k, v, **OPTIONS)[:3]
     with pytest.raises(TypeError, match=f"attention_backward: {message}"):
-        attention_backward(q, q, k, v, *results, parents, **OPTIONS)  # type: ignore[arg-type]
+        attention_backward(q, q, k, v, *results, parents, **OPTIONS)
 
 
-def test_parents_may_be_a_tuple() -> None:
+def test_parents_may_be_a_tuple():
     q, k, v = qkv()
     *results, parents = attention_forward(q, k, v, **OPTIONS)
     assert parents
     for a, b in zip(
-        attention_backward(q, q, k, v, *results, tuple(parents), **OPTIONS),  # type: ignore[arg-type]
+        attention_backward(q, q, k, v, *results, tuple(parents), **OPTIONS),
         attention_backward(q, q, k, v, *results, parents, **OPTIONS),
         strict=True,
     ):
@@ -367,7 +363,7 @@ def test_parents_may_be_a_tuple() -> None:
 
 
 @pytest.mark.parametrize("scale", [2**200, -(2**2000), 2**2000], ids=["2**200", "-2**2000", "2**2000"])
-def test_large_ints_for_numbers_are_not_finite(scale: int) -> None:
+def test_large_ints_for_numbers_are_not_finite(scale):
     for call in (
         lambda: htree_ops.tree_attention(*qkv(), scale=scale, **OPTIONS),
         lambda: htree_ops.hadamard_transform(torch.zeros(4), scale),
@@ -377,7 +373,7 @@ def test_large_ints_for_numbers_are_not_finite(scale: int) -> None:
             call()
 
 
-def test_a_count_keeps_its_word_where_an_argument_is_renamed() -> None:
+def test_a_count_keeps_its_word_where_an_argument_is_renamed():
     x, empty = torch.randn(1, 2, 9, 4), torch.ones(0, 2)
     with pytest.raises(htree_ops.ShapeMismatchError, match="cos must hold at least 1 positions, got"):
         compat.apply_rotary_pos_emb_q(x, empty, empty, torch.arange(9))
@@ -389,14 +385,14 @@ def test_a_count_keeps_its_word_where_an_argument_is_renamed() -> None:
     assert caught.value.tensor_name == "position_ids"
 
 
-def test_a_name_for_messages_keeps_the_facts() -> None:
+def test_a_name_for_messages_keeps_the_facts():
     with pytest.raises(htree_ops.UnsupportedDtypeError, match=r"^foo: thing must have dtype") as caught:
         compat.validate_fp8_quantize_inputs(torch.zeros(4).int(), op="foo", name="thing")
     assert (caught.value.dtype, caught.value.tensor_name) == (torch.int32, "thing")
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_operands_of_fp8_gemm_are_checked_before_they_are_quantised(name: str) -> None:
+def test_operands_of_fp8_gemm_are_checked_before_they_are_quantised(name):
     good = {"a": torch.randn(3, 4), "b": torch.randn(4, 5)}
     shape = r"\[M, K\]" if name == "a" else r"\[K, N\]"
     for wrong in (torch.randn(4), torch.randn(())):
@@ -412,10 +408,10 @@ def test_operands_of_fp8_gemm_are_checked_before_they_are_quantised(name: str) -
 
 
 @pytest.mark.parametrize("num_heads", [0, -1, 3, 16, 2**62])
-def test_invalid_num_heads_never_reach_the_tuner(monkeypatch: pytest.MonkeyPatch, num_heads: int) -> None:
+def test_invalid_num_heads_never_reach_the_tuner(monkeypatch, num_heads):
     from htree_ops.ops.rmsnorm_rope import function
 
-    asked: list[tuple[object, ...]] = []
+    asked = []
     monkeypatch.setattr(function, "configured", lambda *arguments: asked.append(arguments))
     x, weight, table = torch.randn(1, 2, 8), torch.ones(8), torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"rmsnorm_rope: .*num_heads"):

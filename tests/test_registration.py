@@ -1,7 +1,5 @@
 """Schema, kernels per dispatch key and tags of every op (docs/semantics §0.3-0.5, §1.8)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -334,26 +332,26 @@ def overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops.htree, packet), variant or "default")
 
 
-def test_a_cuda_build_was_found_where_one_is_expected() -> None:
+def test_a_cuda_build_was_found_where_one_is_expected():
     """Continuous integration compiles the CUDA kernels without a GPU and says so; then they must be there."""
     if os.environ.get("HTREE_EXPECT_CUDA_BUILD") == "1":
         assert build_info()["cuda"]
         assert "CUDA" in kernel_keys("tree_build")
 
 
-def test_the_table_names_every_op() -> None:
+def test_the_table_names_every_op():
     registered = {s.split("::")[1] for s in torch._C._dispatch_get_all_op_names() if s.startswith("htree::")}
     assert registered == set(SCHEMAS)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_schema(name: str) -> None:
+def test_schema(name):
     wanted = torch._C.parse_schema(full_name(name) + SCHEMAS[name])
     assert overload(name)._schema == wanted, f"{overload(name)._schema} is not {wanted}"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_kernels(name: str) -> None:
+def test_kernels(name):
     if name in WITHOUT_DEVICE:
         wanted = {"CompositeExplicitAutograd"}
     elif name in BY_NAME:
@@ -383,7 +381,7 @@ MUTATING = (
 )
 
 
-def test_mutating_ops_return_nothing_but_fresh_tensors() -> None:
+def test_mutating_ops_return_nothing_but_fresh_tensors():
     mutating = {name for name in SCHEMAS if overload(name)._schema.is_mutable}
     assert mutating == set(MUTATING)
     returns = {name: overload(name)._schema.returns for name in mutating if overload(name)._schema.returns}
@@ -392,12 +390,12 @@ def test_mutating_ops_return_nothing_but_fresh_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_tags(name: str) -> None:
+def test_tags(name):
     tags = overload(name).tags
     assert torch.Tag.pt2_compliant_tag in tags
     assert torch.Tag.needs_exact_strides in tags
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_no_output_aliases_an_input(name: str) -> None:
+def test_no_output_aliases_an_input(name):
     assert all(result.alias_info is None for result in overload(name)._schema.returns)

@@ -3,8 +3,6 @@
 See docs/semantics/conventions.md §0.5. The tests know the answer by listing every address.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -58,7 +56,7 @@ def pairs(draw: st.DrawFn):
 
 
 @given(pairs())
-def test_out_is_refused_exactly_where_memory_may_be_shared(case) -> None:
+def test_out_is_refused_exactly_where_memory_may_be_shared(case):
     size, (stride, offset), (out_stride, out_offset) = case
     buffer = torch.randn(BUFFER, dtype=torch.float64)
     x, out = buffer.as_strided(size, stride, offset), buffer.as_strided(size, out_stride, out_offset)
@@ -77,7 +75,7 @@ def test_out_is_refused_exactly_where_memory_may_be_shared(case) -> None:
 
 
 @given(st.data())
-def test_in_place_ops_refuse_exactly_what_is_not_nested(data) -> None:
+def test_in_place_ops_refuse_exactly_what_is_not_nested(data):
     size = data.draw(st.sampled_from([(4,), (3, 4), (2, 3, 4), (1, 2), (5, 1)]))
     stride, offset = data.draw(views(size))
     x = torch.randn(BUFFER, dtype=torch.float64).as_strided(size, stride, offset)
@@ -90,13 +88,13 @@ def test_in_place_ops_refuse_exactly_what_is_not_nested(data) -> None:
         assert torch.equal(x, expected)
 
 
-def test_two_storages_of_one_memory() -> None:
+def test_two_storages_of_one_memory():
     numbers = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     with pytest.raises(RuntimeError, match="out must not share memory with x"):
         op.causal_softmax.out(torch.from_numpy(numbers[:4]), out=torch.from_numpy(numbers[1:]))
 
 
-def test_two_storages_of_the_same_view() -> None:
+def test_two_storages_of_the_same_view():
     numbers = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
     expected = op.causal_softmax(torch.from_numpy(numbers.copy()))
     op.causal_softmax.out(torch.from_numpy(numbers), out=torch.from_numpy(numbers))
@@ -104,7 +102,7 @@ def test_two_storages_of_the_same_view() -> None:
 
 
 @pytest.mark.parametrize("size", [(3000, 1, 2), (2, 5, 600)])
-def test_columns_of_one_buffer_are_apart_at_any_size(size: tuple[int, int, int]) -> None:
+def test_columns_of_one_buffer_are_apart_at_any_size(size):
     batch, rows, cols = size
     buffer = torch.randn(batch, rows, 2 * cols)
     expected = op.causal_softmax(buffer[..., 0::2])
@@ -114,7 +112,7 @@ def test_columns_of_one_buffer_are_apart_at_any_size(size: tuple[int, int, int])
         op.causal_softmax.out(buffer[..., :cols], out=buffer[..., 1 : cols + 1])
 
 
-def test_many_matrices_may_lie_in_one_buffer() -> None:
+def test_many_matrices_may_lie_in_one_buffer():
     buffer = torch.zeros(70_000, 2, 1, 2)
     op.causal_softmax.out(buffer[:, 0], out=buffer[:, 1])
     assert buffer[69_999, 1, 0].tolist() == [0.5, 0.5]
@@ -122,7 +120,7 @@ def test_many_matrices_may_lie_in_one_buffer() -> None:
         op.causal_softmax.out(buffer[1:, 0], out=buffer[:-1, 0])
 
 
-def test_strange_strides_end_in_bounded_time() -> None:
+def test_strange_strides_end_in_bounded_time():
     """Strides that fit no strides of out make the search long; it then stops and reports sharing."""
     buffer = torch.zeros(8_000_000)
     x = buffer.as_strided((64, 64, 64), (60022, 20014, 6002))
@@ -131,7 +129,7 @@ def test_strange_strides_end_in_bounded_time() -> None:
         op.causal_softmax.out(x, out=out)
 
 
-def test_meta_tensors_are_checked_too() -> None:
+def test_meta_tensors_are_checked_too():
     with pytest.raises(RuntimeError, match="elements of x must not share memory"):
         op.hadamard_transform_(torch.empty(1, 4, device="meta").expand(3, 4))
     with pytest.raises(RuntimeError, match="elements of out must not share memory"):
@@ -216,7 +214,7 @@ def negated(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MUTATING)
-def test_views_with_a_lazy_sign(name: str, device: str) -> None:
+def test_views_with_a_lazy_sign(name, device):
     """Torch negates such a view when it is read: the op must see its values and write values back."""
     values = torch.randn(SIZES.get(name, (4, 4)), device=device)
     expected = values.clone()
@@ -229,7 +227,7 @@ def test_views_with_a_lazy_sign(name: str, device: str) -> None:
         assert view._version > version
 
 
-def test_the_list_of_mutating_ops_is_whole() -> None:
+def test_the_list_of_mutating_ops_is_whole():
     schemas = torch._C._jit_get_schemas_for_operator
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("htree::")}
     mutable = {
@@ -242,12 +240,12 @@ def test_the_list_of_mutating_ops_is_whole() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal_softmax_", "hadamard_transform_", "causal_softmax.out"])
-def test_conjugated_views_are_refused_like_any_complex_tensor(name: str, device: str) -> None:
+def test_conjugated_views_are_refused_like_any_complex_tensor(name, device):
     with pytest.raises(TypeError, match="must have dtype"):
         MUTATING[name](torch.zeros(4, 4, dtype=torch.complex64, device=device).conj())
 
 
-def test_a_lazy_output_beside_a_plain_input(device: str) -> None:
+def test_a_lazy_output_beside_a_plain_input(device):
     x = torch.randn(4, 4, device=device)
     out = negated(torch.zeros(4, 4, device=device))
     assert torch.equal(htree_ops.causal_softmax(x, out=out), htree_ops.causal_softmax(x))

@@ -3,9 +3,7 @@
 The other tests run with one thread (``conftest.py``).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +24,7 @@ TREE = {"compression_rate": 16, "top_k": 4, "max_top_nodes": 64}
 
 
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
+def threads_as_before():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -154,7 +152,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+def test_the_number_of_threads_changes_no_bit(name):
     torch.set_num_threads(1)
     alone = CALLS[name]()
     for threads in (2, 3, 8):

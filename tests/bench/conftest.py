@@ -1,7 +1,5 @@
 """What the tests of benchmarks share: a commit for their rows, and a way to run a program for them."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

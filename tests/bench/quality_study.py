@@ -1,7 +1,5 @@
 """What the tests of the quality study share: its modules, a text and a session on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

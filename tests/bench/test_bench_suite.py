@@ -1,7 +1,5 @@
 """The suite's choices, comparisons and command lines on a CPU (docs/semantics/python.md §3.4)."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The benchmark machinery on a CPU: statistics, fairness of the loop, the gate, rows and their files."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import itertools
@@ -112,8 +110,8 @@ def test_measure_on_a_fake_clock():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
-def test_each_candidate_follows_each_other_one_equally_often(count: int) -> None:
-    followers: Counter[tuple[int, int]] = Counter()
+def test_each_candidate_follows_each_other_one_equally_often(count):
+    followers = Counter()
     for turn in range(2 * count):
         order = timing.order_of_turn(count, turn)
         assert sorted(order) == list(range(count))
@@ -125,7 +123,7 @@ def test_a_disturbed_measurement_is_taken_again():
     effort = timing.Effort(rounds=4, burst=5, warm_up_ms=0.0)
     busy = [10.0, 10.0, *[80.0, 10.0] * 10]  # first call, warm-up, 20 samples; every other one waits
 
-    def measured(*times: float):
+    def measured(*times):
         counter = FakeCounter()
         candidates = {"steady": [counter.call(20.0)], "ours": [counter.call(*times)]}
         return timing.measure_undisturbed(candidates, CpuClock(counter), effort), counter.seconds
@@ -160,11 +158,11 @@ def test_long_calls_get_short_turns():
 
 
 def test_candidates_alternate_and_inputs_rotate():
-    log: list[tuple[str, int]] = []
+    log = []
     counter = FakeCounter()
 
-    def call(name: str, index: int):
-        def run() -> None:
+    def call(name, index):
+        def run():
             counter.seconds += 1e-6
             log.append((name, index))
 
@@ -218,9 +216,9 @@ def test_long_calls_take_fewer_turns():
 
 @pytest.mark.gpu
 def test_cuda_outputs_rotate():
-    seen: list[int] = []
+    seen = []
 
-    def call() -> torch.Tensor:
+    def call():
         made = torch.empty(1 << 20, device="cuda")
         seen.append(made.data_ptr())
         return made
@@ -272,7 +270,7 @@ def test_inputs_that_are_read_in_part_have_more_sets(monkeypatch):
     class Partly(SumCase):
         reads_a_part = True
 
-        def bytes(self) -> int:
+        def bytes(self):
             return super().bytes() // 20
 
     case = Partly(name="partly", dtype=torch.float32, n=1000)
@@ -335,7 +333,7 @@ def test_row_of_a_benchmark():
 
 
 def test_one_row_per_baseline_and_a_yardstick_is_marked():
-    def yardstick(x: torch.Tensor) -> torch.Tensor:
+    def yardstick(x):
         return x.max()
 
     baselines = [
@@ -358,7 +356,7 @@ def test_one_row_per_baseline_and_a_yardstick_is_marked():
 def test_the_gate_refuses_to_time_a_wrong_result(wrong):
     calls = []
 
-    def wrong_sum(x: torch.Tensor) -> torch.Tensor:
+    def wrong_sum(x):
         calls.append(x)
         return x[:-1000].sum() + 1
 
@@ -408,7 +406,7 @@ def test_commit_of_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(info, "build_info", lambda: {"commit": None, "version": "1.2"})
     assert source_commit(tmp_path) == "version 1.2", "built from a source distribution"
 
-    def git(*arguments: str) -> str:
+    def git(*arguments):
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
         command = ["git", *identity, *arguments]
         return subprocess.run(

@@ -1,7 +1,5 @@
 """The computed table of docs/distributed.md is what its program prints, and its model agrees with what was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

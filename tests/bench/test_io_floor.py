@@ -1,7 +1,5 @@
 """Verdicts, floors, the byte model and the command line of the IO-only comparison (docs/semantics §2.4, §2.5)."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

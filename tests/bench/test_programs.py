@@ -1,7 +1,5 @@
 """The programs of benchmarks/ at tiny sizes: what they compare is the same, and every setting has its rows."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import functools

@@ -1,7 +1,5 @@
 """The study of quality at a tiny size: what it measures, that it goes on where it ended, its report."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
@@ -146,7 +144,7 @@ def test_a_signal_leaves_a_partial_row_and_the_rest_for_later(study, text, tmp_p
         drawn.append(1)
         return made(*arguments, **keywords)
 
-    drawn: list[int] = []
+    drawn = []
     flags = f"--tiny --device cpu --piece needle-others --text {text} --out {tmp_path}".split()
     weights = study.model.LanguageModel(study.settings.TINY.conversion).state_dict()
     study.record.save_checkpoint(tmp_path, session_of(study, tmp_path, text).checkpoint, weights)
@@ -206,7 +204,7 @@ def test_a_killed_training_goes_on_from_its_last_state(
             raise Killed
         return written(*arguments, **keywords)
 
-    steps: list[int] = []
+    steps = []
     written = study.session.Session.write
     with monkeypatch.context() as patch:
         patch.setattr(study.pieces, "text_loss", text_loss)
@@ -232,7 +230,7 @@ def test_a_killed_training_goes_on_from_its_last_state(
 
 
 def test_the_limit_pauses_the_first_run_and_leaves_the_others(study, text, tmp_path, monkeypatch):
-    said: list[str] = []
+    said = []
     state = tmp_path / "state"
     session = session_of(study, tmp_path / "out", text, limit_s=1e6, state=state)
     session.said = said.append
@@ -269,7 +267,7 @@ def test_rows_weights_and_states_belong_to_one_text(study, whole, text, tmp_path
     other = tmp_path / "other"
     shutil.copytree(text, other)
     (other / "package_0" / "more.py").write_text("# one line more\n")
-    said: list[str] = []
+    said = []
     old, new = session_of(study, whole, text), session_of(study, whole, other)
     new.said = said.append
     assert old.is_done("conversion", "train: dense")

@@ -1,7 +1,5 @@
 """The report: a page that needs nothing from outside, pictures, and refusals in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

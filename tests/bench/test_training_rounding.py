@@ -1,7 +1,5 @@
 """The program that says how far rounding lets losses drift, and the table of docs/distributed.md."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys
@@ -15,7 +13,7 @@ DOCUMENT = ROOT / "docs" / "distributed.md"
 
 
 def test_the_document_has_the_largest_differences():
-    most: dict[tuple[str, str, str], dict[tuple[bool, str], float]] = {}
+    most = {}
     with RESULTS.open(newline="") as file:
         for row in csv.DictReader(file):
             cells = most.setdefault((row["dtype"], row["selects"], row["learning_rate"]), {})

@@ -1,7 +1,5 @@
 """causal_softmax, its out=, in-place and backward forms, against the float64 reference (docs/semantics §5)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,15 +13,7 @@ import htree_ops
 from htree_ops.reference.causal_softmax import causal_softmax as reference
 from htree_ops.reference.causal_softmax import causal_softmax_backward as reference_backward
 from tests.support.cases import case_id, normal
-from tests.support.causal_softmax_cases import (
-    BACKWARD_CASES,
-    CASES,
-    DTYPES,
-    LAYOUT_CASES,
-    CausalSoftmaxBackwardCase,
-    CausalSoftmaxCase,
-    tolerance,
-)
+from tests.support.causal_softmax_cases import BACKWARD_CASES, CASES, DTYPES, LAYOUT_CASES, tolerance
 from tests.support.compare import assert_close_spec
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
@@ -42,7 +32,7 @@ def check(y: torch.Tensor, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, *LAYOUT_CASES], ids=case_id)
-def test_forward(case: CausalSoftmaxCase, device: str, nan_memory: None) -> None:
+def test_forward(case, device, nan_memory):
     x, block_size = case.make_inputs(device)
     y = op(x, block_size)
     assert y.is_contiguous()
@@ -51,7 +41,7 @@ def test_forward(case: CausalSoftmaxCase, device: str, nan_memory: None) -> None
 
 
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=case_id)
-def test_backward(case: CausalSoftmaxBackwardCase, device: str, nan_memory: None) -> None:
+def test_backward(case, device, nan_memory):
     dy, y = case.make_inputs(device)
     dx = op_backward(dy, y)
     expected = reference_backward(dy, y)
@@ -69,7 +59,7 @@ def test_backward(case: CausalSoftmaxBackwardCase, device: str, nan_memory: None
     "w", [1, 31, 200, 500, 1000, 1024, 1025, 2048, 5000, 16384, 16392, 32768, 33000, 70001]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_row_kernel(dtype: torch.dtype, w: int, block_size: int, device: str, nan_memory: None) -> None:
+def test_every_row_kernel(dtype, w, block_size, device, nan_memory):
     x = normal((2, min(w, 3), w), dtype, device, seed=w)
     for view in (x, LAYOUTS["misaligned"](x)):
         y = op(view, block_size)
@@ -92,15 +82,13 @@ HEAD_LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(3, 9, 37), (2, 3, 9, 37)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_out_and_in_place_write_any_layout(
-    dtype: torch.dtype, shape: tuple[int, ...], layout: str, device: str
-) -> None:
+def test_out_and_in_place_write_any_layout(dtype, shape, layout, device):
     check_writes(LAYOUTS[layout], normal(shape, dtype, device, seed=0))
 
 
 @pytest.mark.parametrize("layout", HEAD_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_out_and_in_place_write_any_leading_dims(dtype: torch.dtype, layout: str, device: str) -> None:
+def test_out_and_in_place_write_any_leading_dims(dtype, layout, device):
     check_writes(HEAD_LAYOUTS[layout], normal((2, 3, 9, 37), dtype, device, seed=0))
 
 
@@ -123,7 +111,7 @@ def check_writes(layout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 3, 4, 33, 40), (1, 1, 1, 1, 1)], ids=str)
-def test_leading_dims_are_one_batch(shape: tuple[int, ...], device: str) -> None:
+def test_leading_dims_are_one_batch(shape, device):
     x = normal(shape, torch.float32, device, seed=0)
     y = htree_ops.causal_softmax(x)
     assert torch.equal(y, op(x.flatten(0, -3)).view_as(x))
@@ -145,9 +133,7 @@ def test_leading_dims_are_one_batch(shape: tuple[int, ...], device: str) -> None
         (lambda x: x.transpose(0, 1), 1),
     ],
 )
-def test_scores_are_copied_only_where_leading_dims_have_no_common_stride(
-    view: Callable[[torch.Tensor], torch.Tensor], copies: int
-) -> None:
+def test_scores_are_copied_only_where_leading_dims_have_no_common_stride(view, copies):
     x = view(normal((4, 3, 10, 12), torch.float32, "cpu", seed=0))
     y = torch.empty(x.shape)
     for tensors, call in ((1, lambda: op(x)), (1, lambda: op.out(x, out=y)), (2, lambda: op_backward(x, x))):
@@ -156,7 +142,7 @@ def test_scores_are_copied_only_where_leading_dims_have_no_common_stride(
         assert sum(event.name == "aten::copy_" for event in profile.events()) == copies * tensors
 
 
-def test_out_beside_its_input_touches_nothing_else(device: str) -> None:
+def test_out_beside_its_input_touches_nothing_else(device):
     """x and out interleave in one buffer: legal, and no neighbour is overwritten."""
     buffer = normal((4, 16), torch.float32, device, seed=1)
     x, out = buffer[:, 0::2], buffer[:, 1::2]
@@ -166,7 +152,7 @@ def test_out_beside_its_input_touches_nothing_else(device: str) -> None:
     assert torch.equal(x, kept)
 
 
-def test_partial_overlap_is_refused(device: str) -> None:
+def test_partial_overlap_is_refused(device):
     flat = torch.zeros(100, device=device)
     with pytest.raises(RuntimeError, match="out must not share memory with x"):
         op.out(flat[:64].view(8, 8), out=flat[8:72].view(8, 8))
@@ -178,7 +164,7 @@ def test_partial_overlap_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("w", [8, 40, 3000, 40000])
-def test_special_values(dtype: torch.dtype, w: int, device: str) -> None:
+def test_special_values(dtype, w, device):
     inf, nan = math.inf, math.nan
     x = normal((8, w), dtype, device, seed=2)
     first = w - 8 + 1  # visible columns of row 0
@@ -199,7 +185,7 @@ def test_special_values(dtype: torch.dtype, w: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ends_of_the_range(dtype: torch.dtype, device: str) -> None:
+def test_ends_of_the_range(dtype, device):
     """The maximum times log2(e) has a large rounding error or overflows; rows of finfo.min are common."""
     limits = torch.finfo(dtype)
     x = torch.full((30, 40), limits.min, dtype=dtype, device=device)
@@ -217,7 +203,7 @@ def test_ends_of_the_range(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(("w", "block_size"), [(2000, 0), (20000, 512), (40000, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_scores(dtype: torch.dtype, w: int, block_size: int, device: str) -> None:
+def test_large_scores(dtype, w, block_size, device):
     """The maximum times log2(e) has a large rounding error, and a new one each time the maximum grows."""
     top = 6e4 if dtype == torch.float16 else 1.5e7
     few = torch.zeros(w, dtype=torch.float64)
@@ -232,14 +218,14 @@ def test_large_scores(dtype: torch.dtype, w: int, block_size: int, device: str) 
     check(op(x, block_size), x)
 
 
-def test_zeros_behind_the_prefix_are_positive(device: str) -> None:
+def test_zeros_behind_the_prefix_are_positive(device):
     y = op(-torch.rand(5, 7, device=device))
     assert not torch.signbit(y).any()
     dx = op_backward(-torch.ones(5, 7, device=device), y)
     assert not torch.signbit(dx[~torch.ones(5, 7, dtype=torch.bool).tril(2)]).any()
 
 
-def test_gradient(device: str) -> None:
+def test_gradient(device):
     x = normal((2, 4, 6), torch.float64, device, seed=3).requires_grad_()
     assert torch.autograd.gradcheck(op, (x,), nondet_tol=0.0)
     assert torch.autograd.gradcheck(lambda v: op(v.transpose(-1, -2)[..., :3, :]), (x,), nondet_tol=0.0)
@@ -248,21 +234,21 @@ def test_gradient(device: str) -> None:
     assert torch.autograd.gradcheck(lambda v: op(v[:, 1:].transpose(0, 1)), (heads,), nondet_tol=0.0)
 
 
-def test_masked_gradient_is_ignored(device: str) -> None:
+def test_masked_gradient_is_ignored(device):
     y = op(torch.randn(3, 5, device=device))
     dy = torch.randn(3, 5, device=device)
     poisoned = dy.masked_fill(~torch.ones(3, 5, dtype=torch.bool, device=device).tril(2), math.nan)
     assert torch.equal(op_backward(poisoned, y), op_backward(dy, y))
 
 
-def test_double_backward_is_refused(device: str) -> None:
+def test_double_backward_is_refused(device):
     x = torch.randn(3, 5, device=device, requires_grad=True)
     (dx,) = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not supported"):
         dx.sum().backward()
 
 
-def test_writing_ops_refuse_gradients_and_count_versions(device: str) -> None:
+def test_writing_ops_refuse_gradients_and_count_versions(device):
     x = torch.randn(3, 5, device=device, requires_grad=True)
     for call in (lambda: op_(x), lambda: op_(x * 1), lambda: op.out(x, out=torch.empty(3, 5, device=device))):
         with pytest.raises(NotImplementedError, match="has no gradient"):
@@ -327,13 +313,13 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_argument_requirement_and_value(name: str) -> None:
+def test_errors_name_argument_requirement_and_value(name):
     call, kind, message = ERRORS[name]
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_a_wrong_rank_is_a_shape_mismatch() -> None:
+def test_a_wrong_rank_is_a_shape_mismatch():
     with pytest.raises(
         htree_ops.ShapeMismatchError, match=r"^causal_softmax: x must have at least 2"
     ) as caught:
@@ -350,9 +336,7 @@ seeds = st.integers(0, 2**31 - 1)
 @given(
     size=rows_and_columns, seed=seeds, dtype=st.sampled_from(DTYPES), scale=st.sampled_from([0.1, 1.0, 30.0])
 )
-def test_property_matches_torch_and_sums_to_one(
-    device: str, size: tuple[int, int], seed: int, dtype: torch.dtype, scale: float
-) -> None:
+def test_property_matches_torch_and_sums_to_one(device, size, seed, dtype, scale):
     x = normal((2, *size), dtype, device, seed, scale)
     with poisoned_memory():
         y = op(x)
@@ -375,14 +359,7 @@ def test_property_matches_torch_and_sums_to_one(
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_property_any_leading_dims(
-    device: str,
-    leading: list[int],
-    size: tuple[int, int],
-    seed: int,
-    dtype: torch.dtype,
-    data: st.DataObject,
-) -> None:
+def test_property_any_leading_dims(device, leading, size, seed, dtype, data):
     """In any order in memory and as a part of more, x gives what its matrices give in a contiguous batch."""
     batch = math.prod(leading)
     rows = normal((batch, *size), dtype, device, seed)
@@ -399,15 +376,13 @@ def test_property_any_leading_dims(
 
 
 @given(size=rows_and_columns, seed=seeds, shift=st.floats(-50, 50))
-def test_property_shift_invariance(device: str, size: tuple[int, int], seed: int, shift: float) -> None:
+def test_property_shift_invariance(device, size, seed, shift):
     x = normal(size, torch.float64, device, seed)
     assert_close_spec(op(x + shift), op(x), 1e-12, 1e-15)
 
 
 @given(size=rows_and_columns, seed=seeds, data=st.data())
-def test_property_a_row_depends_on_its_prefix_alone(
-    device: str, size: tuple[int, int], seed: int, data: st.DataObject
-) -> None:
+def test_property_a_row_depends_on_its_prefix_alone(device, size, seed, data):
     h, w = size
     row = data.draw(st.integers(0, h - 1))
     visible = w - h + 1 + row
@@ -419,7 +394,7 @@ def test_property_a_row_depends_on_its_prefix_alone(
 
 
 @given(seed=seeds, n=st.integers(1, 300))
-def test_property_square_starts_one_hot(device: str, seed: int, n: int) -> None:
+def test_property_square_starts_one_hot(device, seed, n):
     y = op(normal((n, n), torch.float32, device, seed))
     assert y[0, 0] == 1
     assert (y[0, 1:] == 0).all()
@@ -431,7 +406,7 @@ OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 20_0
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
-def test_opcheck(case: CausalSoftmaxCase, device: str) -> None:
+def test_opcheck(case, device):
     x = case.make_x(device)
     opcheck(op.default, (x.clone().requires_grad_(),))
     opcheck(op.default, (x, case.block_size))
@@ -441,8 +416,8 @@ def test_opcheck(case: CausalSoftmaxCase, device: str) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: str) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
+def test_compile_with_views_and_backward(dynamic, backend, device):
+    def model(x):
         return op(x.transpose(-1, -2)[..., 1:, :].sin()).cos()
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -455,10 +430,10 @@ def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: st
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_heads(dynamic: bool, device: str) -> None:
+def test_compiled_heads(dynamic, device):
     """Forward, backward, in place and ``out=``, of heads that are a part of more."""
 
-    def model(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def model(x, out):
         changed = x.detach().clone()
         part = changed[:, :-1]
         htree_ops.causal_softmax(part, out=part)
@@ -479,16 +454,16 @@ def test_compiled_heads(dynamic: bool, device: str) -> None:
         assert torch.equal(dx, expected)
 
 
-def test_meta_tensors_of_heads() -> None:
+def test_meta_tensors_of_heads():
     x = torch.empty(2, 3, 5, 7, device="meta").transpose(0, 1)
     for result in (op(x), op_backward(x, x)):
         assert result.shape == (3, 2, 5, 7)
         assert result.is_contiguous()
 
 
-def test_export_keeps_one_node(device: str) -> None:
+def test_export_keeps_one_node(device):
     class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return op(x)
 
     length = torch.export.Dim("length", min=3, max=100)
@@ -502,7 +477,7 @@ def test_export_keeps_one_node(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_elements() -> None:
+def test_more_than_2_31_elements():
     shape = (33, 8192, 8192)
     assert math.prod(shape) > 2**31
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -523,7 +498,7 @@ def test_more_than_2_31_elements() -> None:
 @pytest.mark.parametrize(
     "shape", [(60, 250, 250), (50, 300, 500), (20, 1000, 1000), (8, 1500, 2000), (3, 1500, 5000)]
 )
-def test_more_rows_than_run_at_a_time(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_more_rows_than_run_at_a_time(shape, dtype):
     """Each persistent block takes several rows and loads the next one while it computes."""
     x = normal(shape, dtype, "cuda", seed=5)
     y = op(x)
@@ -536,7 +511,7 @@ def test_more_rows_than_run_at_a_time(shape: tuple[int, int, int], dtype: torch.
 
 
 @pytest.mark.gpu
-def test_stream_graph_and_many_batches() -> None:
+def test_stream_graph_and_many_batches():
     x = torch.randn(70_000, 2, 9, device="cuda")
     assert_stream_and_graph(lambda: op(x), x)
 
@@ -586,8 +561,6 @@ def backward(size: int, cols: int) -> dict[str, Any]:
     ],
     ids=repr,
 )
-def test_configuration_is_a_function_of_the_problem(
-    problem: dict[str, Any], expected: tuple[int, int, int, int]
-) -> None:
+def test_configuration_is_a_function_of_the_problem(problem, expected):
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     assert host.causal_softmax_config(**problem) == expected

@@ -1,8 +1,5 @@
 """The ranks of tests. Those on GPUs begin once: each start makes a context on every GPU and NCCL's channels."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +10,18 @@ _STARTED: list[Pool] = []
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
+def ranks():
     """Four processes on the CPU: groups of 4, 2 and 1."""
     yield from started(4)
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
+def pair():
     yield from started(2)
 
 
 @pytest.fixture
-def gpus() -> Pool:
+def gpus():
     """A process for each of two GPUs; with one GPU a group of one."""
     if not _STARTED:
         _STARTED.append(Pool(min(2, torch.cuda.device_count()), "nccl"))

@@ -1,7 +1,5 @@
 """What the tests of modules that start on meta run on every rank."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

@@ -1,7 +1,5 @@
 """What the tests of an index that learns run on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ test. The test in which a rank dies fails with the stacks of that rank, those of
 call that failed are not used again, because messages of it may be under way: the next call starts new ones.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import multiprocessing

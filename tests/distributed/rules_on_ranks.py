@@ -1,7 +1,5 @@
 """What the tests of sharding rules and of functions on DTensors run on every rank."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import htree_ops
-from htree_ops.distributed import (
-    sharding,
-)
+from htree_ops.distributed import sharding
 from tests.support.cases import normal
 from tests.support.tree_attention_problem import packed
 

@@ -6,8 +6,6 @@ The runs must have a low learning rate, as those of tests/two_gpus.sh: at the de
 grow as far as mistakes (docs/distributed.md).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

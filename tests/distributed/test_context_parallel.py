@@ -1,10 +1,7 @@
 """Tree attention over tokens on several ranks, against one process (docs/semantics/tree_attention.md §1.11, §1.13)."""
 
-from __future__ import annotations
-
 import itertools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import cp_on_ranks
@@ -54,7 +51,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Pool]:
+def three():
     """Three processes on the CPU."""
     yield from started(3)
 
@@ -72,7 +69,7 @@ def assert_matches(found: dict[str, Any], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
+def test_equals_one_process(name, dtype, ranks):
     sizes, options = CASES[name]
     balances = BALANCES if dtype == torch.float32 else BALANCES[:1]
     for balance in balances:
@@ -84,7 +81,7 @@ def test_equals_one_process(name: str, dtype: torch.dtype, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ON_THREE)
-def test_an_index_on_three_ranks(name: str, three: Pool) -> None:
+def test_an_index_on_three_ranks(name, three):
     options = {"compression_rate": 4, "top_k": 3} | ON_THREE[name]
     for balance in ("zigzag", "contiguous", "striped"):
         call = (3, balance, (1, 288, 4, 2, 8, 6), torch.float32, options)
@@ -94,7 +91,7 @@ def test_an_index_on_three_ranks(name: str, three: Pool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("balance", BALANCES)
-def test_gradients_are_added_before_they_are_rounded(balance: str, dtype: torch.dtype, ranks: Pool) -> None:
+def test_gradients_are_added_before_they_are_rounded(balance, dtype, ranks):
     sizes, options = CASES["three_layers"]
     for size in (2, 4):
         for found in ranks.run(cp_on_ranks.sums_of_ranks, size, balance, sizes, dtype, options):
@@ -135,16 +132,14 @@ def problems(draw: st.DrawFn) -> tuple[int, str, cp_on_ranks.Sizes, dict[str, An
 
 @settings(max_examples=100)
 @given(problem=problems())
-def test_equals_one_process_for_any_problem(
-    problem: tuple[int, str, cp_on_ranks.Sizes, dict[str, Any]], ranks: Pool
-) -> None:
+def test_equals_one_process_for_any_problem(problem, ranks):
     size, balance, sizes, options = problem
     for found in ranks.run(cp_on_ranks.compare, size, balance, sizes, torch.float64, options):
         assert_matches(found, torch.float64)
 
 
 @pytest.mark.gpu
-def test_equals_one_gpu(gpus: Pool) -> None:
+def test_equals_one_gpu(gpus):
     """Two GPUs, or one with a group of one; the tensor-core kernels and the general ones."""
     size = len(gpus.processes)
     for dtype, width, stride, index in (
@@ -171,7 +166,7 @@ def test_equals_one_gpu(gpus: Pool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("balance", BALANCES)
-def test_gradients_are_added_before_they_are_rounded_on_gpus(balance: str, gpus: Pool) -> None:
+def test_gradients_are_added_before_they_are_rounded_on_gpus(balance, gpus):
     sizes, options = CASES["three_layers"]
     for dtype in (torch.bfloat16, torch.float32):
         call = (len(gpus.processes), balance, sizes, dtype, options, "cuda")
@@ -181,7 +176,7 @@ def test_gradients_are_added_before_they_are_rounded_on_gpus(balance: str, gpus:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("balance", BALANCES)
-def test_slices_and_layers_on_gpus(balance: str, gpus: Pool) -> None:
+def test_slices_and_layers_on_gpus(balance, gpus):
     """NCCL has other streams than the work: a result that is read too early is wrong here."""
     size = len(gpus.processes)
     for found in gpus.run(cp_on_ranks.round_trip, size, balance, (2, 4096, 3), 1, "cuda"):
@@ -195,20 +190,20 @@ def test_slices_and_layers_on_gpus(balance: str, gpus: Pool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_index", [False, True])
-def test_compiled_code_on_gpus(by_index: bool, gpus: Pool) -> None:
+def test_compiled_code_on_gpus(by_index, gpus):
     for found in gpus.run(cp_on_ranks.compiled, len(gpus.processes), "zigzag", "cuda", by_index):
         assert max(found["errors"]) < 1e-4, found
 
 
 @pytest.mark.gpu
-def test_autocast_on_gpus(gpus: Pool) -> None:
+def test_autocast_on_gpus(gpus):
     size = len(gpus.processes)
     expected = {"dtype": "torch.bfloat16", "equal": True}
     assert gpus.run(cp_on_ranks.autocast, size, "cuda") == [expected] * size
 
 
 @pytest.mark.gpu
-def test_a_fault_raises_on_every_gpu(gpus: Pool) -> None:
+def test_a_fault_raises_on_every_gpu(gpus):
     """The ranks compare their calls through NCCL here, for the group has no backend for the CPU."""
     size = len(gpus.processes)
     faults = {"unknown balance": "balance must be one of"}
@@ -228,7 +223,7 @@ def test_a_fault_raises_on_every_gpu(gpus: Pool) -> None:
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_shards_come_back(balance: str, ranks: Pool) -> None:
+def test_shards_come_back(balance, ranks):
     for size, shape, dim in ((4, (2, 64, 3), 1), (2, (32, 5), 0), (4, (3, 2, 192), -1), (1, (2, 7), 1)):
         results = ranks.run(cp_on_ranks.round_trip, size, balance, shape, dim)
         assert all(found["whole"] for found in results)
@@ -237,12 +232,12 @@ def test_shards_come_back(balance: str, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64], ids=str)
-def test_shards_of_any_dtype_come_back(dtype: torch.dtype, ranks: Pool) -> None:
+def test_shards_of_any_dtype_come_back(dtype, ranks):
     for size in (2, 4):
         assert ranks.run(cp_on_ranks.any_dtype, size, dtype) == [True] * 4
 
 
-def test_who_has_which_tokens(ranks: Pool) -> None:
+def test_who_has_which_tokens(ranks):
     assert ranks.run(cp_on_ranks.share, 4, "contiguous", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert ranks.run(cp_on_ranks.share, 4, "zigzag", 8) == [[0, 7], [1, 6], [2, 5], [3, 4]]
     stripes = [[0, 3, 4, 7, 8, 11, 12, 15], [1, 2, 5, 6, 9, 10, 13, 14]]
@@ -253,7 +248,7 @@ def test_who_has_which_tokens(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("tokens", [49_152, 131_072, 524_288, 1_048_576, 6_291_456])
-def test_work_is_shared_evenly(size: int, tokens: int) -> None:
+def test_work_is_shared_evenly(size, tokens):
     """Each rank has a head and a tail of what is left, every part is taken once, and no rank has much more than others.
 
     What a part costs is the finest that can be moved; where ranks have few tokens each, that is what they differ by.
@@ -271,7 +266,7 @@ def test_work_is_shared_evenly(size: int, tokens: int) -> None:
     for parts in shares:
         assert sum(after - part > 1 for part, after in itertools.pairwise(parts)) <= 1, "a head and a tail"
 
-    def unevenness(balance: str) -> float:
+    def unevenness(balance):
         per_rank = parts_per_rank(balance)
         share = [
             sum(
@@ -287,7 +282,7 @@ def test_work_is_shared_evenly(size: int, tokens: int) -> None:
     assert unevenness("work") <= min(map(unevenness, ("zigzag", "contiguous"))) + 0.002
 
 
-def test_a_text_that_is_shared_unevenly_equals_one_process(ranks: Pool) -> None:
+def test_a_text_that_is_shared_unevenly_equals_one_process(ranks):
     """Rank 0 has more of the tail than of the head, so its two stretches of rows have different lengths."""
     sizes = (1, 16_384, 1, 1, 2, 2)
     options = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
@@ -299,7 +294,7 @@ def test_a_text_that_is_shared_unevenly_equals_one_process(ranks: Pool) -> None:
 # ---- overlap
 
 
-def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
+def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks):
     """All keys before the first wait; gradients leave after their step and are waited for at the end."""
     for forward, backward in ranks.run(cp_on_ranks.order, 4, 2):
         assert forward == ["gather", *["wait", "attend"] * 2]
@@ -318,27 +313,27 @@ def test_what_is_sent_is_under_way_before_it_is_waited_for(ranks: Pool) -> None:
 
 @pytest.mark.parametrize("by_index", [False, True])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_one_rank(balance: str, by_index: bool, ranks: Pool) -> None:
+def test_the_module_equals_one_rank(balance, by_index, ranks):
     for found in ranks.run(cp_on_ranks.layer, 4, balance, "cpu", by_index):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found
 
 
 @pytest.mark.parametrize(("balance", "by_index"), [("zigzag", False), ("work", False), ("zigzag", True)])
-def test_compiles_whole(balance: str, by_index: bool, ranks: Pool) -> None:
+def test_compiles_whole(balance, by_index, ranks):
     for found in ranks.run(cp_on_ranks.compiled, 2, balance, "cpu", by_index):
         assert max(found["errors"]) < 1e-4, found
 
 
 @pytest.mark.parametrize("index", [{}, {"index": (2, 16)}], ids=["means", "index"])
-def test_the_ranks_count_the_products_of_one_process(index: dict[str, Any], ranks: Pool) -> None:
+def test_the_ranks_count_the_products_of_one_process(index, ranks):
     options = {"compression_rate": 4, "max_top_nodes": 20, "top_k": 3, **index}
     for one, many, of_no_document in ranks.run(cp_on_ranks.counted, 4, options):
         assert one == many
         assert of_no_document == 0
 
 
-def test_autocast(ranks: Pool) -> None:
+def test_autocast(ranks):
     assert ranks.run(cp_on_ranks.autocast, 2) == [{"dtype": "torch.bfloat16", "equal": True}] * 4
 
 
@@ -386,7 +381,7 @@ def test_autocast(ranks: Pool) -> None:
         ("no group", "group must be a ProcessGroup that holds this process, got str"),
     ],
 )
-def test_a_fault_raises_on_every_rank(what: str, message: str, ranks: Pool) -> None:
+def test_a_fault_raises_on_every_rank(what, message, ranks):
     for _, found in ranks.refusals(cp_on_ranks.fault, what):
         assert re.search(message, found), found
 
@@ -417,7 +412,7 @@ def test_a_fault_raises_on_every_rank(what: str, message: str, ranks: Pool) -> N
         ("index and scope", "ValueError", "tree_attention_cp: scope must be kv_head beside an index"),
     ],
 )
-def test_the_mistake_of_one_rank_stops_all(what: str, kind: str, message: str, ranks: Pool) -> None:
+def test_the_mistake_of_one_rank_stops_all(what, kind, message, ranks):
     found = ranks.refusals(cp_on_ranks.fault, what)
     assert found[1][0] == kind
     assert message in found[1][1]
@@ -428,12 +423,12 @@ def test_the_mistake_of_one_rank_stops_all(what: str, kind: str, message: str, r
         )
 
 
-def test_ranks_that_make_different_calls(ranks: Pool) -> None:
+def test_ranks_that_make_different_calls(ranks):
     for _, message in ranks.refusals(cp_on_ranks.fault, "other call"):
         assert "another rank of the group makes another call" in message
 
 
-def test_a_rank_that_raises_leaves_no_hang() -> None:
+def test_a_rank_that_raises_leaves_no_hang():
     """The others get the error of their backend when the time of the group is over."""
     pool = Pool(2, seconds=3)
     try:
@@ -448,27 +443,27 @@ def test_a_rank_that_raises_leaves_no_hang() -> None:
     ("heads", "megabytes", "steps"),
     [(4, 1024, 4), (8, 1024, 4), (6, 1024, 3), (4, 64, 2), (4, 63, 1), (5, 1024, 1), (1, 1024, 1)],
 )
-def test_steps_divide_the_heads_and_are_large(heads: int, megabytes: int, steps: int) -> None:
+def test_steps_divide_the_heads_and_are_large(heads, megabytes, steps):
     assert choose_steps(heads, megabytes << 20, 4) == steps
     assert choose_steps(heads, megabytes << 20, 2) == 1
 
 
-def test_a_mesh_must_hold_the_process(ranks: Pool) -> None:
+def test_a_mesh_must_hold_the_process(ranks):
     found = ranks.run(cp_on_ranks.outside, 2)
     assert found[:2] == ["(1, 8, 2)"] * 2
     for said in found[2:]:
         assert "shard_sequence: group must be a mesh that holds this process, got DeviceMesh" in said
 
 
-def test_a_copy_of_a_layer_has_the_same_ranks(ranks: Pool) -> None:
+def test_a_copy_of_a_layer_has_the_same_ranks(ranks):
     assert ranks.run(cp_on_ranks.copied, 2) == [True] * 4
 
 
-def test_a_group_is_needed() -> None:
+def test_a_group_is_needed():
     q = torch.zeros(1, 8, 1, 2)
     with pytest.raises(RuntimeError, match="must be initialised"):
         tree_attention_cp(q, q, q, None)
-    layer = htree_ops.HTreeAttention(8, 2, cp_group="any")  # type: ignore[arg-type]
+    layer = htree_ops.HTreeAttention(8, 2, cp_group="any")
     with pytest.raises(NotImplementedError, match="a cache is not supported beside cp_group"):
         layer(torch.zeros(1, 4, 8), cache=layer.make_cache(1, 16))
     with pytest.raises(

@@ -1,7 +1,5 @@
 """Packed documents over tokens on several ranks, against one process (docs/semantics/tree_attention.md §1.16)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from process_pool import Pool
 
 from htree_ops.distributed.collectives import parts_of, parts_per_rank
 from htree_ops.distributed.documents import Piece, Share, Whole, share_of
@@ -44,7 +41,7 @@ CASES: dict[str, tuple[documents_on_ranks.Sizes, list[int], dict[str, Any]]] = {
 # ---- who works on what
 
 
-def test_a_document_inside_a_part_is_no_piece() -> None:
+def test_a_document_inside_a_part_is_no_piece():
     """Parts of 10 tokens; the rank has the first and the last of four."""
     share = share_of([0, 3, 7, 33, 33, 38, 40], 10, (0, 3), 1)
     assert share.whole == (Whole(0, (0, 3, 7)), Whole(13, (0, 5, 7)))
@@ -63,15 +60,13 @@ def test_a_document_inside_a_part_is_no_piece() -> None:
     stride=st.sampled_from((1, 2, 4)),
     more=st.integers(0, 20),
 )
-def test_every_row_of_a_document_is_somewhere_once(
-    lengths: list[int], size: int, balance: str, stride: int, more: int
-) -> None:
+def test_every_row_of_a_document_is_somewhere_once(lengths, size, balance, stride, more):
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
     count = size * parts_per_rank(balance)
     length = -(-(offsets[-1] + more) // count)
-    seen: list[int] = []
+    seen = []
     for rank in range(size):
         parts = parts_of(rank, size, balance, length * count)
         place_of = [part * length + row for part in parts for row in range(length)]
@@ -103,7 +98,7 @@ def assert_matches(found: dict[str, Any], tolerance: float, exact_dq: bool = Tru
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name: str, ranks: Pool) -> None:
+def test_equals_one_process(name, ranks):
     sizes, offsets, options = CASES[name]
     for size in (1, 2, 4):
         for balance in BALANCES:
@@ -116,14 +111,14 @@ def test_equals_one_process(name: str, ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_equals_one_process_in_other_dtypes(dtype: torch.dtype, ranks: Pool) -> None:
+def test_equals_one_process_in_other_dtypes(dtype, ranks):
     sizes, offsets, options = CASES["across_borders"]
     tolerance = {torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 6e-2}[dtype]
     for found in ranks.run(documents_on_ranks.compare, 4, "zigzag", sizes, offsets, dtype, options):
         assert_matches(found, tolerance)
 
 
-def test_documents_inside_parts_have_the_gradients_of_one_process(ranks: Pool) -> None:
+def test_documents_inside_parts_have_the_gradients_of_one_process(ranks):
     """Nothing is gathered, and nothing is added."""
     sizes, _, options = CASES["inside_parts"]
     call = (4, "zigzag", sizes, [0, 7, 16, 32, 48, 60, 64, 96], torch.bfloat16, options)
@@ -147,9 +142,7 @@ def test_documents_inside_parts_have_the_gradients_of_one_process(ranks: Pool) -
     ),
     more=st.integers(0, 9),
 )
-def test_equals_one_process_for_any_documents(
-    lengths: list[int], size: int, balance: str, options: dict[str, Any], more: int, ranks: Pool
-) -> None:
+def test_equals_one_process_for_any_documents(lengths, size, balance, options, more, ranks):
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
@@ -161,25 +154,25 @@ def test_equals_one_process_for_any_documents(
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_that_are_not_wanted(wanted: tuple[bool, ...], ranks: Pool) -> None:
+def test_gradients_that_are_not_wanted(wanted, ranks):
     for found in ranks.run(documents_on_ranks.some_gradients, 2, wanted):
         assert found == [True] * 3
 
 
 @pytest.mark.parametrize(("scope", "by_index"), [("kv_head", False), ("q_head", False), ("kv_head", True)])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_the_module_equals_one_rank(balance: str, scope: str, by_index: bool, ranks: Pool) -> None:
+def test_the_module_equals_one_rank(balance, scope, by_index, ranks):
     for found in ranks.run(documents_on_ranks.layer, 4, balance, scope, "cpu", by_index):
         assert found["out"] < 1e-5, found
         assert found["gradients"] < 1e-4, found
 
 
-def test_runs_between_compiled_graphs(ranks: Pool) -> None:
+def test_runs_between_compiled_graphs(ranks):
     assert max(ranks.run(documents_on_ranks.compiled, 2)) < 1e-4
 
 
 @pytest.mark.gpu
-def test_equals_one_gpu(gpus: Pool) -> None:
+def test_equals_one_gpu(gpus):
     """Two GPUs, or one with a group of one; the tensor-core kernels and the general ones."""
     size = len(gpus.processes)
     for dtype, width, bound in ((torch.bfloat16, 128, 0.25), (torch.float32, 8, 1e-3)):
@@ -223,7 +216,7 @@ def test_equals_one_gpu(gpus: Pool) -> None:
         ("bad option", "tree_attention_varlen_cp: compression_rate must be between 2 and"),
     ],
 )
-def test_a_fault_raises_on_every_rank(what: str, message: str, ranks: Pool) -> None:
+def test_a_fault_raises_on_every_rank(what, message, ranks):
     for _, found in ranks.refusals(documents_on_ranks.fault, what):
         assert re.search(message, found), found
 
@@ -235,6 +228,6 @@ def test_a_fault_raises_on_every_rank(what: str, message: str, ranks: Pool) -> N
         ("other keys", 3, "size 0 of key must be N/n of query = 32"),
     ],
 )
-def test_the_mistake_of_one_rank_stops_all(what: str, rank: int, message: str, ranks: Pool) -> None:
+def test_the_mistake_of_one_rank_stops_all(what, rank, message, ranks):
     for place, (_, found) in enumerate(ranks.refusals(documents_on_ranks.fault, what)):
         assert re.search(message if place == rank else f"rank {rank} of the group has refused", found), found

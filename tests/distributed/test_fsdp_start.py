@@ -1,11 +1,8 @@
 """Modules that start on meta under FSDP2 and FSDP1 hold numbers on every rank, and those of a fresh module."""
 
-from __future__ import annotations
-
 import fsdp_start_on_ranks
 import pytest
 import torch
-from process_pool import Pool
 
 from tests.support.module_makers import NAMED
 
@@ -15,7 +12,7 @@ DRAWN = ("bias", "gate_weight", "up_weight", "proj.weight")
 
 @pytest.mark.parametrize("way", ["FSDP2", "FSDP1"])
 @pytest.mark.parametrize("name", NAMED)
-def test_a_start_on_meta(name: str, way: str, pair: Pool) -> None:
+def test_a_start_on_meta(name, way, pair):
     found = pair.run(fsdp_start_on_ranks.start_on_meta, name, way)
     fresh = pair.run(fsdp_start_on_ranks.start_alone, name)[0]
     for tensors in found:

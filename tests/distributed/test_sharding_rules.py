@@ -1,11 +1,8 @@
 """Every op on DTensors, against one process: the rules of htree_ops/distributed/sharding.py."""
 
-from __future__ import annotations
-
 import pytest
 import rules_on_ranks
 import torch
-from process_pool import Pool
 from torch.distributed.tensor import Shard
 
 from htree_ops.distributed import sharding
@@ -65,7 +62,7 @@ BY_INDEX = [name + rules_on_ranks.INDEXED for name in sharding.RULES if name.sta
 
 
 @pytest.mark.parametrize("name", [*sharding.RULES, *BY_INDEX])
-def test_every_way_of_a_rule_gives_the_result_without_a_message(name: str, ranks: Pool) -> None:
+def test_every_way_of_a_rule_gives_the_result_without_a_message(name, ranks):
     for size in (4, 2):
         for ways in ranks.run(rules_on_ranks.follow_rules, size, name):
             assert len(ways) > 1, "a rule that only replicates"
@@ -75,13 +72,13 @@ def test_every_way_of_a_rule_gives_the_result_without_a_message(name: str, ranks
                 assert found["error"] < 2e-5, found
 
 
-def test_every_op_has_a_rule_or_a_reason() -> None:
+def test_every_op_has_a_rule_or_a_reason():
     """``torch.ops.htree`` as the dispatcher knows it."""
     reasons = [name for names in WITHOUT_A_RULE.values() for name in names]
     assert sorted([*sharding.RULES, *reasons]) == sorted(op_names())
 
 
-def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
+def test_every_op_that_models_run_has_a_rule(ranks):
     for names in ranks.run(rules_on_ranks.ops_of_models):
         assert names - set(sharding.RULES) == set()
         # The others stand beside an op that a model runs, for whoever calls them by hand.
@@ -99,7 +96,7 @@ def test_every_op_that_models_run_has_a_rule(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in [*sharding.RULES, *BY_INDEX] if "_backward" in name])
-def test_gradients_that_are_not_wanted(name: str, ranks: Pool) -> None:
+def test_gradients_that_are_not_wanted(name, ranks):
     """Each mask has a decision of its own in DTensor's memory."""
     schema = getattr(torch.ops.htree, name.removesuffix(rules_on_ranks.INDEXED)).default._schema
     if "output_mask" not in [argument.name for argument in schema.arguments]:
@@ -113,7 +110,7 @@ def test_gradients_that_are_not_wanted(name: str, ranks: Pool) -> None:
                 assert found["error"] < 2e-5, found
 
 
-def test_pending_sums_are_added_and_heads_that_do_not_divide_are_gathered(ranks: Pool) -> None:
+def test_pending_sums_are_added_and_heads_that_do_not_divide_are_gathered(ranks):
     for found in ranks.run(rules_on_ranks.pending_sums, 2):
         assert found["softmax"] < 1e-6, found
         assert found["placed"] != "S(2)", found
@@ -121,16 +118,14 @@ def test_pending_sums_are_added_and_heads_that_do_not_divide_are_gathered(ranks:
 
 
 @pytest.mark.parametrize("tokens", [24, 5])
-def test_log_sums_of_heads_on_several_ranks(tokens: int, ranks: Pool) -> None:
+def test_log_sums_of_heads_on_several_ranks(tokens, ranks):
     for found in ranks.run(rules_on_ranks.log_sums, 4, tokens):
         assert found["equal"] == [True] * 5
         assert found["placed"] == [(Shard(2),)] * 5
 
 
 @pytest.mark.parametrize(("size", "H_i", "kv_heads"), [(4, 4, 4), (2, 4, 4), (4, 1, 4), (4, 2, 2)])
-def test_functions_of_an_index_with_heads_on_several_ranks(
-    size: int, H_i: int, kv_heads: int, ranks: Pool
-) -> None:
+def test_functions_of_an_index_with_heads_on_several_ranks(size, H_i, kv_heads, ranks):
     for calls in ranks.run(rules_on_ranks.functions_of_an_index, size, H_i, kv_heads):
         for name, found in calls.items():
             if "loss" in name:  # a mean over the ranks
@@ -141,14 +136,14 @@ def test_functions_of_an_index_with_heads_on_several_ranks(
                 assert all(place.startswith("S(") for place in found["placed"]), (name, found)
 
 
-def test_batch_and_heads_on_a_mesh_of_two_dimensions(ranks: Pool) -> None:
+def test_batch_and_heads_on_a_mesh_of_two_dimensions(ranks):
     for found in ranks.run(rules_on_ranks.two_dimensions):
         assert found["error"] < 1e-4, found
         assert "Shard(dim=0), Shard(dim=2)" in found["placements"], found
 
 
 @pytest.mark.gpu
-def test_functions_of_an_index_on_gpus(gpus: Pool) -> None:
+def test_functions_of_an_index_on_gpus(gpus):
     """Two GPUs, or one with a group of one, on NCCL."""
     for H_i, kv_heads in ((4, 4), (1, 4)):
         for calls in gpus.run(

@@ -1,12 +1,9 @@
 """examples/train_distributed.py: the losses do not depend on the mesh, and a run goes on after a rank was lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,7 @@ TINY = f"{MODEL} --device cpu --context 128 --batch 2 --eval-windows 2 --eval-ev
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     """A few sources to learn from."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(24):
@@ -31,12 +28,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Pool]:
+def alone():
     yield from started(1)
 
 
 @pytest.fixture(scope="module")
-def reference(text: Path, alone: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def reference(text, alone, tmp_path_factory):
     """The losses of six steps of one process."""
     (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path_factory.mktemp("one")))
     assert found["status"] == 0
@@ -51,9 +48,7 @@ def flags(text: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["data", "context", "tensor"])
-def test_the_losses_are_those_of_one_process(
-    way: str, text: Path, pair: Pool, reference: list[float], tmp_path: Path
-) -> None:
+def test_the_losses_are_those_of_one_process(way, text, pair, reference, tmp_path):
     for found in pair.run(training_on_ranks.train, flags(text, tmp_path, f"--{way}-parallel", "2")):
         assert found["status"] == 0
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
@@ -64,9 +59,7 @@ def test_the_losses_are_those_of_one_process(
 @pytest.mark.parametrize(
     "ways", [("data", "context"), ("data", "tensor"), ("context", "tensor")], ids="-".join
 )
-def test_the_losses_on_meshes_of_two_dimensions(
-    ways: tuple[str, str], text: Path, ranks: Pool, reference: list[float], tmp_path: Path
-) -> None:
+def test_the_losses_on_meshes_of_two_dimensions(ways, text, ranks, reference, tmp_path):
     mesh = [word for way in ways for word in (f"--{way}-parallel", "2")]
     for found in ranks.run(training_on_ranks.train, flags(text, tmp_path, *mesh)):
         assert found["status"] == 0
@@ -74,9 +67,7 @@ def test_the_losses_on_meshes_of_two_dimensions(
 
 
 @pytest.mark.parametrize("ways", [("context",), ("tensor",), ("context", "tensor")], ids="-".join)
-def test_an_index_learns_on_a_mesh(
-    ways: tuple[str, ...], text: Path, alone: Pool, pair: Pool, ranks: Pool, tmp_path: Path
-) -> None:
+def test_an_index_learns_on_a_mesh(ways, text, alone, pair, ranks, tmp_path):
     """In four steps at the positions of one process; what it has learned decides what the validation reads."""
     mesh = [word for way in ways for word in (f"--{way}-parallel", "2")]
     found = []
@@ -89,12 +80,10 @@ def test_an_index_learns_on_a_mesh(
         assert many[curve] == [pytest.approx(x, abs=1e-3) for x in one[curve]]
 
 
-def test_rounding_and_a_wrong_gradient_are_told_apart(
-    text: Path, alone: Pool, pair: Pool, tmp_path: Path
-) -> None:
+def test_rounding_and_a_wrong_gradient_are_told_apart(text, alone, pair, tmp_path):
     """In bf16 at the learning rate of two_gpus.sh, by its judge."""
 
-    def train(pool: Pool, name: str, *more: str, broken: bool = False) -> str:
+    def train(pool, name, *more, broken=False):
         usual = ["--context", "1024", "--steps", "20", "--eval-every", "20", "--learning-rate", "0.0003"]
         many = [*flags(text, tmp_path / name), *usual, *more]
         assert all(found["status"] == 0 for found in pool.run(training_on_ranks.train_in_bf16, many, broken))
@@ -108,9 +97,7 @@ def test_rounding_and_a_wrong_gradient_are_told_apart(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["data", "context", "tensor"])
-def test_the_losses_on_gpus_are_those_of_one_process(
-    way: str, text: Path, gpus: Pool, reference: list[float], tmp_path: Path
-) -> None:
+def test_the_losses_on_gpus_are_those_of_one_process(way, text, gpus, reference, tmp_path):
     """Two GPUs, or one with a group of one; parameters are bf16 in the products."""
     more = f"--device cuda --{way}-parallel {len(gpus.processes)}".split()
     for found in gpus.run(training_on_ranks.train, flags(text, tmp_path, *more)):
@@ -120,9 +107,7 @@ def test_the_losses_on_gpus_are_those_of_one_process(
         assert len(found["train_bits_per_byte"]) == 8
 
 
-def test_a_run_that_lost_a_rank_goes_on_under_another_mesh(
-    text: Path, alone: Pool, reference: list[float], tmp_path: Path
-) -> None:
+def test_a_run_that_lost_a_rank_goes_on_under_another_mesh(text, alone, reference, tmp_path):
     many = flags(text, tmp_path, "--context-parallel", "2", "--save-every", "2")
     pool = Pool(2)
     try:
@@ -136,9 +121,7 @@ def test_a_run_that_lost_a_rank_goes_on_under_another_mesh(
     assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
-def test_a_signal_to_one_rank_ends_all_after_the_same_step(
-    text: Path, pair: Pool, reference: list[float], tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(text, pair, reference, tmp_path):
     many = flags(text, tmp_path, "--tensor-parallel", "2")
     stopped = pair.run(training_on_ranks.train_and_signal, many, 1, 2, signal.SIGTERM)
     assert stopped == [{"status": 130}] * 2
@@ -149,7 +132,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(
         assert found["train_bits_per_byte"] == pytest.approx(reference, abs=2e-4)
 
 
-def test_a_run_goes_on_with_its_own_learning_rate(text: Path, alone: Pool, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_learning_rate(text, alone, tmp_path):
     first = flags(text, tmp_path, "--steps", "2", "--learning-rate", "0.001")
     assert alone.run(training_on_ranks.train, first)[0]["settings"]["learning_rate"] == 0.001
     (found,) = alone.run(training_on_ranks.train, flags(text, tmp_path, "--resume", "--steps", "3"))
@@ -157,7 +140,7 @@ def test_a_run_goes_on_with_its_own_learning_rate(text: Path, alone: Pool, tmp_p
     assert len(found["train_bits_per_byte"]) == 3
 
 
-def test_a_rank_that_raises_ends_the_others_in_time(text: Path, tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_the_others_in_time(text, tmp_path):
     """A rank that shares no group with it but the whole waits for others, in groups of the mesh."""
     pool = Pool(4, seconds=10)
     mesh = ["--context-parallel", "2", "--tensor-parallel", "2", "--timeout", "10"]
@@ -170,9 +153,7 @@ def test_a_rank_that_raises_ends_the_others_in_time(text: Path, tmp_path: Path) 
     assert "ValueError" not in kinds[1:]
 
 
-def test_a_new_run_that_dies_while_it_saves_leaves_no_mixture(
-    text: Path, alone: Pool, tmp_path: Path
-) -> None:
+def test_a_new_run_that_dies_while_it_saves_leaves_no_mixture(text, alone, tmp_path):
     """Its checkpoint has the name of one that was there before, and is not whole."""
     assert alone.run(training_on_ranks.train, flags(text, tmp_path))[0]["status"] == 0
     assert (tmp_path / "latest").read_text() == "step-000006"
@@ -183,7 +164,7 @@ def test_a_new_run_that_dies_while_it_saves_leaves_no_mixture(
     assert "--resume: there is no" in found["stderr"]
 
 
-def test_ranks_of_torchrun(text: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun(text, tmp_path):
     """The command of the documentation."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)]
     found = subprocess.run(
@@ -198,7 +179,7 @@ def test_ranks_of_torchrun(text: Path, tmp_path: Path) -> None:
     assert "bits per byte after 2 steps" in found.stdout
 
 
-def test_leaving_skips_the_end_of_the_interpreter() -> None:
+def test_leaving_skips_the_end_of_the_interpreter():
     """While that runs, a thread of gloo that drops a tensor aborts the process."""
     words = """if True:
         import atexit
@@ -230,9 +211,7 @@ def test_leaving_skips_the_end_of_the_interpreter() -> None:
         ("--timeout nan", "--timeout must be between 1 and 2147483647 seconds, got nan"),
     ],
 )
-def test_wrong_flags_end_every_rank_in_one_line(
-    more: str, message: str, text: Path, pair: Pool, tmp_path: Path
-) -> None:
+def test_wrong_flags_end_every_rank_in_one_line(more, message, text, pair, tmp_path):
     for found in pair.run(training_on_ranks.refused, flags(text, tmp_path, *more.split())):
         assert found["status"] == 2
         assert message in found["stderr"], found

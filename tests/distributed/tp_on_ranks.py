@@ -1,7 +1,5 @@
 """What the tests of tensor parallelism run on every rank."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the tests of examples/train_distributed.py run on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

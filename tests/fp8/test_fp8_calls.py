@@ -1,25 +1,13 @@
 """The fp8 functions: gradients, refusals, the overflow handler, compilation (docs/semantics/fp8.md §3.3)."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 
 import htree_ops
-from htree_ops.compat import (
-    FP8GEMMInput,
-    validate_fp8_gemm_inputs,
-    validate_fp8_quantize_inputs,
-)
-from htree_ops.errors import (
-    DeviceError,
-    NumericalOverflowError,
-    ShapeMismatchError,
-    UnsupportedDtypeError,
-)
+from htree_ops.compat import FP8GEMMInput, validate_fp8_gemm_inputs, validate_fp8_quantize_inputs
+from htree_ops.errors import DeviceError, NumericalOverflowError, ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.fp8 import (
     fp8_compute_scale,
     fp8_dequantize,
@@ -29,7 +17,7 @@ from htree_ops.ops.fp8 import (
 )
 from htree_ops.reference import fp8 as reference
 from tests.support.cases import case_id, normal
-from tests.support.fp8_cases import CASES, LAYOUT_CASES, FP8Case, codes_of
+from tests.support.fp8_cases import CASES, LAYOUT_CASES, codes_of
 from tests.support.opcheck import opcheck
 
 ops = torch.ops.htree
@@ -39,7 +27,7 @@ ops = torch.ops.htree
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_gradient_goes_straight_through(granularity: str, given: bool, device: str) -> None:
+def test_gradient_goes_straight_through(granularity, given, device):
     x = normal((6, 200), torch.bfloat16, device, seed=1).requires_grad_()
     scale = reference.compute_scale(x.detach(), granularity)
     if given:
@@ -54,7 +42,7 @@ def test_gradient_goes_straight_through(granularity: str, given: bool, device: s
         assert bool((dx == 0).any())
 
 
-def test_gradient_with_views(device: str) -> None:
+def test_gradient_with_views(device):
     x = normal((8, 12, 40), torch.float32, device, seed=3).requires_grad_()
     y = fp8_fake_quant(x.transpose(0, 2)[1:], granularity="channel", dim=0)
     y.transpose(0, 1).sin().sum().backward()
@@ -66,7 +54,7 @@ def test_gradient_with_views(device: str) -> None:
     assert torch.allclose(x.grad, dx, atol=1e-6)
 
 
-def test_what_has_no_gradient_says_so(device: str) -> None:
+def test_what_has_no_gradient_says_so(device):
     x = torch.randn(4, 32, device=device, requires_grad=True)
     scale = torch.ones((), device=device, requires_grad=True)
     with pytest.raises(NotImplementedError, match="scale has no gradient"):
@@ -81,7 +69,7 @@ def test_what_has_no_gradient_says_so(device: str) -> None:
         ops.fp8_dequantize(ops.fp8_quantize(x.detach())[0], scale, torch.float32).sum().backward()
 
 
-def test_frozen_input_records_nothing(device: str) -> None:
+def test_frozen_input_records_nothing(device):
     assert not ops.fp8_fake_quant(torch.randn(4, device=device)).requires_grad
     with torch.no_grad():
         assert not ops.fp8_fake_quant(torch.randn(4, device=device, requires_grad=True)).requires_grad
@@ -166,7 +154,7 @@ BAD = {
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", BAD)
-def test_refusals_name_the_tensor(name: str, layer: str) -> None:
+def test_refusals_name_the_tensor(name, layer):
     call, kind, message = BAD[name]
     if layer == "op":
         kind = next(b for b in (ValueError, TypeError, IndexError) if issubclass(kind, b))
@@ -193,19 +181,19 @@ PYTHON_BAD = {
 
 
 @pytest.mark.parametrize("name", PYTHON_BAD)
-def test_refusals_before_the_op(name: str) -> None:
+def test_refusals_before_the_op(name):
     call, kind, message = PYTHON_BAD[name]
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_scale_messages_name_the_op() -> None:
+def test_scale_messages_name_the_op():
     for name in ("fp8_quantize", "fp8_fake_quant"):
         with pytest.raises(ValueError, match=f"^{name}: scale must be positive"):
             getattr(ops, name)(X, torch.zeros(()))
 
 
-def test_attributes_of_refusals() -> None:
+def test_attributes_of_refusals():
     with pytest.raises(UnsupportedDtypeError) as dtype:
         fp8_quantize(X.int())
     assert (dtype.value.dtype, dtype.value.tensor_name) == (torch.int32, "x")
@@ -219,12 +207,12 @@ def test_attributes_of_refusals() -> None:
         validate_fp8_quantize_inputs(X, require_cuda=True)
     for wrong in ("1", True, [1.0]):
         with pytest.raises(TypeError, match="scale must be a Tensor or a number"):
-            fp8_quantize(X, wrong)  # type: ignore[arg-type]
+            fp8_quantize(X, wrong)
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="scale must be positive and finite"):
             fp8_quantize(X, wrong)
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
-        fp8_quantize([1.0])  # type: ignore[arg-type]
+        fp8_quantize([1.0])
 
 
 GEMM_BAD = {
@@ -253,7 +241,7 @@ GEMM_BAD = {
 
 
 @pytest.mark.parametrize("name", GEMM_BAD)
-def test_product_inputs(name: str) -> None:
+def test_product_inputs(name):
     change, kind, message = GEMM_BAD[name]
     good = {"a": Q, "b": torch.zeros(6, 3).to(torch.float8_e4m3fn), "a_scale": torch.ones(4, 1)}
     arguments = {**good, "b_scale": torch.ones(())}
@@ -267,7 +255,7 @@ def test_product_inputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("excess", [1.0, 1.9, 3.7, 7.9])
-def test_halving_reaches_scales_eight_times_too_large(excess: float, device: str) -> None:
+def test_halving_reaches_scales_eight_times_too_large(excess, device):
     x = normal((37, 65), torch.bfloat16, device, seed=4)
     best = reference.compute_scale(x)
     q, used = handle_fp8_overflow(x, best * excess)
@@ -276,7 +264,7 @@ def test_halving_reaches_scales_eight_times_too_large(excess: float, device: str
     assert torch.equal(codes_of(q), reference.encode(x.float() * used))
 
 
-def test_overflow_beyond_reach(device: str) -> None:
+def test_overflow_beyond_reach(device):
     x = torch.tensor([1.0, -2.0, math.nan], device=device)
     with pytest.raises(NumericalOverflowError) as error:
         handle_fp8_overflow(x, 448.0 * 64)
@@ -289,14 +277,14 @@ def test_overflow_beyond_reach(device: str) -> None:
     assert float(used) == 448.0 / 2
 
 
-def test_many_attempts(device: str) -> None:
+def test_many_attempts(device):
     x = torch.tensor([1e-3, 3e38], device=device)
     q, used = handle_fp8_overflow(x, 2.0**100, max_attempts=10**9)
     assert float(used) == 2.0**-119
     assert float(q[1].float()) == 448.0
 
 
-def test_infinite_input(device: str) -> None:
+def test_infinite_input(device):
     x = torch.tensor([1.0, math.inf, -3.0], device=device)
     with pytest.raises(NumericalOverflowError, match="infinite") as error:
         handle_fp8_overflow(x, 1.0)
@@ -306,7 +294,7 @@ def test_infinite_input(device: str) -> None:
     assert q.float().tolist() == [112.0, 448.0, -320.0]
 
 
-def test_overflow_by_rows(device: str) -> None:
+def test_overflow_by_rows(device):
     x = normal((5, 64), torch.float32, device, seed=5)
     scale = fp8_compute_scale(x, "channel") * torch.tensor([1, 2, 1, 1, 1.0], device=device)[:, None]
     _, used = handle_fp8_overflow(x, scale, granularity="channel")
@@ -324,7 +312,7 @@ def test_overflow_by_rows(device: str) -> None:
         ({"tensor": X.int()}, UnsupportedDtypeError, "tensor must have dtype"),
     ],
 )
-def test_overflow_handler_refusals(arguments, kind, message) -> None:
+def test_overflow_handler_refusals(arguments, kind, message):
     with pytest.raises(kind, match=message):
         handle_fp8_overflow(**{"tensor": X, "scale": 1.0, **arguments})
 
@@ -333,7 +321,7 @@ def test_overflow_handler_refusals(arguments, kind, message) -> None:
 
 
 @pytest.mark.parametrize("element_size", [2, 4])
-def test_kernel_configuration(element_size: int) -> None:
+def test_kernel_configuration(element_size):
     config = pytest.importorskip("htree_ops._host").fp8_quantize_config
     wide = 16 // element_size
     for cols in (8, 64, 100, 128, 1000, 8192, 32768, 33001, 65536):
@@ -352,11 +340,11 @@ def test_kernel_configuration(element_size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [128, 1000, 8192, 32768])
-def test_number_of_kernels(cols: int) -> None:
+def test_number_of_kernels(cols):
     """Each call launches one kernel, quantising one more: with one scale for the whole tensor to find it, else to set
     the counter of overflows to 0."""
 
-    def count(call: Callable[[], object]) -> int:
+    def count(call):
         call()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
@@ -383,7 +371,7 @@ def test_number_of_kernels(cols: int) -> None:
 # ---- numbers as scales, meta tensors, compilation
 
 
-def test_a_number_is_the_scale_of_every_group(device: str) -> None:
+def test_a_number_is_the_scale_of_every_group(device):
     x = normal((6, 300), torch.float16, device, seed=6)
     for granularity, shape in (("tensor", ()), ("channel", (6, 1)), ("block", (6, 3))):
         q, used, _ = fp8_quantize(x, 20.0, granularity)
@@ -392,7 +380,7 @@ def test_a_number_is_the_scale_of_every_group(device: str) -> None:
         assert torch.equal(fp8_fake_quant(x, 20.0, granularity), fp8_dequantize(q, used, x.dtype))
 
 
-def test_dequantised_values_are_those_of_the_scale_by_default(device: str) -> None:
+def test_dequantised_values_are_those_of_the_scale_by_default(device):
     """A quantised tensor comes back without an infinity, whatever its dtype was; the op's own default is float16."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = normal((6, 300), dtype, device, seed=6, scale=1e3 if dtype == torch.float16 else 1e30)
@@ -411,7 +399,7 @@ OPCHECK_CASES = [c for c in [*CASES, *LAYOUT_CASES] if math.prod(c.shape) < 3000
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
-def test_opcheck(case: FP8Case, device: str) -> None:
+def test_opcheck(case, device):
     x, scale, *grouping = case.make_inputs(device)
     # torch 2.11 cannot compare float8 tensors, which two of opcheck's tests do with inputs and outputs
     utils = ("test_autograd_registration", "test_faketensor")
@@ -426,7 +414,7 @@ def test_opcheck(case: FP8Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
-def test_meta_says_what_the_kernels_give(case: FP8Case, device: str) -> None:
+def test_meta_says_what_the_kernels_give(case, device):
     x, scale, *grouping = case.make_inputs(device)
     real = ops.fp8_quantize(x, scale, *grouping)
     fake = ops.fp8_quantize(x.to("meta"), None if scale is None else scale.to("meta"), *grouping)
@@ -438,8 +426,8 @@ def test_meta_says_what_the_kernels_give(case: FP8Case, device: str) -> None:
     ("granularity", "dynamic", "backend"),
     [("tensor", False, "aot_eager"), ("channel", True, "aot_eager"), ("block", True, "inductor")],
 )
-def test_compile_with_views_and_backward(granularity: str, dynamic: bool, backend: str, device: str) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
+def test_compile_with_views_and_backward(granularity, dynamic, backend, device):
+    def model(x):
         y = ops.fp8_fake_quant(x.transpose(0, 1)[1:], None, granularity, -1, 32)
         with torch.no_grad():
             q, scale, n = fp8_quantize(y[:, :, 1:], None, granularity, -1, 32)
@@ -459,13 +447,13 @@ def test_compile_with_views_and_backward(granularity: str, dynamic: bool, backen
         assert torch.allclose(x.grad, other.grad, atol=1e-6)
 
 
-def test_lengths_do_not_recompile(device: str) -> None:
+def test_lengths_do_not_recompile(device):
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def model(x):
         q, scale, _ = ops.fp8_quantize(x, None, "block", -1, 16)
         return ops.fp8_dequantize(q, scale, torch.float32, 16), ops.fp8_fake_quant(x, None, "channel", 0)
 
@@ -474,9 +462,9 @@ def test_lengths_do_not_recompile(device: str) -> None:
     assert counter.frame_count == 1
 
 
-def test_export_keeps_one_node_per_call(device: str) -> None:
+def test_export_keeps_one_node_per_call(device):
     class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             q, scale, _ = fp8_quantize(x, None, "channel")
             return fp8_dequantize(q, scale, torch.float32) + fp8_fake_quant(x)
 

@@ -1,7 +1,5 @@
 """fp8_gemm and fp8_gemm_exact against the float64 product of the dequantised operands (docs/semantics/fp8.md §3.3)."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st
@@ -38,7 +36,7 @@ op_exact = torch.ops.htree.fp8_gemm_exact
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_product(case: FP8GemmCase, device: str, nan_memory: None) -> None:
+def test_product(case, device, nan_memory):
     inputs = case.make_inputs(device)
     c = op(*inputs)
     assert c.shape == (case.m, case.n)
@@ -47,7 +45,7 @@ def test_product(case: FP8GemmCase, device: str, nan_memory: None) -> None:
     assert_product(op_exact(*inputs), inputs, EXACT_SUM)
 
 
-def test_nothing_to_sum_gives_zeros(device: str, nan_memory: None) -> None:
+def test_nothing_to_sum_gives_zeros(device, nan_memory):
     a, b = torch.zeros(3, 0, device=device).to(FP8), torch.zeros(0, 5, device=device).to(FP8)
     scale = torch.tensor(2.0, device=device)
     for f in (op, op_exact):
@@ -56,7 +54,7 @@ def test_nothing_to_sum_gives_zeros(device: str, nan_memory: None) -> None:
         assert not c.any()
 
 
-def test_small_integers_are_exact(device: str) -> None:
+def test_small_integers_are_exact(device):
     """Products of small integers whose sums stay below 2^12 are exact, on the tensor cores too."""
     generator = torch.Generator().manual_seed(5)
     for m, n, k in ((3, 70, 100), (200, 144, 96)):
@@ -67,7 +65,7 @@ def test_small_integers_are_exact(device: str) -> None:
         assert torch.equal(c, a @ b)
 
 
-def test_long_sums_of_one_sign(device: str) -> None:
+def test_long_sums_of_one_sign(device):
     """The worst case for units that cut off instead of rounding."""
     a, b = (
         normal(shape, torch.float32, device, seed=i).abs() * 100
@@ -80,7 +78,7 @@ def test_long_sums_of_one_sign(device: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 90])
-def test_special_values_stay_in_their_row(rows: int, device: str) -> None:
+def test_special_values_stay_in_their_row(rows, device):
     a, b, *rest = FP8GemmCase(name="nan", dtype=torch.float32, m=rows, n=80, k=144).make_inputs(device)
     clean = op(a, b, *rest)
     spoilt = a.clone()
@@ -91,7 +89,7 @@ def test_special_values_stay_in_their_row(rows: int, device: str) -> None:
     assert torch.equal(c[others], clean[others])
 
 
-def test_extreme_scales(device: str) -> None:
+def test_extreme_scales(device):
     a = torch.full((2, 32), 2.0, device=device).to(FP8)
     b = torch.full((32, 16), 2.0, device=device).to(FP8)
     for s_a, s_b in ((2.0**-100, 2.0**100), (2.0**127, 2.0**-120), (2.0**-126, 2.0**126)):
@@ -103,7 +101,7 @@ def test_extreme_scales(device: str) -> None:
 
 @pytest.mark.parametrize("k", [14336, 1 << 18])
 @pytest.mark.parametrize("kind", ["one sign", "outlier", "largest"])
-def test_long_sums(kind: str, k: int, device: str) -> None:
+def test_long_sums(kind, k, device):
     """A chain of fp32 additions would exceed the bound, because each one rounds to the size of the sum."""
     generator = torch.Generator().manual_seed(3)
     a, b = torch.rand(3, k, generator=generator), torch.rand(k, 16, generator=generator)
@@ -135,9 +133,7 @@ def test_long_sums(kind: str, k: int, device: str) -> None:
     ],
 )
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 16, 64), (70, 40, 600), (200, 136, 144)], ids=str)
-def test_scales_whose_product_leaves_fp32(
-    m: int, n: int, k: int, s_a: float, s_b: float, dtype: torch.dtype, device: str
-) -> None:
+def test_scales_whose_product_leaves_fp32(m, n, k, s_a, s_b, dtype, device):
     """The kernels for few rows, a split k and tiles apply the scales so that only the result can leave fp32."""
     a, b = torch.ones(m, k).to(FP8).to(device), torch.ones(k, n).to(FP8).t().contiguous().t().to(device)
     inputs = (a, b, torch.tensor(s_a, device=device), torch.tensor(s_b, device=device), dtype)
@@ -150,14 +146,14 @@ def test_scales_whose_product_leaves_fp32(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("s_a", "s_b"), [(2.0**-100, 2.0**101), (2.0**120, 2.0**-126), (2.0**126, 2.0**-30)])
-def test_scales_far_apart_in_large_products(s_a: float, s_b: float) -> None:
+def test_scales_far_apart_in_large_products(s_a, s_b):
     """The two factors that cuBLASLt multiplies by are together the product of the scales."""
     a, b, *_ = FP8GemmCase(name="large", dtype=torch.float32, m=640, n=4096, k=1024).make_inputs("cuda")
     inputs = (a, b, torch.tensor(s_a, device="cuda"), torch.tensor(s_b, device="cuda"), torch.float32)
     assert_product(op(*inputs), inputs, sum_error("cuda"))
 
 
-def test_overflow_of_the_result(device: str) -> None:
+def test_overflow_of_the_result(device):
     a = torch.full((3, 64), 448.0, device=device).to(FP8)
     b = torch.full((64, 16), 448.0, device=device).to(FP8)
     one = torch.tensor(1.0, device=device)
@@ -178,7 +174,7 @@ seeds = st.integers(0, 2**31 - 1)
     scales=st.sampled_from(["tensor", "channel", "mixed"]),
     layout=st.sampled_from(["column", "row", "sliced"]),
 )
-def test_property_4_kernel_bound(device, size, seed, dtype, scales, layout) -> None:
+def test_property_4_kernel_bound(device, size, seed, dtype, scales, layout):
     """Feature: fused operators, Property 4: the product of the dequantised operands, with γ as documented."""
     m, n, k = size
     inputs = FP8GemmCase(name="p4", dtype=dtype, m=m, n=n, k=k, scales=scales, layout=layout).make_inputs(
@@ -190,7 +186,7 @@ def test_property_4_kernel_bound(device, size, seed, dtype, scales, layout) -> N
 
 
 @given(size=sizes, seed=seeds)
-def test_property_6_quantisation_error(device, size, seed) -> None:
+def test_property_6_quantisation_error(device, size, seed):
     """Feature: fused operators, Property 6 (a): |C8 - C| <= (2d + d²)·|A||B| + floor terms, d = 1/17."""
     m, n, k = size
     a = normal((m, k), torch.float32, device, seed)
@@ -207,7 +203,7 @@ def test_property_6_quantisation_error(device, size, seed) -> None:
 
 
 @given(k=st.sampled_from([256, 1024, 2048]), spread=st.floats(2.0**-4, 2.0**4), seed=seeds)
-def test_property_6_in_norm(device, k, spread, seed) -> None:
+def test_property_6_in_norm(device, k, spread, seed):
     """Feature: fused operators, Property 6 (b): at most 6 % in the Frobenius norm for zero-mean data."""
     a = normal((32, k), torch.float32, device, seed, spread)
     b = normal((k, 24), torch.float32, device, seed + 1)
@@ -217,7 +213,7 @@ def test_property_6_in_norm(device, k, spread, seed) -> None:
 
 
 @given(k=st.sampled_from([1024, 1500, 2048]), seed=seeds)
-def test_property_6_for_one_sign(device, k, seed) -> None:
+def test_property_6_for_one_sign(device, k, seed):
     """Feature: fused operators, Property 6 (c): 1 % per element where no product is negative, K >= 1024."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.rand(24, k, generator=generator).to(device)
@@ -229,7 +225,7 @@ def test_property_6_for_one_sign(device, k, seed) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=case_id)
-def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
+def test_every_kernel_of_hopper(case, nan_memory):
     inputs = case.make_inputs("cuda")
     c = op(*inputs)
     assert_product(c, inputs, sum_error("cuda"))
@@ -238,7 +234,7 @@ def test_every_kernel_of_hopper(case: FP8GemmCase, nan_memory: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 65536), (16, 256, 32768), (600, 1000, 16384)])
-def test_few_tiles_of_long_sums(m: int, n: int, k: int) -> None:
+def test_few_tiles_of_long_sums(m, n, k):
     """Products of few tiles with many k-blocks, which cuBLASLt splits along k."""
     for scales in ("tensor", "channel"):
         inputs = FP8GemmCase(name="long", dtype=torch.bfloat16, m=m, n=n, k=k, scales=scales).make_inputs(
@@ -249,7 +245,7 @@ def test_few_tiles_of_long_sums(m: int, n: int, k: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [8296, 8290])
-def test_many_tiles(n: int) -> None:
+def test_many_tiles(n):
     """Many waves of tiles; the last row and column of tiles are ragged."""
     inputs = FP8GemmCase(name="tiles", dtype=torch.float16, m=4200, n=n, k=272, scales="channel").make_inputs(
         "cuda"
@@ -261,7 +257,7 @@ def test_many_tiles(n: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [512, 4096])
-def test_no_less_accurate_than_cublaslt(k: int) -> None:
+def test_no_less_accurate_than_cublaslt(k):
     a, b, a_scale, b_scale, _ = FP8GemmCase(
         name="accuracy", dtype=torch.float32, m=256, n=256, k=k
     ).make_inputs("cuda")
@@ -281,9 +277,7 @@ def test_no_less_accurate_than_cublaslt(k: int) -> None:
 
 @pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
 @pytest.mark.parametrize("size", [(3, 40, 64), (300, 260, 400)], ids=str)
-def test_every_configuration_computes_the_same(
-    size: tuple[int, int, int], config: tuple[int, ...], device: str
-) -> None:
+def test_every_configuration_computes_the_same(size, config, device):
     m, n, k = size
     for dtype in OUTPUTS:
         inputs = FP8GemmCase(name="config", dtype=dtype, m=m, n=n, k=k, scales="channel").make_inputs(device)
@@ -292,7 +286,7 @@ def test_every_configuration_computes_the_same(
         assert torch.equal(fp8_gemm(*inputs, **dict(zip(KEYS, config, strict=True))), c)
 
 
-def test_configurations_are_checked_everywhere() -> None:
+def test_configurations_are_checked_everywhere():
     inputs = FP8GemmCase(name="c", dtype=torch.float16, m=2, n=3, k=4).make_inputs("cpu")
     with pytest.raises(NotImplementedError, match="no kernel is compiled"):
         op(*inputs, [64, 64, 32, 4, 4, 3])
@@ -304,7 +298,7 @@ def test_configurations_are_checked_everywhere() -> None:
         fp8_gemm(*inputs, BLOCK_M=64)
     keys = dict(zip(KEYS, COMPILED_CONFIGS[0], strict=True))
     with pytest.raises(TypeError, match="GROUP_SIZE_M must be an int, got float"):
-        fp8_gemm(*inputs, **{**keys, "GROUP_SIZE_M": 4.0})  # type: ignore[arg-type]
+        fp8_gemm(*inputs, **{**keys, "GROUP_SIZE_M": 4.0})
 
 
 A, B, S = torch.ones(2, 4).to(FP8), torch.ones(4, 3).to(FP8), torch.tensor(1.0)
@@ -334,14 +328,14 @@ SCALE_VALUES = {"a_scale": lambda f, bad: f(A, B, bad, S), "b_scale": lambda f, 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", SCALE_VALUES)
-def test_scales_are_checked_on_the_cpu(name: str, value: float) -> None:
+def test_scales_are_checked_on_the_cpu(name, value):
     for f in (fp8_gemm, fp8_gemm_exact, op, op_exact):
         for bad in (torch.tensor(value), torch.full((2, 1) if name == "a_scale" else (1, 3), value)):
             with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {value:g}"):
                 SCALE_VALUES[name](f, bad)
 
 
-def test_messages_name_the_function() -> None:
+def test_messages_name_the_function():
     for f, name in ((fp8_gemm, "fp8_gemm"), (fp8_gemm_exact, "fp8_gemm_exact")):
         for call in (f, getattr(torch.ops.htree, name)):
             with pytest.raises(ValueError, match=f"^{name}: size 0 of b"):
@@ -350,7 +344,7 @@ def test_messages_name_the_function() -> None:
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_argument_requirement_and_value(name: str, layer: str) -> None:
+def test_errors_name_argument_requirement_and_value(name, layer):
     call, kind, message = ERRORS[name]
     wanted = kind if layer == "python" else next(b for b in (ValueError, TypeError) if issubclass(kind, b))
     functions = (fp8_gemm, fp8_gemm_exact) if layer == "python" else (op, op_exact)
@@ -359,7 +353,7 @@ def test_errors_name_argument_requirement_and_value(name: str, layer: str) -> No
             call(f)
 
 
-def test_python_layer(device: str) -> None:
+def test_python_layer(device):
     a = normal((20, 48), torch.float32, device, seed=1)
     b = normal((48, 32), torch.bfloat16, device, seed=2)
     (qa, sa, _), (qb, sb, _) = fp8_quantize(a), fp8_quantize(b)
@@ -371,14 +365,14 @@ def test_python_layer(device: str) -> None:
     with pytest.raises(UnsupportedDtypeError, match="a must have dtype"):
         fp8_gemm(a.int(), b)
     with pytest.raises(TypeError, match="a must be a Tensor, got list"):
-        fp8_gemm([1.0], b)  # type: ignore[arg-type]
+        fp8_gemm([1.0], b)
     with pytest.raises(ValueError, match="a_scale"):
         fp8_gemm(qa.cpu(), qb.cpu(), torch.tensor(-1.0), sb.cpu())
     with pytest.raises(DeviceError, match="b_scale"):
         fp8_gemm(qa, qb, sa, torch.tensor(1.0, device="meta"))
 
 
-def test_the_product_of_floats_has_their_dtype(device: str) -> None:
+def test_the_product_of_floats_has_their_dtype(device):
     """Of two the one that holds both; float16, the default of the op, only where both operands are codes."""
     half, bf16, single = torch.float16, torch.bfloat16, torch.float32
     wanted = {(FP8, FP8): half, (half, bf16): single, (bf16, half): single}
@@ -399,14 +393,14 @@ def test_the_product_of_floats_has_their_dtype(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_product_of_floats_does_not_overflow(dtype: torch.dtype, device: str) -> None:
+def test_the_product_of_floats_does_not_overflow(dtype, device):
     a, b = torch.full((16, 64), 60.0, device=device), torch.full((64, 16), 60.0, device=device)
     product = fp8_gemm(a.to(dtype), b.to(dtype))
     torch.testing.assert_close(product.float(), a @ b, rtol=0.1, atol=0)
     assert fp8_gemm(a.half(), b.half()).isinf().all(), "230 400 in the dtype of the operands"
 
 
-def test_scales_are_the_reciprocals_of_those_of_torch(device: str) -> None:
+def test_scales_are_the_reciprocals_of_those_of_torch(device):
     a, b = normal((16, 64), torch.float32, device, seed=1), normal((64, 32), torch.float32, device, seed=2)
     (qa, sa, _), (qb, sb, _) = fp8_quantize(a), fp8_quantize(b)
     inverse = [fp8_scale_inv(s) for s in (sa, sb)]
@@ -417,7 +411,7 @@ def test_scales_are_the_reciprocals_of_those_of_torch(device: str) -> None:
 
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
-def test_given_scales_of_float_operands(rows: bool, columns: bool, device: str) -> None:
+def test_given_scales_of_float_operands(rows, columns, device):
     a = normal((20, 48), torch.float32, device, seed=1)
     b = normal((48, 32), torch.bfloat16, device, seed=2)
     sa = torch.linspace(50, 90, 20, device=device)[:, None] if rows else torch.tensor(70.0, device=device)
@@ -434,7 +428,7 @@ def test_given_scales_of_float_operands(rows: bool, columns: bool, device: str) 
 
 
 @pytest.mark.gpu
-def test_one_kernel_on_own_paths() -> None:
+def test_one_kernel_on_own_paths():
     for m in (1, 64):
         inputs = FP8GemmCase(name="one", dtype=torch.float16, m=m, n=256, k=512).make_inputs("cuda")
         op(*inputs)
@@ -447,13 +441,13 @@ def test_one_kernel_on_own_paths() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64, 200])
-def test_calls_that_begin_before_the_last_one_ends(m: int) -> None:
+def test_calls_that_begin_before_the_last_one_ends(m):
     """Each product reads what the previous call wrote and may write to memory that an older call still uses."""
     a, b, a_scale, b_scale, _ = FP8GemmCase(
         name="chain", dtype=torch.float16, m=m, n=1024, k=1024
     ).make_inputs("cuda")
 
-    def chain(wait: bool) -> torch.Tensor:
+    def chain(wait):
         x = a
         for _ in range(6):
             y = op(x, b, a_scale, b_scale * 20, torch.float32)
@@ -486,7 +480,7 @@ def test_calls_that_begin_before_the_last_one_ends(m: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::17], ids=case_id)
-def test_opcheck(case: FP8GemmCase, device: str) -> None:
+def test_opcheck(case, device):
     inputs = case.make_inputs(device)
     # test_schema multiplies its inputs, which torch cannot do in this dtype
     tests = ("test_autograd_registration", "test_faketensor")
@@ -494,10 +488,10 @@ def test_opcheck(case: FP8GemmCase, device: str) -> None:
     opcheck(op_exact.default, inputs, test_utils=tests)
 
 
-def test_compile(device: str) -> None:
+def test_compile(device):
     a, b, *rest = FP8GemmCase(name="compile", dtype=torch.float32, m=70, n=32, k=48).make_inputs(device)
 
-    def model(x: torch.Tensor) -> torch.Tensor:
+    def model(x):
         return op(x, b, *rest) * 2
 
     assert torch.equal(torch.compile(model, fullgraph=True)(a), model(a))

@@ -1,12 +1,9 @@
 """Every branch of the CPU kernel of fp8_gemm: rows, columns and depths around its tiles, and layouts."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from htree_ops.reference import fp8 as reference
 from tests.support.devices import poisoned_memory
@@ -34,7 +31,7 @@ def check(m: int, n: int, k: int, dtype: torch.dtype, scales: str, layout: str) 
 
 @pytest.mark.parametrize("dtype", OUTPUTS, ids=str)
 @pytest.mark.parametrize("m", ROWS)
-def test_sizes_around_the_tiles(m: int, dtype: torch.dtype) -> None:
+def test_sizes_around_the_tiles(m, dtype):
     scales, layouts = (
         itertools.cycle(("tensor", "channel", "mixed")),
         itertools.cycle(("column", "row", "sliced")),
@@ -46,7 +43,7 @@ def test_sizes_around_the_tiles(m: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa: str) -> None:
+def test_every_instruction_set(isa):
     script = (
         "from test_fp8_gemm_cpu import OUTPUTS, check, check_codes\n"
         "check_codes()\n"
@@ -72,17 +69,17 @@ def check_codes() -> None:
     torch.testing.assert_close(c, values[:, None], rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_code() -> None:
+def test_every_code():
     check_codes()
 
 
 @pytest.mark.parametrize("m", [2, 70])
-def test_layouts_give_the_same(m: int) -> None:
+def test_layouts_give_the_same(m):
     a, b, *rest = FP8GemmCase(name="l", dtype=torch.float32, m=m, n=150, k=200, scales="channel").make_inputs(
         "cpu"
     )
 
-    def spread(x: Tensor) -> Tensor:
+    def spread(x):
         """x as every second element of a matrix whose other elements are NaN."""
         wide = torch.full((x.shape[0], 2 * x.shape[1]), 0x7F, dtype=torch.uint8)
         wide[:, ::2] = x.view(torch.uint8)
@@ -100,7 +97,7 @@ def test_layouts_give_the_same(m: int) -> None:
 
 @pytest.mark.parametrize("kind", ["one sign", "large and small", "cancelling"])
 @pytest.mark.parametrize("m", [1, 9])
-def test_long_sums_keep_the_bound(m: int, kind: str) -> None:
+def test_long_sums_keep_the_bound(m, kind):
     """At any depth a sum has 15 roundings to fp32, so it keeps a tighter bound than P4's."""
     k = 70001
     generator = torch.Generator().manual_seed(3)
@@ -119,6 +116,6 @@ def test_long_sums_keep_the_bound(m: int, kind: str) -> None:
     assert ((c - exact).abs() <= bound * (1 + 2**-20)).all()
 
 
-def test_more_than_one_copy_of_values_holds() -> None:
+def test_more_than_one_copy_of_values_holds():
     """The fp32 copies of a and of b hold 64 MiB or 64 rows; here both take more than one."""
     check(70, 66, 262144 + 40, torch.bfloat16, "channel", "column")

@@ -1,7 +1,5 @@
 """How the FP8 tensor cores of sm_90 sum, and the bound that follows for any codes (docs/semantics/fp8.md §3.3)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -79,7 +77,7 @@ def one_large_term(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
         (uniform_codes, 1024, -10.818),
     ],
 )
-def test_the_model_errs_as_was_measured(codes: Codes, k: int, measured: float) -> None:
+def test_the_model_errs_as_was_measured(codes, k, measured):
     """Mean errors as in benchmarks/results/fp8_gemm_error_h200.csv, whose codes have the same distributions."""
     a, b = codes((160, k), 1), codes((k, 160), 2)
     error = (tensor_core_product(a, b) - a.double() @ b.double()).abs()
@@ -88,7 +86,7 @@ def test_the_model_errs_as_was_measured(codes: Codes, k: int, measured: float) -
 
 
 @pytest.mark.parametrize("k", [128, 384, 1000])
-def test_one_large_term_nearly_reaches_the_bound(k: int) -> None:
+def test_one_large_term_nearly_reaches_the_bound(k):
     a, b = one_large_term(2, 3, k)
     error = (tensor_core_product(a, b) - a.double() @ b.double()).abs()
     magnitudes = a.double().abs() @ b.double().abs()
@@ -98,7 +96,7 @@ def test_one_large_term_nearly_reaches_the_bound(k: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 48, 384), (3, 70, 128), (300, 264, 1024), (17, 5002, 1000)])
-def test_no_codes_exceed_the_bound(m: int, n: int, k: int) -> None:
+def test_no_codes_exceed_the_bound(m, n, k):
     one = torch.ones((), device="cuda")
     wide = torch.randint(0, 0x7F, (m + n, k), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
     for a, b in (

@@ -1,7 +1,5 @@
 """FP8Linear and the swap of a model's layers (docs/semantics/fp8.md §3.3)."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math
@@ -31,9 +29,7 @@ def make(dtype: torch.dtype, device: str, k: int = 96, n: int = 80, bias: bool =
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_forward_is_the_product_of_what_was_quantised(
-    dtype: torch.dtype, bias: bool, static: bool, device: str
-) -> None:
+def test_forward_is_the_product_of_what_was_quantised(dtype, bias, static, device):
     linear = make(dtype, device, bias=bias)
     scale = 90.0 if static else None
     module = FP8Linear.from_linear(linear, scale)
@@ -61,7 +57,7 @@ def test_forward_is_the_product_of_what_was_quantised(
         assert bool(((y.reshape(-1, 80).double() - expected).abs() <= slack * (1 + 2 * unit)).all())
 
 
-def test_error_against_the_full_layer(device: str) -> None:
+def test_error_against_the_full_layer(device):
     """Property 6 (a): each factor is within 1/17 of itself, or half a subnormal of its own row."""
     linear = make(torch.float32, device, k=512)
     x = normal((33, 512), torch.float32, device, seed=3)
@@ -77,7 +73,7 @@ def test_error_against_the_full_layer(device: str) -> None:
     assert norm <= 0.06
 
 
-def test_weights_are_quantised_once(device: str) -> None:
+def test_weights_are_quantised_once(device):
     linear = make(torch.bfloat16, device)
     module = FP8Linear.from_linear(linear)
     assert module.weight.dtype == torch.float8_e4m3fn
@@ -92,7 +88,7 @@ def test_weights_are_quantised_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_state_dict_round_trip(static: bool, device: str) -> None:
+def test_state_dict_round_trip(static, device):
     module = FP8Linear.from_linear(make(torch.float16, device), 17.0 if static else None)
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
@@ -108,7 +104,7 @@ def test_state_dict_round_trip(static: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_float_checkpoint_is_quantised_while_it_loads(static: bool, device: str) -> None:
+def test_a_float_checkpoint_is_quantised_while_it_loads(static, device):
     linear = make(torch.float32, device)
     module = FP8Linear(96, 80, static_activation=static, device=device)
     state = linear.state_dict()
@@ -120,7 +116,7 @@ def test_a_float_checkpoint_is_quantised_while_it_loads(static: bool, device: st
     assert torch.equal(module.bias, linear.bias)
 
 
-def test_casts_keep_codes_and_scales(device: str) -> None:
+def test_casts_keep_codes_and_scales(device):
     module = FP8Linear.from_linear(make(torch.float32, device), 3.0)
     codes = codes_of(module.weight).clone()
     for cast in (module.half(), module.to(torch.bfloat16), module.double(), module.to(device)):
@@ -134,7 +130,7 @@ def test_casts_keep_codes_and_scales(device: str) -> None:
     assert moved(torch.empty(2, 96, device="meta")).shape == (2, 80)
 
 
-def test_there_is_no_gradient(device: str) -> None:
+def test_there_is_no_gradient(device):
     module = FP8Linear.from_linear(make(torch.float32, device))
     x = torch.randn(3, 96, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"not implemented|derivative|not support"):
@@ -164,7 +160,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_is_swapped_in_place(dtype: torch.dtype, device: str) -> None:
+def test_a_model_is_swapped_in_place(dtype, device):
     torch.manual_seed(2)
     model = Model().to(device, dtype)
     tokens = torch.randint(0, 11, (2, 9), device=device)
@@ -185,7 +181,7 @@ def test_a_model_is_swapped_in_place(dtype: torch.dtype, device: str) -> None:
     assert sum(isinstance(m, FP8Linear) for m in model.modules()) == 5
 
 
-def test_calibrated_activations(device: str) -> None:
+def test_calibrated_activations(device):
     torch.manual_seed(3)
     model = Model().to(device)
     batches = [torch.randint(0, 11, (2, 9), device=device) for _ in range(3)]
@@ -203,20 +199,20 @@ def test_calibrated_activations(device: str) -> None:
         assert float((model(batches[0]) - before).norm() / before.norm()) < 0.08
 
 
-def test_keyword_batches() -> None:
+def test_keyword_batches():
     model = nn.Sequential(nn.Linear(4, 3))
     by_name = calibrate_activation_scales(model, [{"input": torch.full((1, 4), 2.0)}])
     assert float(by_name["0"]) == 224.0
     assert float(calibrate_activation_scales(model, [(torch.zeros(1, 4),)])["0"]) == 1.0
 
 
-def test_calibration_sees_keywords_and_refuses_what_is_no_tensor() -> None:
+def test_calibration_sees_keywords_and_refuses_what_is_no_tensor():
     class ByName(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.l = nn.Linear(4, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.l(input=x)
 
     assert float(calibrate_activation_scales(ByName(), [torch.full((1, 4), 2.0)])["l"]) == 224.0
@@ -224,7 +220,7 @@ def test_calibration_sees_keywords_and_refuses_what_is_no_tensor() -> None:
         calibrate_activation_scales(ByName(), [[torch.zeros(1, 4)]])
 
 
-def test_an_error_leaves_the_model_as_it_was() -> None:
+def test_an_error_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     with pytest.raises(UnsupportedDtypeError, match=r"layer '1': linear\.weight must have dtype"):
         quantize_model_(model)
@@ -235,8 +231,8 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
-def test_layers_that_occur_twice_stay_one_layer() -> None:
-    def twice() -> nn.Sequential:
+def test_layers_that_occur_twice_stay_one_layer():
+    def twice():
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         return model.append(model[0])
 
@@ -276,7 +272,7 @@ BAD_STATES = {
 
 
 @pytest.mark.parametrize("name", BAD_STATES)
-def test_bad_states_are_refused(name: str) -> None:
+def test_bad_states_are_refused(name):
     state, message = BAD_STATES[name]
     module = FP8Linear(32, 16, static_activation=True)
     before = codes_of(module.weight).clone()
@@ -285,7 +281,7 @@ def test_bad_states_are_refused(name: str) -> None:
     assert torch.equal(codes_of(module.weight), before)
 
 
-def test_compiled_forward(device: str) -> None:
+def test_compiled_forward(device):
     module = FP8Linear.from_linear(make(torch.float32, device))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
@@ -294,12 +290,12 @@ def test_compiled_forward(device: str) -> None:
             assert torch.equal(compiled(x), module(x))
 
 
-def test_refusals() -> None:
+def test_refusals():
     linear = nn.Linear(4, 3)
     with pytest.raises(TypeError, match=r"use FP8Linear\.from_linear"):
         quantize_model_(linear)
     with pytest.raises(TypeError, match=r"linear must be an nn\.Linear, got Embedding"):
-        FP8Linear.from_linear(nn.Embedding(2, 3))  # type: ignore[arg-type]
+        FP8Linear.from_linear(nn.Embedding(2, 3))
     with pytest.raises(ValueError, match="must name swapped layers, got absent"):
         quantize_model_(nn.Sequential(linear), activation_scales={"absent": 1.0})
     for wrong in (0.0, -1.0, math.nan, math.inf):
@@ -315,7 +311,7 @@ def test_refusals() -> None:
     with pytest.raises(
         TypeError, match="quantize_model_: activation_scales must map names to scales, got list"
     ):
-        quantize_model_(nn.Sequential(linear), activation_scales=[1.0])  # type: ignore[arg-type]
+        quantize_model_(nn.Sequential(linear), activation_scales=[1.0])
     for f, name in (
         (quantize_model_, "quantize_model_"),
         (lambda m, wanted: calibrate_activation_scales(m, [], wanted), "calibrate_activation_scales"),
@@ -333,7 +329,7 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedDtypeError, match=r"^FP8Linear: dtype must be"):
         FP8Linear(4, 3, dtype=torch.float64)
     with pytest.raises(TypeError, match="FP8Linear: in_features must be an int, got float"):
-        FP8Linear(2.0, 3)  # type: ignore[arg-type]
+        FP8Linear(2.0, 3)
     with pytest.raises(ValueError, match="FP8Linear: in_features must be between 0 and"):
         FP8Linear(-1, 3)
     layer = FP8Linear(4, 3)
@@ -348,16 +344,16 @@ def test_refusals() -> None:
     assert caught.value.tensor_name == "x"
     for wrong in (3, None):
         with pytest.raises(TypeError, match=r"quantize_model_: module must be an nn\.Module, got"):
-            quantize_model_(wrong)  # type: ignore[arg-type]
+            quantize_model_(wrong)
         with pytest.raises(
             TypeError, match=r"calibrate_activation_scales: module must be an nn\.Module, got"
         ):
-            calibrate_activation_scales(wrong, [])  # type: ignore[arg-type]
+            calibrate_activation_scales(wrong, [])
     assert "activation=static" in repr(FP8Linear(4, 3, static_activation=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast_reaches_it_as_it_does_a_linear_layer(dtype: torch.dtype, device: str) -> None:
+def test_autocast_reaches_it_as_it_does_a_linear_layer(dtype, device):
     linear = make(torch.float32, device)
     module, x = FP8Linear.from_linear(linear), normal((5, 96), torch.float32, device, seed=6)
     with torch.autocast(device, dtype=dtype):
@@ -369,7 +365,7 @@ def test_autocast_reaches_it_as_it_does_a_linear_layer(dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_layer_of_tree_attention_is_quantised_like_any_model(dtype: torch.dtype, device: str) -> None:
+def test_the_layer_of_tree_attention_is_quantised_like_any_model(dtype, device):
     layer = HTreeAttention(64, 4, 2, top_k=4, max_top_nodes=64, device=device, dtype=dtype)
     x = normal((2, 70, 64), dtype, device, seed=7)
     with torch.no_grad():
@@ -382,14 +378,14 @@ def test_the_layer_of_tree_attention_is_quantised_like_any_model(dtype: torch.dt
         layer(x.double())
 
 
-def test_the_layer_of_tree_attention_takes_projections_without_a_weight() -> None:
+def test_the_layer_of_tree_attention_takes_projections_without_a_weight():
     class Int8Linear(nn.Module):
-        def __init__(self, linear: nn.Linear) -> None:
+        def __init__(self, linear):
             super().__init__()
             self.scale = linear.weight.detach().abs().max() / 127
             self.codes = (linear.weight.detach() / self.scale).round().to(torch.int8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return x @ (self.codes.to(x.dtype) * self.scale.to(x.dtype)).t()
 
     layer = HTreeAttention(16, 2)

@@ -1,7 +1,5 @@
 """Scales, codes and back against a reference that searches the nearest code (docs/semantics/fp8.md §3.3, §3.5)."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st
@@ -24,7 +22,6 @@ from tests.support.fp8_cases import (
     CASES,
     DTYPES,
     LAYOUT_CASES,
-    FP8Case,
     codes_of,
     eager_quantize,
     every_pattern,
@@ -76,7 +73,7 @@ def check(x: torch.Tensor, scale, granularity: str, dim: int, block: int) -> Non
 # ---- the reference itself
 
 
-def test_the_reference_codes_are_those_of_torch() -> None:
+def test_the_reference_codes_are_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).double()
     finite = values.isfinite()
@@ -87,7 +84,7 @@ def test_the_reference_codes_are_those_of_torch() -> None:
     assert torch.equal(reference.encode(fine.float()), codes_of(fine.float().to(torch.float8_e4m3fn)))
 
 
-def test_ties_go_to_the_even_code() -> None:
+def test_ties_go_to_the_even_code():
     values = reference.code_values()
     middle = (values[1:] + values[:-1]) / 2
     even = torch.arange(126) + torch.arange(126) % 2
@@ -95,7 +92,7 @@ def test_ties_go_to_the_even_code() -> None:
     assert torch.equal(codes_of(quantize(middle.float(), torch.ones(()))[0]).int(), even.int())
 
 
-def test_the_format() -> None:
+def test_the_format():
     info = torch.finfo(torch.float8_e4m3fn)
     assert FP8Format() == FP8Format(4, 3, info.max, info.smallest_normal, info.smallest_normal / 8)
     assert FP8Format.max_value == 448.0
@@ -108,14 +105,14 @@ def test_the_format() -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, *LAYOUT_CASES], ids=case_id)
-def test_case(case: FP8Case, device: str, nan_memory: None) -> None:
+def test_case(case, device, nan_memory):
     check(*case.make_inputs(device))
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @pytest.mark.parametrize("scale", [None, 1.0, 0.37, 300.0, 2.0**-126, 2.0**127, 3.0e-35, 1.7e34])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_every_half_value(granularity: str, scale: float | None, dtype: torch.dtype, device: str) -> None:
+def test_every_half_value(granularity, scale, dtype, device):
     """All 2^16 values: as one tensor, as 2^8 rows of different magnitudes, and in blocks of 128."""
     x = every_pattern(dtype, device).view(256, 256)
     if scale is None:
@@ -125,7 +122,7 @@ def test_every_half_value(granularity: str, scale: float | None, dtype: torch.dt
     check(x, torch.full(shape, scale, device=device), granularity, -1, 128)
 
 
-def test_fp32_on_and_beside_every_boundary(device: str) -> None:
+def test_fp32_on_and_beside_every_boundary(device):
     """Codes, midpoints and limits, each with its neighbours in fp32 and with both signs."""
     values = reference.code_values()
     points = torch.cat((values, (values[1:] + values[:-1]) / 2, torch.tensor([464.0, 480.0, 1e38]))).float()
@@ -138,7 +135,7 @@ def test_fp32_on_and_beside_every_boundary(device: str) -> None:
     check(x, None, "channel", 0, 128)
 
 
-def test_signed_zeros_and_special_values(device: str) -> None:
+def test_signed_zeros_and_special_values(device):
     x = torch.tensor(
         [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 464.0, 464.01, -449.0], device=device
     )
@@ -152,7 +149,7 @@ def test_signed_zeros_and_special_values(device: str) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values_keep_out_of_the_scale(dtype: torch.dtype, granularity: str, device: str) -> None:
+def test_special_values_keep_out_of_the_scale(dtype, granularity, device):
     for cols in (64, 8192, 40000):
         x = normal((4, cols), dtype, device, seed=1)
         clean = compute_scale(x, granularity)
@@ -170,7 +167,7 @@ def test_special_values_keep_out_of_the_scale(dtype: torch.dtype, granularity: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_extreme_magnitudes(dtype: torch.dtype, device: str) -> None:
+def test_extreme_magnitudes(dtype, device):
     info = torch.finfo(dtype)
     for value in (info.max, info.smallest_normal, info.smallest_normal * info.eps):
         x = torch.full((2, 9), value, dtype=dtype, device=device)
@@ -183,7 +180,7 @@ def test_extreme_magnitudes(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
-def test_a_computed_scale_overflows_nothing(granularity: str, device: str) -> None:
+def test_a_computed_scale_overflows_nothing(granularity, device):
     """fl(max · fl(448 / max)) is above 448 for one tensor in ten: that must not count."""
     x = normal((2000, 24), torch.float32, device, seed=3)
     n = quantize(x, None, granularity)[2]
@@ -193,7 +190,7 @@ def test_a_computed_scale_overflows_nothing(granularity: str, device: str) -> No
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_many_overflows_are_counted(granularity: str, device: str) -> None:
+def test_many_overflows_are_counted(granularity, device):
     for shape in ((300, 1024), (7, 333)):
         x = normal(shape, torch.bfloat16, device, seed=4)
         scale = torch.full(reference.scale_shape(x.shape, granularity, -1, 128), 464.0, device=device)
@@ -203,7 +200,7 @@ def test_many_overflows_are_counted(granularity: str, device: str) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("block", [2**63 - 1, 2**63 - 4, 2**62, 9])
-def test_a_block_longer_than_the_dim_is_a_channel(block: int, dim: int, device: str) -> None:
+def test_a_block_longer_than_the_dim_is_a_channel(block, dim, device):
     x = normal((2, 4, 8), torch.float32, device, seed=7)
     scale = fp8_compute_scale(x, "channel", dim)
     for number in (None, scale, 3.0):
@@ -217,19 +214,19 @@ def test_a_block_longer_than_the_dim_is_a_channel(block: int, dim: int, device: 
     assert fp8_compute_scale(x[:, :, :0], "block", -1, block).shape == (2, 4, 0)
 
 
-def test_eager_composition_agrees(device: str) -> None:
+def test_eager_composition_agrees(device):
     for grouping in (("tensor", -1, 128), ("channel", -1, 128), ("channel", 0, 128), ("block", -1, 64)):
         x = normal((32, 256), torch.bfloat16, device, seed=5)
         for ours, eager in zip(quantize(x, None, *grouping), eager_quantize(x, None, *grouping), strict=True):
             assert torch.equal(ours.float(), eager.float())
 
 
-def test_scale_inverse(device: str) -> None:
+def test_scale_inverse(device):
     scale = compute_scale(normal((4, 32), torch.float32, device, 6), "channel")
     assert torch.equal(fp8_scale_inv(scale), 1 / scale)
 
 
-def test_results_are_the_same_bits_twice(device: str) -> None:
+def test_results_are_the_same_bits_twice(device):
     x = normal((513, 1027), torch.bfloat16, device, seed=7)
     for grouping in (("tensor", -1, 128), ("channel", 0, 128), ("block", -1, 100)):
         first, second = quantize(x, None, *grouping), quantize(x, None, *grouping)
@@ -255,9 +252,7 @@ magnitudes = st.integers(-10, 10).map(lambda k: 2.0**k)
     layout=st.sampled_from(sorted(LAYOUTS)),
     scale=st.none() | st.floats(2.0**-20, 2.0**20, width=32),
 )
-def test_property_equals_the_reference(
-    device, shape, grouping, seed, dtype, magnitude, layout, scale
-) -> None:
+def test_property_equals_the_reference(device, shape, grouping, seed, dtype, magnitude, layout, scale):
     """Feature: fp8, codes, scales and counts of any shape, layout and grouping."""
     x = LAYOUTS[layout](normal(shape, dtype, device, seed, magnitude))
     used = None
@@ -277,7 +272,7 @@ def test_property_equals_the_reference(
     dtype=dtypes,
     magnitude=magnitudes,
 )
-def test_property_5_round_trip(device, rows, cols, grouping, seed, dtype, magnitude) -> None:
+def test_property_5_round_trip(device, rows, cols, grouping, seed, dtype, magnitude):
     """Feature: fp8, Property 5: a value comes back within u8 of itself, or half a subnormal of its group."""
     x = normal((rows, cols), dtype, device, seed, magnitude)
     q, scale, n = quantize(x, None, *grouping)
@@ -288,7 +283,7 @@ def test_property_5_round_trip(device, rows, cols, grouping, seed, dtype, magnit
 
 
 @given(seed=seeds, dtype=dtypes, magnitude=magnitudes, power=st.integers(-10, 10))
-def test_property_quantising_twice_changes_nothing(device, seed, dtype, magnitude, power) -> None:
+def test_property_quantising_twice_changes_nothing(device, seed, dtype, magnitude, power):
     """A dequantised code quantises to itself for scales that are powers of two."""
     s = torch.full((), 2.0**power, device=device)
     q = quantize(normal((5, 130), dtype, device, seed, magnitude), s)[0]
@@ -297,7 +292,7 @@ def test_property_quantising_twice_changes_nothing(device, seed, dtype, magnitud
 
 
 @given(seed=seeds, power=st.integers(-8, 8), dtype=dtypes)
-def test_property_powers_of_two_leave_codes_alone(device, seed, power, dtype) -> None:
+def test_property_powers_of_two_leave_codes_alone(device, seed, power, dtype):
     """A factor 2^k on x divides the computed scale by it and changes no code."""
     x = normal((6, 200), dtype, device, seed).clamp(2.0**-3, 4.0)
     for grouping in (("tensor", -1, 128), ("channel", -1, 128)):
@@ -308,7 +303,7 @@ def test_property_powers_of_two_leave_codes_alone(device, seed, power, dtype) ->
 
 
 @given(seed=seeds, dtype=dtypes)
-def test_property_codes_are_monotone(device, seed, dtype) -> None:
+def test_property_codes_are_monotone(device, seed, dtype):
     x = normal((500,), dtype, device, seed).sort().values
     q, _, _ = fp8_quantize(x)
     assert bool((q.float().diff() >= 0).all())
@@ -328,7 +323,7 @@ def test_property_codes_are_monotone(device, seed, dtype) -> None:
         ((2**31 // 4096 + 3, 4096), ("channel", 0, 128)),
     ],
 )
-def test_more_than_2_31_elements(shape: tuple[int, int], grouping: tuple[str, int, int]) -> None:
+def test_more_than_2_31_elements(shape, grouping):
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     x[-1, -1] = 5000.0
     q, s, n = quantize(x, None, *grouping)
@@ -346,7 +341,7 @@ def test_more_than_2_31_elements(shape: tuple[int, int], grouping: tuple[str, in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [-1, 0])
-def test_more_than_2_31_overflows(dim: int) -> None:
+def test_more_than_2_31_overflows(dim):
     """The count stops at the largest int32; a wrapped count of 2^32 would be 0."""
     x = torch.full((2**19, 2**13), 600.0, device="cuda", dtype=torch.bfloat16)
     scale = torch.ones((2**19, 1) if dim == -1 else (1, 2**13), device="cuda")
@@ -354,7 +349,7 @@ def test_more_than_2_31_overflows(dim: int) -> None:
 
 
 @pytest.mark.gpu
-def test_stream_and_graph() -> None:
+def test_stream_and_graph():
     x = torch.randn(1000, 2048, device="cuda", dtype=torch.bfloat16)
     groupings = (("tensor", -1, 128), ("channel", -1, 128), ("block", -1, 128), ("channel", 0, 128))
     assert_stream_and_graph(lambda: [[y.float() for y in quantize(x, None, *g)] for g in groupings], x)

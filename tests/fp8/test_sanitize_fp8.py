@@ -1,7 +1,5 @@
 """Every CUDA kernel of fp8 quantisation once at a small size, for compute-sanitizer (`make sanitize`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ GROUPINGS = (("tensor", -1, 128), ("channel", -1, 128), ("channel", 0, 128), ("b
 
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantize(dtype: torch.dtype, cols: int) -> None:
+def test_quantize(dtype, cols):
     x = normal((3 if cols > 512 else 33, cols), dtype, "cpu", seed=cols)
     x[1, cols // 2] = float("inf")
     views = [LAYOUTS[name](x.cuda()) for name in ("contiguous", "misaligned", "in_larger")]
@@ -46,7 +44,7 @@ def test_quantize(dtype: torch.dtype, cols: int) -> None:
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=lambda g: g[0] + str(g[1]))
-def test_scales_beyond_the_quick_quotient(grouping: tuple[str, int, int]) -> None:
+def test_scales_beyond_the_quick_quotient(grouping):
     """Kernels divide by scales whose reciprocal is not a normal fp32 number."""
     x = normal((9, 520), torch.float32, "cpu", seed=1) * 1e-30
     for factor in (1.0, 1e-7):

@@ -1,7 +1,5 @@
 """Every CUDA kernel of fp8_gemm once at a small size, for compute-sanitizer (`make sanitize`)."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", OUTPUTS, ids=str)
 @pytest.mark.parametrize("m", [1, 30, 140])
-def test_fp8_gemm(m: int, dtype: torch.dtype) -> None:
+def test_fp8_gemm(m, dtype):
     # sizes that no tile divides; columns that tensor copies can store, and some that they cannot
     for n, k, scales, layout in (
         (136, 272, "channel", "column"),
@@ -39,7 +37,7 @@ def test_fp8_gemm(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=case_id)
-def test_every_kernel_of_hopper(case: FP8GemmCase, dtype: torch.dtype) -> None:
+def test_every_kernel_of_hopper(case, dtype):
     inputs = dataclasses.replace(case, dtype=dtype).make_inputs("cuda")
     result = torch.ops.htree.fp8_gemm(*inputs)
     assert_product(
@@ -53,7 +51,7 @@ def first_scales(scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
-def test_configurations(config: tuple[int, ...]) -> None:
+def test_configurations(config):
     for m, dtype in ((20, torch.float32), (600, torch.bfloat16)):
         inputs = FP8GemmCase(name="small", dtype=dtype, m=m, n=392, k=656, scales="channel").make_inputs(
             "cuda"

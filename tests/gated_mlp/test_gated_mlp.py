@@ -1,7 +1,5 @@
 """gated_mlp and its backward against the float64 reference (docs/semantics/gated_mlp.md §3.2, §3.5)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -53,7 +51,7 @@ def dy_for(case: GatedMLPCase, device: str) -> Tensor:
 # ---- the reference itself
 
 
-def test_reference_against_torch() -> None:
+def test_reference_against_torch():
     z = torch.linspace(-9, 9, 181, dtype=torch.float64)
     assert_close_spec(reference.activate(z, "silu"), torch.nn.functional.silu(z), 1e-14, 1e-300)
     assert_close_spec(reference.activate(z, "gelu"), torch.nn.functional.gelu(z), 1e-12, 1e-15)
@@ -67,7 +65,7 @@ def test_reference_against_torch() -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, *LAYOUT_CASES], ids=case_id)
-def test_forward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
+def test_forward(case, device, nan_memory):
     case = on_device(case, device)
     inputs = case.make_inputs(device)
     out = op(*inputs)
@@ -78,7 +76,7 @@ def test_forward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
 
 
 @pytest.mark.parametrize("case", BACKWARD, ids=case_id)
-def test_backward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
+def test_backward(case, device, nan_memory):
     case = on_device(case, device)
     inputs = case.make_inputs(device)
     dy = dy_for(case, device)
@@ -95,7 +93,7 @@ def test_backward(case: GatedMLPCase, device: str, nan_memory: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_kept_products_are_the_rounded_ones(dtype: torch.dtype, device: str) -> None:
+def test_kept_products_are_the_rounded_ones(dtype, device):
     x, gate_weight, up_weight, *_ = GatedMLPCase(
         name="kept", dtype=dtype, rows=(150,), inner=200, hidden=96
     ).make_inputs(device)
@@ -110,9 +108,7 @@ def test_kept_products_are_the_rounded_ones(dtype: torch.dtype, device: str) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [3, 20, 50, 200])
-def test_special_values_stay_in_their_row(
-    rows: int, activation: str, dtype: torch.dtype, device: str
-) -> None:
+def test_special_values_stay_in_their_row(rows, activation, dtype, device):
     case = on_device(
         GatedMLPCase(name="nan", dtype=dtype, rows=(rows,), inner=80, hidden=72, activation=activation),
         device,
@@ -135,7 +131,7 @@ def test_special_values_stay_in_their_row(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gelu_falls_to_zero(dtype: torch.dtype, device: str) -> None:
+def test_gelu_falls_to_zero(dtype, device):
     """The far tail of the normal distribution is 0, so that gelu(-inf) is NaN and no large factor revives it."""
     dtype = torch.float32 if device == "cuda" and dtype == torch.float64 else dtype
     far = [-6e4] if dtype == torch.float16 else [-6e4, -1e20, -3e38]
@@ -157,7 +153,7 @@ def test_gelu_falls_to_zero(dtype: torch.dtype, device: str) -> None:
     assert bool((tail == 0).all())
 
 
-def test_half_projections_beyond_the_range_are_kept_as_infinities(device: str) -> None:
+def test_half_projections_beyond_the_range_are_kept_as_infinities(device):
     """The result and the gradients that recompute g are finite; the gradients from the kept g are not."""
     x = torch.full((1, 4), 100.0, dtype=torch.float16, device=device)
     gate = torch.full((1, 4), 300.0, dtype=torch.float16, device=device)
@@ -172,7 +168,7 @@ def test_half_projections_beyond_the_range_are_kept_as_infinities(device: str) -
     assert_gradients(again, dy, (x, gate, up, "silu", "up"), saved=False)
 
 
-def test_half_overflows_to_infinity(device: str) -> None:
+def test_half_overflows_to_infinity(device):
     x = torch.full((3, 64), 65504.0, dtype=torch.float16, device=device)
     weight = torch.ones(8, 64, dtype=torch.float16, device=device)
     assert (op(x, weight, weight) == math.inf).all()
@@ -180,7 +176,7 @@ def test_half_overflows_to_infinity(device: str) -> None:
     assert (op(x, weight, -weight) == 0).all()
 
 
-def test_act_on_gate_is_the_exchange_of_the_weights(device: str) -> None:
+def test_act_on_gate_is_the_exchange_of_the_weights(device):
     for dtype in (torch.float32, torch.bfloat16):
         case = GatedMLPCase(name="swap", dtype=dtype, rows=(140,), inner=136, hidden=64)
         x, gate, up, *_ = case.make_inputs(device)
@@ -200,7 +196,7 @@ seeds = st.integers(0, 2**31 - 1)
     activation=st.sampled_from(ACTIVATIONS),
     act_on=st.sampled_from(SIDES),
 )
-def test_property_2_gated_mlp(device, size, seed, dtype, activation, act_on) -> None:
+def test_property_2_gated_mlp(device, size, seed, dtype, activation, act_on):
     """Feature: fused operators, Property 2: the gated MLP matches the formula."""
     rows, inner, hidden = size
     case = on_device(
@@ -227,7 +223,7 @@ def test_property_2_gated_mlp(device, size, seed, dtype, activation, act_on) -> 
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from(ACTIVATIONS),
 )
-def test_property_gradients(device, size, eights, seed, dtype, activation) -> None:
+def test_property_gradients(device, size, eights, seed, dtype, activation):
     rows, inner, hidden = size
     if eights:  # rows of whole 16 bytes, which Hopper's kernels want
         inner, hidden = (inner + 7) // 8 * 8, (hidden + 7) // 8 * 8
@@ -247,7 +243,7 @@ def test_property_gradients(device, size, eights, seed, dtype, activation) -> No
 
 
 @given(rows=st.integers(2, 40), seed=seeds, dtype=st.sampled_from(DTYPES[:3]), data=st.data())
-def test_property_rows_are_independent(device, rows, seed, dtype, data) -> None:
+def test_property_rows_are_independent(device, rows, seed, dtype, data):
     """The bits of a row do not depend on the other rows of the same call."""
     row = data.draw(st.integers(0, rows - 1))
     case = GatedMLPCase(name="rows", dtype=dtype, rows=(rows,), inner=70, hidden=100)
@@ -275,7 +271,7 @@ def assert_spread(out: Tensor, inputs: tuple, num_rows: int, num_columns: int) -
 
 
 @pytest.mark.parametrize("dims", DIMS_3, ids=str)
-def test_property_3_corners(dims: tuple[int, int, int, int], device: str) -> None:
+def test_property_3_corners(dims, device):
     """Feature: fused operators, Property 3: the stated ranges of B, S, Hd, I; the large ones on the GPU."""
     batch, length, hidden, inner = dims
     inputs = GatedMLPCase(
@@ -293,7 +289,7 @@ def test_property_3_corners(dims: tuple[int, int, int, int], device: str) -> Non
     activation=st.sampled_from(ACTIVATIONS),
     seed=seeds,
 )
-def test_property_3_dimensions(size, hidden, inner, dtype, activation, seed) -> None:
+def test_property_3_dimensions(size, hidden, inner, dtype, activation, seed):
     """Feature: fused operators, Property 3: checked on rows and columns spread over the result."""
     inputs = GatedMLPCase(
         name="p3", dtype=dtype, rows=size, inner=inner, hidden=hidden, activation=activation
@@ -306,7 +302,7 @@ def test_property_3_dimensions(size, hidden, inner, dtype, activation, seed) -> 
 
 @pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
 @pytest.mark.parametrize("rows", [1, 70, 300])
-def test_every_configuration_computes_the_same(rows: int, config: tuple[int, ...], device: str) -> None:
+def test_every_configuration_computes_the_same(rows, config, device):
     for dtype in (torch.bfloat16, torch.float16):
         case = GatedMLPCase(
             name="config", dtype=dtype, rows=(rows,), inner=330, hidden=264, activation="gelu"
@@ -318,7 +314,7 @@ def test_every_configuration_computes_the_same(rows: int, config: tuple[int, ...
 
 
 @pytest.mark.gpu
-def test_configurations_need_their_kernels() -> None:
+def test_configurations_need_their_kernels():
     x = torch.ones(4, 8, device="cuda")
     with pytest.raises(NotImplementedError, match="fp16 and bf16 on sm_90"):
         op(x, x, x, "silu", "up", list(COMPILED_CONFIGS[0]))
@@ -327,7 +323,7 @@ def test_configurations_need_their_kernels() -> None:
 # ---- module
 
 
-def test_module(device: str) -> None:
+def test_module(device):
     torch.manual_seed(3)
     layer = FusedGatedMLP(64, 96, "gelu", device=device)
     assert 0.019 < float(layer.gate_weight.detach().std()) < 0.021

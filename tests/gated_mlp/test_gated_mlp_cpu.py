@@ -1,7 +1,5 @@
 """Every branch of the CPU products of gated_mlp: rows, columns and depths around its tiles, and layouts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -47,13 +45,13 @@ def check(rows: int, inner: int, hidden: int, dtype: torch.dtype, activation: st
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-def test_sizes_around_the_tiles(rows: int, dtype: torch.dtype) -> None:
+def test_sizes_around_the_tiles(rows, dtype):
     for i, (inner, hidden) in enumerate(itertools.product(COLUMNS, DEPTHS)):
         check(rows, inner, hidden, dtype, "silu" if i % 2 else "gelu")
 
 
 @pytest.mark.parametrize("isa", [*ISAS[1:], "avx512_bf16"])  # the baseline leaves 5 rows and more to BLAS
-def test_a_row_has_the_same_bits_among_few_and_many(isa: str) -> None:
+def test_a_row_has_the_same_bits_among_few_and_many(isa):
     """Weights of half types are widened for many rows at once, which changes no sum."""
     script = (
         "import torch\n"
@@ -71,7 +69,7 @@ def test_a_row_has_the_same_bits_among_few_and_many(isa: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_an_empty_instruction_set_is_the_default() -> None:
+def test_an_empty_instruction_set_is_the_default():
     script = "import torch, htree_ops; x = torch.ones(1, 3); print(torch.ops.htree.gated_mlp(x, x, x).isfinite().all())"
     shown = run_with("", script)
     assert (shown.returncode, shown.stdout.strip()) == (0, "tensor(True)"), shown.stderr
@@ -79,7 +77,7 @@ def test_an_empty_instruction_set_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "avx512_bf16"])
-def test_every_instruction_set(isa: str) -> None:
+def test_every_instruction_set(isa):
     script = (
         "import torch\n"
         "from test_gated_mlp_cpu import DTYPES, check\n"
@@ -92,7 +90,7 @@ def test_every_instruction_set(isa: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_unknown_instruction_set() -> None:
+def test_unknown_instruction_set():
     script = "import torch, htree_ops; x = torch.ones(1, 1); torch.ops.htree.gated_mlp(x, x, x)"
     ran = run_with("sse9", script)
     assert "must be baseline, avx2, avx512 or avx512_bf16, got sse9" in ran.stderr
@@ -100,7 +98,7 @@ def test_unknown_instruction_set() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [2, 7, 70])
-def test_layouts_give_the_same(rows: int, dtype: torch.dtype) -> None:
+def test_layouts_give_the_same(rows, dtype):
     inner, hidden = 53, 70
     x, gate, up, *options = GatedMLPCase(
         name="layouts", dtype=dtype, rows=(rows,), inner=inner, hidden=hidden
@@ -121,7 +119,7 @@ def test_layouts_give_the_same(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [3, 70])
-def test_the_bits_of_a_row_and_a_column_are_their_own(rows: int, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_and_a_column_are_their_own(rows, dtype):
     x, gate, up, *options = GatedMLPCase(
         name="own", dtype=dtype, rows=(rows,), inner=100, hidden=200
     ).make_inputs("cpu")
@@ -132,7 +130,7 @@ def test_the_bits_of_a_row_and_a_column_are_their_own(rows: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("rows", [1, 6])
-def test_long_sums_of_one_sign(rows: int) -> None:
+def test_long_sums_of_one_sign(rows):
     """At any depth a sum has 33 roundings to fp32, where a chain of 2^17 additions has 2^17."""
     hidden = 131072 + 5
     generator = torch.Generator().manual_seed(5)
@@ -143,7 +141,7 @@ def test_long_sums_of_one_sign(rows: int) -> None:
     assert ((products - expected).abs() <= 33 * 2.0**-24 * expected).all()
 
 
-def test_more_rows_than_one_copy_of_x_holds() -> None:
+def test_more_rows_than_one_copy_of_x_holds():
     """A copy of x holds 64 MiB or 64 rows; here there are several."""
     hidden = 262144 + 40
     for dtype in (torch.float16, torch.bfloat16):
@@ -154,7 +152,7 @@ def test_more_rows_than_one_copy_of_x_holds() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_kept_products_in_blocks(dtype: torch.dtype) -> None:
+def test_gradients_of_kept_products_in_blocks(dtype):
     """Weights of 64 MiB and more are multiplied in pieces: here two for fp16 and fp32, one for bf16."""
     hidden, inner = 65536, 300
     x, gate, up, *options = GatedMLPCase(

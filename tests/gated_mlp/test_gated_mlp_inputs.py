@@ -1,7 +1,5 @@
 """Refusals, gradients, compilation and export of gated_mlp (docs/semantics §0.4, §0.5, §3.4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,14 +59,14 @@ ERRORS: dict[str, tuple[Callable[[Call], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_argument_requirement_and_value(name: str, layer: str) -> None:
+def test_errors_name_argument_requirement_and_value(name, layer):
     call, kind, message = ERRORS[name]
     wanted = kind if layer == "python" else next(b for b in (ValueError, TypeError) if issubclass(kind, b))
     with pytest.raises(wanted, match=message):
         call(gated_mlp if layer == "python" else op)
 
 
-def test_validator_messages_and_attributes() -> None:
+def test_validator_messages_and_attributes():
     with pytest.raises(ShapeMismatchError, match=r"^Expected 3D input, got 2D$") as shape:
         validate_gated_mlp_inputs(O(2, 4), O(3, 4), O(3, 4))
     assert (shape.value.expected, shape.value.actual, shape.value.tensor_name) == (3, 2, "x")
@@ -92,23 +90,23 @@ def test_validator_messages_and_attributes() -> None:
     with pytest.raises(ShapeMismatchError):
         validate_gated_mlp_inputs(O(4), O(3), O(3, 4), "relu")
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
-        validate_gated_mlp_inputs([1.0], O(3, 4), O(3, 4))  # type: ignore[arg-type]
+        validate_gated_mlp_inputs([1.0], O(3, 4), O(3, 4))
     GatedMLPInput(O(1, 2, 4), O(3, 4), O(3, 4)).validate()
 
 
-def test_dataclass_fields() -> None:
+def test_dataclass_fields():
     value = GatedMLPInput(O(1), O(2), O(3))
     assert list(vars(value)) == ["x", "gate_weight", "up_weight", "activation"]
     assert value.activation == "silu"
 
 
-def test_module_refuses() -> None:
+def test_module_refuses():
     with pytest.raises(ValueError, match="hidden_dim must be between 1 and"):
         FusedGatedMLP(0, 4)
     with pytest.raises(TypeError, match="FusedGatedMLP: hidden_dim must be an int, got float"):
-        FusedGatedMLP(2.0, 5)  # type: ignore[arg-type]
+        FusedGatedMLP(2.0, 5)
     with pytest.raises(TypeError, match="FusedGatedMLP: intermediate_dim must be an int, got str"):
-        FusedGatedMLP(5, "a")  # type: ignore[arg-type]
+        FusedGatedMLP(5, "a")
     with pytest.raises(ValueError, match="activation must be silu or gelu"):
         FusedGatedMLP(4, 4, "tanh")
 
@@ -135,9 +133,7 @@ class GatedMLP(nn.Module):
 @pytest.mark.parametrize("side", ["gate", "up"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_from_module_finds_the_formula_by_its_outputs(
-    activation: str, side: str, dtype: torch.dtype, device: str
-) -> None:
+def test_from_module_finds_the_formula_by_its_outputs(activation, side, dtype, device):
     torch.manual_seed(5)
     theirs = GatedMLP(activation, side, dtype=dtype).to(device)
     ours = FusedGatedMLP.from_module(theirs)
@@ -164,20 +160,18 @@ def test_from_module_finds_the_formula_by_its_outputs(
     ],
     ids=["tanh", "gelu of tanh", "bias", "no MLP"],
 )
-def test_from_module_refuses_what_the_op_does_not_compute(
-    module: nn.Module, error: type[Exception], message: str
-) -> None:
+def test_from_module_refuses_what_the_op_does_not_compute(module, error, message):
     with pytest.raises(error, match=rf"^FusedGatedMLP\.from_module: .*{message}"):
         FusedGatedMLP.from_module(module)
 
 
-def test_the_first_lines_say_which_side_is_activated() -> None:
+def test_the_first_lines_say_which_side_is_activated():
     for thing in (gated_mlp, FusedGatedMLP):
         first = thing.__doc__.splitlines()[0]
         assert "activation is on **up**" in first or "activation on **up**" in first
 
 
-def test_configurations_are_checked_everywhere() -> None:
+def test_configurations_are_checked_everywhere():
     x = O(2, 4)
     with pytest.raises(NotImplementedError, match="no kernel is compiled for"):
         op(x, O(3, 4), O(3, 4), "silu", "up", [32, 32, 32, 4, 2])
@@ -188,7 +182,7 @@ def test_configurations_are_checked_everywhere() -> None:
     with pytest.raises(ValueError, match="give all of"):
         gated_mlp(x, O(3, 4), O(3, 4), BLOCK_M=128)
     with pytest.raises(TypeError, match="BLOCK_M must be an int, got float"):
-        gated_mlp(x, O(3, 4), O(3, 4), BLOCK_M=128.0, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)  # type: ignore[arg-type]
+        gated_mlp(x, O(3, 4), O(3, 4), BLOCK_M=128.0, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)
     leaf = O(2, 4, requires_grad=True)
     with pytest.raises(NotImplementedError, match="no kernel is compiled for"):
         op(leaf, O(3, 4), O(3, 4), "silu", "up", [32, 32, 32, 4, 2])
@@ -196,7 +190,7 @@ def test_configurations_are_checked_everywhere() -> None:
         assert torch.equal(op(x, O(3, 4), O(3, 4), "silu", "up", list(config)), op(x, O(3, 4), O(3, 4)))
 
 
-def test_every_tuple_names_its_own_kernel() -> None:
+def test_every_tuple_names_its_own_kernel():
     """A kernel has the rows, columns and stages of its tuple; Python and C++ agree on what is compiled."""
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     for keys in config_search(GATED_MLP):
@@ -208,7 +202,7 @@ def test_every_tuple_names_its_own_kernel() -> None:
                 host.gated_mlp_forced_config(**keys)
 
 
-def test_backward_refuses_other_shapes() -> None:
+def test_backward_refuses_other_shapes():
     x, w = O(2, 4), O(3, 4)
     with pytest.raises(ValueError, match="dy must have shape"):
         op_backward(O(2, 4), x, w, w)
@@ -219,7 +213,7 @@ def test_backward_refuses_other_shapes() -> None:
 
 
 @pytest.mark.gpu
-def test_double_is_refused_on_cuda() -> None:
+def test_double_is_refused_on_cuda():
     x = O(2, 4, dtype=torch.float64, device="cuda")
     with pytest.raises(TypeError, match=r"torch.float32 or .* on CUDA, got torch.float64"):
         op(x, x, x)
@@ -232,7 +226,7 @@ def test_double_is_refused_on_cuda() -> None:
 
 @pytest.mark.parametrize("act_on", ["up", "gate"])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gradcheck(activation: str, act_on: str) -> None:
+def test_gradcheck(activation, act_on):
     inputs = GatedMLPCase(
         name="g", dtype=torch.float64, rows=(2, 3), inner=4, hidden=5, activation=activation, act_on=act_on
     ).make_inputs("cpu")
@@ -242,7 +236,7 @@ def test_gradcheck(activation: str, act_on: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1)])
-def test_only_wanted_gradients(mask: tuple[int, int, int], device: str) -> None:
+def test_only_wanted_gradients(mask, device):
     inputs = GatedMLPCase(name="m", dtype=torch.float32, rows=(7,), inner=12, hidden=9).make_inputs(device)
     dy = normal((7, 12), torch.float32, device, seed=5)
     every = op_backward(dy, *inputs)
@@ -255,7 +249,7 @@ def test_only_wanted_gradients(mask: tuple[int, int, int], device: str) -> None:
     assert [leaf.grad is not None for leaf in leaves] == [bool(m) for m in mask]
 
 
-def test_double_backward_is_refused(device: str) -> None:
+def test_double_backward_is_refused(device):
     x, w, v = (torch.randn(4, 4, device=device, requires_grad=True) for _ in range(3))
     (dx,) = torch.autograd.grad(op(x, w, v).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
@@ -264,13 +258,13 @@ def test_double_backward_is_refused(device: str) -> None:
         op_backward(torch.ones(4, 4, device=device), x, w, v)[1].sum().backward()
 
 
-def test_training_form_alone_has_no_gradient(device: str) -> None:
+def test_training_form_alone_has_no_gradient(device):
     x = torch.randn(4, 4, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         op_forward(x, x, x)[0].sum().backward()
 
 
-def test_autocast_casts_all_three_tensors(device: str) -> None:
+def test_autocast_casts_all_three_tensors(device):
     """As for a linear layer: master weights in fp32 and activations of another dtype meet, and gradients are fp32."""
     case = GatedMLPCase(name="a", dtype=torch.float32, rows=(9,), inner=16, hidden=24)
     inputs = case.make_inputs(device)[:3]
@@ -288,7 +282,7 @@ def test_autocast_casts_all_three_tensors(device: str) -> None:
         assert torch.equal(ours, theirs.float())
 
 
-def test_autocast_does_not_reach_the_products_of_the_backward(device: str) -> None:
+def test_autocast_does_not_reach_the_products_of_the_backward(device):
     case = GatedMLPCase(name="a", dtype=torch.float32, rows=(9,), inner=16, hidden=24)
     inputs, dy = case.make_inputs(device), torch.ones(9, 16, device=device)
     expected = op_backward(dy, *inputs)
@@ -303,7 +297,7 @@ SMALL = [c for c in CASES if 0 < c.num_rows <= 17 and c.inner * c.hidden < 20000
 
 
 @pytest.mark.parametrize("case", SMALL, ids=case_id)
-def test_opcheck(case: GatedMLPCase, device: str) -> None:
+def test_opcheck(case, device):
     if device == "cuda" and case.dtype == torch.float64:  # a dtype of the CPU alone
         case = replace(case, dtype=torch.float32)
     inputs = case.make_inputs(device)
@@ -319,10 +313,10 @@ def test_opcheck(case: GatedMLPCase, device: str) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: str) -> None:
+def test_compile_with_views_and_backward(dynamic, backend, device):
     weights = [normal((6, 8), torch.float32, device, seed) for seed in (1, 2)]
 
-    def model(x: torch.Tensor) -> torch.Tensor:
+    def model(x):
         return op(x.transpose(0, 1)[1:].sin(), *weights, "gelu").cos()
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -334,7 +328,7 @@ def test_compile_with_views_and_backward(dynamic: bool, backend: str, device: st
         assert_close_spec(x.grad, other.grad, 1e-4, 1e-4)
 
 
-def test_export_keeps_one_node(device: str) -> None:
+def test_export_keeps_one_node(device):
     layer = FusedGatedMLP(8, 12, device=device)
     length = torch.export.Dim("length", min=2, max=100)
     program = torch.export.export(
@@ -346,6 +340,6 @@ def test_export_keeps_one_node(device: str) -> None:
     assert torch.equal(program.module()(x), layer(x))
 
 
-def test_package_exports() -> None:
+def test_package_exports():
     assert {"FusedGatedMLP", "gated_mlp"} <= set(htree_ops.__all__)
     assert {"GatedMLPInput", "validate_gated_mlp_inputs"} <= set(htree_ops.compat.__all__)

@@ -1,7 +1,5 @@
 """The CUDA kernels of gated_mlp: which size takes which one, what a call launches, graphs and streams."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -38,7 +36,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *SWAP_AB_CASES], ids=case_id)
-def test_tiles(case: GatedMLPCase, nan_memory: None) -> None:
+def test_tiles(case, nan_memory):
     config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")
     out = op(*inputs, config)
@@ -58,7 +56,7 @@ def test_tiles(case: GatedMLPCase, nan_memory: None) -> None:
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
-def test_gradient_kernels(case: GatedMLPCase, nan_memory: None) -> None:
+def test_gradient_kernels(case, nan_memory):
     inputs = case.make_inputs("cuda")
     dy = case.make_dy("cuda", seed=77)
     _, gate, up = op_forward(*inputs)
@@ -70,7 +68,7 @@ def test_gradient_kernels(case: GatedMLPCase, nan_memory: None) -> None:
         assert_gradients(op_saved_backward(dy, gate, up, *inputs, mask), dy, inputs)
 
 
-def test_gradients_do_not_spread_special_values() -> None:
+def test_gradients_do_not_spread_special_values():
     """A row of NaN or a column of infinities in dy reaches the gradients of that row or column alone."""
     x, gate_weight, up_weight, *options = GatedMLPCase(
         name="nan", dtype=torch.bfloat16, rows=(200,), inner=328, hidden=264
@@ -91,7 +89,7 @@ def test_gradients_do_not_spread_special_values() -> None:
         assert gradient[others].isfinite().all()
 
 
-def test_kernels_of_a_backward() -> None:
+def test_kernels_of_a_backward():
     """A backward launches one elementwise kernel, one for dx and one for both weights."""
     case = GatedMLPCase(name="one", dtype=torch.bfloat16, rows=(600,), inner=1024, hidden=512)
     inputs, dy = case.make_inputs("cuda"), case.make_dy("cuda", seed=77)
@@ -101,7 +99,7 @@ def test_kernels_of_a_backward() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 128, 1000])
-def test_one_kernel_per_forward_call(rows: int) -> None:
+def test_one_kernel_per_forward_call(rows):
     inputs = GatedMLPCase(name="one", dtype=torch.bfloat16, rows=(rows,), inner=1024, hidden=512).make_inputs(
         "cuda"
     )
@@ -110,7 +108,7 @@ def test_one_kernel_per_forward_call(rows: int) -> None:
     assert len(kernels) == 1, kernels
 
 
-def test_cuda_graph_and_other_stream() -> None:
+def test_cuda_graph_and_other_stream():
     inputs = GatedMLPCase(name="graph", dtype=torch.float16, rows=(80,), inner=256, hidden=128).make_inputs(
         "cuda"
     )

@@ -1,7 +1,5 @@
 """Every CUDA kernel of the gated_mlp family once at a small size, for compute-sanitizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 30, 60, 140])
-def test_gated_mlp(rows: int, activation: str, dtype: torch.dtype) -> None:
+def test_gated_mlp(rows, activation, dtype):
     # sizes that no tile divides; an inner size that tensor copies can store, and one that they cannot
     for inner, hidden in ((136, 200), (67, 65)):
         case = GatedMLPCase(
@@ -44,7 +42,7 @@ def test_gated_mlp(rows: int, activation: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("config", COMPILED_CONFIGS, ids=str)
-def test_configurations(config: tuple[int, ...]) -> None:
+def test_configurations(config):
     for rows in (20, 300):
         case = GatedMLPCase(name="small", dtype=torch.bfloat16, rows=(rows,), inner=264, hidden=136)
         inputs = case.make_inputs("cuda")
@@ -52,7 +50,7 @@ def test_configurations(config: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *SWAP_AB_CASES[:4]], ids=case_id)
-def test_tiles(case: GatedMLPCase) -> None:
+def test_tiles(case):
     config = list(WIDE_CONFIG) if case in WIDE_CASES else None
     inputs = case.make_inputs("cuda")
     # the reference is slow under a tool; test_gated_mlp_kernels.py compares all rows
@@ -62,7 +60,7 @@ def test_tiles(case: GatedMLPCase) -> None:
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
-def test_gradient_kernels(case: GatedMLPCase) -> None:
+def test_gradient_kernels(case):
     inputs = case.make_inputs("cuda")
     _, gate, up = torch.ops.htree._gated_mlp_forward(*inputs)
     dy = case.make_dy("cuda", seed=9)

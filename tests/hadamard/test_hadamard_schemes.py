@@ -3,8 +3,6 @@
 Everything in float64, so that "exact" means 1e-12 and a wrong scheme is wrong in the first digit.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -38,32 +36,32 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.fixture
-def qkv(device: str) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(device):
     q, k, v = normal((3, 2, HEADS, LENGTH, WIDTH), torch.float64, device, seed=0)
     return q, k, v
 
 
-def test_per_head_after_rope_is_exact(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_per_head_after_rope_is_exact(qkv):
     q, k, _ = qkv
     expected = scores(rope(q), rope(k))
     actual = scores(hadamard_transform(rope(q)), hadamard_transform(rope(k)))
     assert relative_error(actual, expected) < EXACT
 
 
-def test_unnormalised_on_both_multiplies_by_n(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_unnormalised_on_both_multiplies_by_n(qkv):
     q, k, _ = qkv
     expected = scores(rope(q), rope(k))
     actual = scores(hadamard_transform(rope(q), 1.0), hadamard_transform(rope(k), 1.0))
     assert relative_error(actual, WIDTH * expected) < EXACT
 
 
-def test_only_the_keys_is_wrong(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_only_the_keys_is_wrong(qkv):
     q, k, _ = qkv
     expected = scores(rope(q), rope(k))
     assert relative_error(scores(rope(q), hadamard_transform(rope(k))), expected) > 0.5
 
 
-def test_before_rope_is_another_model(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_before_rope_is_another_model(qkv):
     """The scores agree on the diagonal only, and still depend on the distance alone."""
     q, k, _ = qkv
     expected = scores(rope(q), rope(k))
@@ -77,7 +75,7 @@ def test_before_rope_is_another_model(qkv: tuple[Tensor, Tensor, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_grouped_with_scores_per_head_mixes_heads(qkv: tuple[Tensor, Tensor, Tensor], group: int) -> None:
+def test_grouped_with_scores_per_head_mixes_heads(qkv, group):
     q, k, _ = qkv
     expected = scores(q, k)
     actual = scores(grouped_hadamard(q, group), grouped_hadamard(k, group))
@@ -92,7 +90,7 @@ def test_grouped_with_scores_per_head_mixes_heads(qkv: tuple[Tensor, Tensor, Ten
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_grouped_with_expanded_queries_is_exact(qkv: tuple[Tensor, Tensor, Tensor], group: int) -> None:
+def test_grouped_with_expanded_queries_is_exact(qkv, group):
     """A zero row of G·D with q_h at its head's place, transformed, times the stored row is the score."""
     q, k, _ = qkv
     stored = grouped_hadamard(k, group).unflatten(1, (HEADS // group, group)).transpose(2, 3).flatten(-2)
@@ -110,15 +108,13 @@ def test_grouped_with_expanded_queries_is_exact(qkv: tuple[Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_grouped_with_a_full_inverse_is_exact(qkv: tuple[Tensor, Tensor, Tensor], group: int) -> None:
+def test_grouped_with_a_full_inverse_is_exact(qkv, group):
     q, k, _ = qkv
     stored = grouped_hadamard(k, group)
     assert relative_error(scores(q, grouped_hadamard(stored, group)), scores(q, k)) < EXACT
 
 
-def test_inverse_over_the_channels_leaves_the_butterfly_of_the_heads(
-    qkv: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_inverse_over_the_channels_leaves_the_butterfly_of_the_heads(qkv):
     _, k, _ = qkv
     left = hadamard_transform(grouped_hadamard(k, 2))
     first, second = k[:, 0::2], k[:, 1::2]
@@ -128,9 +124,7 @@ def test_inverse_over_the_channels_leaves_the_butterfly_of_the_heads(
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_transformed_values_are_restored_once_per_output(
-    qkv: tuple[Tensor, Tensor, Tensor], group: int
-) -> None:
+def test_transformed_values_are_restored_once_per_output(qkv, group):
     """O = H (P V'): with groups, a head's weights sum whole rows of the group; its part is then cut out."""
     q, k, v = qkv
     weights = torch.softmax(scores(q, k) * WIDTH**-0.5, dim=-1)
@@ -142,11 +136,11 @@ def test_transformed_values_are_restored_once_per_output(
     assert relative_error(actual, weights @ v) < EXACT
 
 
-def test_padding_is_not_invertible() -> None:
+def test_padding_is_not_invertible():
     """Padding 12 to 16 with zeros and cutting loses a quarter of a row, so such lengths are refused (§4.1)."""
     x = normal((2000, 12), torch.float64, "cpu", seed=1)
 
-    def padded(y: Tensor) -> Tensor:
+    def padded(y):
         return hadamard_transform(torch.nn.functional.pad(y, (0, 4)))[:, :12]
 
     assert relative_error(padded(padded(x)), x) == pytest.approx(0.25, abs=0.2)
@@ -155,7 +149,7 @@ def test_padding_is_not_invertible() -> None:
         hadamard_transform(x)
 
 
-def test_grouped_queries_use_the_slot_of_their_kv_head(device: str) -> None:
+def test_grouped_queries_use_the_slot_of_their_kv_head(device):
     """8 query heads on 4 kv heads in groups of 2: query head h reads kv head h // 2, place (h // 2) % 2."""
     q = normal((1, 8, LENGTH, WIDTH), torch.float64, device, seed=2)
     k = normal((1, 4, LENGTH, WIDTH), torch.float64, device, seed=3)

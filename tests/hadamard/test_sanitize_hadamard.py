@@ -1,7 +1,5 @@
 """Every CUDA kernel of the hadamard family once at a small size, for compute-sanitizer (`make sanitize`)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_hadamard_transform(dtype: torch.dtype, n: int) -> None:
+def test_hadamard_transform(dtype, n):
     x = normal((3 if n > 512 else 131, n), dtype, "cuda", seed=n)
     rtol, atol = tolerance(x)
     expected = reference.hadamard_transform(x)
@@ -29,7 +27,7 @@ def test_hadamard_transform(dtype: torch.dtype, n: int) -> None:
 
 @pytest.mark.parametrize("width", [2, 64, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_grouped_hadamard(dtype: torch.dtype, width: int) -> None:
+def test_grouped_hadamard(dtype, width):
     x = normal((2, 16, 3, width), dtype, "cuda", seed=width)
     for group in (2, 16):
         rtol, atol = grouped_tolerance(x, group)
@@ -38,7 +36,7 @@ def test_grouped_hadamard(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "n"), [(540, 8192), (140, 32768)])
-def test_more_rows_than_run_at_a_time(rows: int, n: int) -> None:
+def test_more_rows_than_run_at_a_time(rows, n):
     x = normal((rows, n), torch.bfloat16, "cuda", seed=n)
     assert torch.equal(torch.ops.htree.hadamard_transform(x)[-1], torch.ops.htree.hadamard_transform(x[-1]))
     heads = normal((1, 16, rows, n // 16), torch.bfloat16, "cuda", seed=n)

@@ -1,7 +1,5 @@
 """fit_index: a dense model gets its index, and everything else stays (docs/semantics/index_loss.md §9.6)."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings
@@ -60,7 +58,7 @@ def loss_of(model: nn.Module, x: Tensor) -> float:
     return losses.mean().item()
 
 
-def test_a_model_learns_its_index_and_everything_else_stays(device: str) -> None:
+def test_a_model_learns_its_index_and_everything_else_stays(device):
     model = Model(device)
     model(next(batches(device))).sum().backward()
     model.layers[1].eval()
@@ -84,7 +82,7 @@ def test_a_model_learns_its_index_and_everything_else_stays(device: str) -> None
     assert all(layer.index_dim == 16 for layer in model.layers)
 
 
-def test_the_index_is_better_than_the_one_that_was_drawn(device: str) -> None:
+def test_the_index_is_better_than_the_one_that_was_drawn(device):
     model = Model(device, index_dim=16)
     for layer in model.layers:
         for name in "qk":
@@ -97,7 +95,7 @@ def test_the_index_is_better_than_the_one_that_was_drawn(device: str) -> None:
     assert sum(nats) / 2 < 0.7 * first
 
 
-def test_the_model_attends_densely_while_it_is_fitted(device: str) -> None:
+def test_the_model_attends_densely_while_it_is_fitted(device):
     """The output of a step is that of a model that opens every node, in mode eval."""
     model = Model(device)
     xs = [x for _, x in zip(range(3), batches(device), strict=False)]
@@ -120,12 +118,12 @@ def test_the_model_attends_densely_while_it_is_fitted(device: str) -> None:
     T=st.integers(1, 40),
 )
 def test_dense_attention_is_a_tree_whose_nodes_all_are_opened(
-    seed: int, group: tuple[int, int], half: int, positions: str, frequencies: bool, T: int, device: str
-) -> None:
+    seed, group, half, positions, frequencies, T, device
+):
     generator = torch.Generator().manual_seed(seed)
     heads, kv_heads = group
     inv_freq = tuple(torch.rand(half, generator=generator).tolist()) if frequencies else None
-    rotation: dict[str, Any] = {"rope_base": None} if positions == "own" else {"inv_freq": inv_freq}
+    rotation = {"rope_base": None} if positions == "own" else {"inv_freq": inv_freq}
     options = TreeOptions(compression_rate=4, top_k=10, max_top_nodes=40, scale=0.3, **rotation)
     q, k, v = (
         torch.randn(2, T, h, 2 * half, generator=generator).to(device) for h in (heads, kv_heads, kv_heads)
@@ -143,14 +141,12 @@ def test_dense_attention_is_a_tree_whose_nodes_all_are_opened(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     positions=st.sampled_from(["own", "compact"]),
 )
-def test_any_fit_leaves_the_rest(
-    seed: int, steps: int, T: int, padded: bool, had: bool, dtype: torch.dtype, positions: Any, device: str
-) -> None:
+def test_any_fit_leaves_the_rest(seed, steps, T, padded, had, dtype, positions, device):
     torch.manual_seed(seed)
-    keywords: dict[str, Any] = {"options": OPTIONS, "dtype": dtype, "positions": positions, "device": device}
+    keywords = {"options": OPTIONS, "dtype": dtype, "positions": positions, "device": device}
     layer = HTreeAttention(32, num_heads=2, num_kv_heads=1, index_dim=16 * had, **keywords)
     before, training = without_index(layer), layer.training
-    batch: dict[str, Tensor] = {"x": torch.randn(2, T, 32, device=device, dtype=dtype)}
+    batch = {"x": torch.randn(2, T, 32, device=device, dtype=dtype)}
     if padded:
         batch["key_padding_mask"] = torch.rand(2, 1, device=device).expand(2, T) * T < torch.arange(
             T, device=device
@@ -171,14 +167,14 @@ def test_any_fit_leaves_the_rest(
 @pytest.mark.parametrize(
     ("head_dim", "had", "width"), [(16, None, 16), (64, None, 32), (64, 16, 16), (64, 0, 32), (24, 0, 16)]
 )
-def test_the_width_is_that_of_the_index_or_what_fits(head_dim: int, had: int | None, width: int) -> None:
-    keywords: dict[str, Any] = {} if had is None else {"index_dim": had}
+def test_the_width_is_that_of_the_index_or_what_fits(head_dim, had, width):
+    keywords = {} if had is None else {"index_dim": had}
     layer = HTreeAttention(2 * head_dim, num_heads=2, top_k=2, max_top_nodes=32, **keywords)
     fit_index(layer, [torch.randn(1, 40, 2 * head_dim)], steps=1, rows=2)
     assert layer.index_dim == width
 
 
-def test_an_index_takes_the_place_of_a_span(device: str) -> None:
+def test_an_index_takes_the_place_of_a_span(device):
     layer = HTreeAttention(64, num_heads=2, top_k=4, max_top_nodes=64, index_dim=0, device=device)
     assert layer.options.selection_span == 2
     xs = batches(device, T=200)
@@ -192,7 +188,7 @@ def test_an_index_takes_the_place_of_a_span(device: str) -> None:
     assert torch.equal(layer(x), layer.o_proj(wanted.flatten(2)))
 
 
-def test_a_fit_goes_on_from_the_index_that_there_is(device: str) -> None:
+def test_a_fit_goes_on_from_the_index_that_there_is(device):
     """A step of almost nothing leaves the weights almost as they were."""
     model = Model(device, index_dim=16)
     before = [layer.index_query_weight.clone() for layer in model.layers]
@@ -201,7 +197,7 @@ def test_a_fit_goes_on_from_the_index_that_there_is(device: str) -> None:
         torch.testing.assert_close(layer.index_query_weight.detach(), weight, rtol=1e-5, atol=1e-7)
 
 
-def test_the_same_seed_gives_the_same_bits(device: str) -> None:
+def test_the_same_seed_gives_the_same_bits(device):
     found = []
     for _ in range(2):
         model = Model(device)
@@ -212,7 +208,7 @@ def test_the_same_seed_gives_the_same_bits(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_a_compiled_model_is_fitted_uncompiled(device: str) -> None:
+def test_a_compiled_model_is_fitted_uncompiled(device):
     model = Model(device)
     compiled = torch.compile(model, backend="eager")
     x = next(batches(device))
@@ -220,7 +216,7 @@ def test_a_compiled_model_is_fitted_uncompiled(device: str) -> None:
     assert len(fit_index(compiled, [x], steps=1, rows=4, index_dim=16)) == 2
 
 
-def test_no_activation_is_kept(device: str) -> None:
+def test_no_activation_is_kept(device):
     model = Model(device)
     seen = []
     model.layers[1].register_forward_hook(lambda layer, args, out: seen.append(out.requires_grad))
@@ -231,7 +227,7 @@ def test_no_activation_is_kept(device: str) -> None:
 # ---- layers that were never fitted
 
 
-def test_an_index_that_was_never_fitted_warns_once(device: str) -> None:
+def test_an_index_that_was_never_fitted_warns_once(device):
     model, x = Model(device, index_dim=16), next(batches(device))
     with pytest.warns(UserWarning, match="an index that was never fitted") as found:
         model(x)
@@ -242,7 +238,7 @@ def test_an_index_that_was_never_fitted_warns_once(device: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["fit_index", "index_losses", "state"])
-def test_an_index_that_learned_does_not_warn(way: str, device: str) -> None:
+def test_an_index_that_learned_does_not_warn(way, device):
     model, x = Model(device, index_dim=16), next(batches(device))
     fit_index(model, batches(device), steps=1, index_dim=16)
     if way == "state":
@@ -262,11 +258,11 @@ def test_an_index_that_learned_does_not_warn(way: str, device: str) -> None:
 # ---- bad input
 
 
-def test_a_fit_that_fails_changes_nothing(device: str) -> None:
+def test_a_fit_that_fails_changes_nothing(device):
     model = Model(device)
     x = next(batches(device))
 
-    def breaking() -> Iterator[Any]:
+    def breaking():
         yield x
         yield "text"
 
@@ -304,13 +300,13 @@ def test_a_fit_that_fails_changes_nothing(device: str) -> None:
         ({"batches": torch.zeros(2, 70, 64)}, TypeError, "batches must be tensors of tokens or dicts"),
     ],
 )
-def test_arguments_that_are_refused(keywords: dict[str, Any], kind: Any, message: str) -> None:
-    call: dict[str, Any] = {"model": Model("cpu"), "batches": batches("cpu"), **keywords}
+def test_arguments_that_are_refused(keywords, kind, message):
+    call = {"model": Model("cpu"), "batches": batches("cpu"), **keywords}
     with pytest.raises(kind, match=f"^fit_index: {message}"):
         fit_index(**call)
 
 
-def test_layers_that_are_refused(device: str) -> None:
+def test_layers_that_are_refused(device):
     for options, message in (
         (TreeOptions(importance="lse"), "index_dim must be 0 beside importance = 'lse', got 16"),
         (TreeOptions(scope="q_head"), "index_dim must be 0 beside scope = 'q_head', got 16"),
@@ -329,7 +325,7 @@ def test_layers_that_are_refused(device: str) -> None:
         fit_index(unused, batches(device), steps=1, index_dim=16)
 
 
-def test_the_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_progress(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr("sys.stderr", shown)
     with _Progress(4) as progress:

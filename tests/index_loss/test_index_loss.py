@@ -1,7 +1,5 @@
 """The loss of an index: values, gradients and the properties of docs/semantics/index_loss.md §9.3."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -108,7 +106,7 @@ def problems(draw: Any, device: str) -> IndexLossCase:
 
 
 @pytest.mark.parametrize("case", [*CASES, *FAST_CASES], ids=lambda case: case.id)
-def test_equal_to_the_reference(case: IndexLossCase, device: str) -> None:
+def test_equal_to_the_reference(case, device):
     if device == "cuda" and case.dtype == torch.float64:
         with pytest.raises(TypeError, match=r"query must have dtype .* on CUDA, got torch.float64"):
             OPS.index_loss(*case.make_inputs(device), **case.options())
@@ -117,14 +115,14 @@ def test_equal_to_the_reference(case: IndexLossCase, device: str) -> None:
 
 
 @given(data=st.data(), seed=seeds)
-def test_any_problem_equals_the_reference(data: st.DataObject, seed: int, device: str) -> None:
+def test_any_problem_equals_the_reference(data, seed, device):
     case = data.draw(problems(device))
     with poisoned_memory():
         assert_equal_to_reference(case, device, seed)
 
 
 @pytest.mark.parametrize("name", ["plain", "one_index_head", "odd_width", "block16", "repeated", "ragged"])
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name):
     case = named(name)
     lengths = None if case.lengths is None else (9, 0, 14)
     small = replace(case, dtype=torch.float64, B=1, rows=3, T=case.block_size + 9, lengths=lengths)
@@ -137,7 +135,7 @@ def test_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "one_index_head", "many_heads"])
-def test_the_masses_themselves_have_no_loss(name: str, device: str) -> None:
+def test_the_masses_themselves_have_no_loss(name, device):
     """An index whose scores are the logarithms of the masses: one head, one token of a block tells its score."""
     case = replace(named(name), H=1, H_kv=1, H_i=1, B=1, block_size=1, K=16, rows=20)
     query, key, _, _, positions, _ = case.make_inputs(device)
@@ -148,7 +146,7 @@ def test_the_masses_themselves_have_no_loss(name: str, device: str) -> None:
     assert all(g.abs().max().item() < 1e-6 for g in gradients)
 
 
-def test_scores_are_those_of_select_blocks(device: str) -> None:
+def test_scores_are_those_of_select_blocks(device):
     """With queries of zeros the attention counts tokens alone, and the loss follows from the scores."""
     case = replace(named("plain"), B=1, rows=1)
     _, key, index_query, index_key, _, _ = case.make_inputs(device)
@@ -164,7 +162,7 @@ def test_scores_are_those_of_select_blocks(device: str) -> None:
 
 
 @given(seed=seeds, data=st.data())
-def test_a_maximum_is_that_of_its_first_token(seed: int, data: st.DataObject, device: str) -> None:
+def test_a_maximum_is_that_of_its_first_token(seed, data, device):
     """Small whole numbers: many products of a block are equal. Other tokens get no gradient, bit for bit."""
     size = data.draw(st.sampled_from((2, 5, 16, 32)))
     dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16)))
@@ -186,7 +184,7 @@ def test_a_maximum_is_that_of_its_first_token(seed: int, data: st.DataObject, de
 
 
 @given(data=st.data(), seed=seeds)
-def test_order_of_positions_changes_no_bit(data: st.DataObject, seed: int, device: str) -> None:
+def test_order_of_positions_changes_no_bit(data, seed, device):
     case = replace(data.draw(problems(device)), B=1)
     *tensors, positions, cu = case.make_inputs(device, seed)
     shuffled = positions[
@@ -198,7 +196,7 @@ def test_order_of_positions_changes_no_bit(data: st.DataObject, seed: int, devic
 
 
 @pytest.mark.parametrize("name", ["plain", "one_index_head", "fast", "block64"])
-def test_tokens_from_the_diagonal_block_on_change_no_bit(name: str, device: str) -> None:
+def test_tokens_from_the_diagonal_block_on_change_no_bit(name, device):
     case = named(name, [*CASES, *FAST_CASES])
     inputs = replace(case, B=1).make_inputs(device)
     last = int(inputs[4].max()) // case.block_size * case.block_size
@@ -211,7 +209,7 @@ def test_tokens_from_the_diagonal_block_on_change_no_bit(name: str, device: str)
 
 
 @pytest.mark.parametrize("name", ["ragged", "one_document", "documents", "documents64"])
-def test_documents_are_calls_of_their_own(name: str, device: str) -> None:
+def test_documents_are_calls_of_their_own(name, device):
     case = replace(named(name, [*CASES, *FAST_CASES]), dtype=torch.float32)
     *tensors, positions, cu = case.make_inputs(device)
     found = with_gradients(OPS.index_loss, (*tensors, positions, cu), **case.options())
@@ -233,7 +231,7 @@ def test_documents_are_calls_of_their_own(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "ragged", "fast", "documents"])
-def test_same_bits_every_time(name: str, device: str) -> None:
+def test_same_bits_every_time(name, device):
     case = named(name, [*CASES, *FAST_CASES])
     inputs = case.make_inputs(device)
     first = with_gradients(OPS.index_loss, inputs, **case.options())
@@ -244,7 +242,7 @@ def test_same_bits_every_time(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["plain", "fast"])
-def test_any_strides(layout: str, name: str, device: str) -> None:
+def test_any_strides(layout, name, device):
     case = named(name, [*CASES, *FAST_CASES])
     inputs = case.make_inputs(device)
     views = [LAYOUTS[layout](x) for x in inputs[:4]]
@@ -255,7 +253,7 @@ def test_any_strides(layout: str, name: str, device: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-def test_rows_far_apart_in_memory(device: str) -> None:
+def test_rows_far_apart_in_memory(device):
     """Offsets beyond 2^31 elements, on memory that is never touched between the rows."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("needs 20 GiB of GPU memory")
@@ -275,7 +273,7 @@ def test_rows_far_apart_in_memory(device: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "fast"])
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_a_number_is_seen(name: str, which: int, value: float, device: str) -> None:
+def test_what_is_not_a_number_is_seen(name, which, value, device):
     case = replace(named(name, [*CASES, *FAST_CASES]), B=1, rows=1)
     inputs = [x if x is None else x.clone() for x in case.make_inputs(device)]
     token = case.T - 1
@@ -289,7 +287,7 @@ def test_what_is_not_a_number_is_seen(name: str, which: int, value: float, devic
 
 
 @pytest.mark.parametrize("name", ["plain", "fast"])
-def test_large_scores_do_not_overflow(name: str, device: str) -> None:
+def test_large_scores_do_not_overflow(name, device):
     case = replace(named(name, [*CASES, *FAST_CASES]), dtype=torch.bfloat16)
     query, key, index_query, index_key, positions, _ = case.make_inputs(device)
     inputs = (query * 64, key * 64, index_query * 30, index_key * 30, positions)
@@ -299,7 +297,7 @@ def test_large_scores_do_not_overflow(name: str, device: str) -> None:
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_a_score_of_minus_infinity_that_should_have_mass_is_an_infinite_loss(device: str) -> None:
+def test_a_score_of_minus_infinity_that_should_have_mass_is_an_infinite_loss(device):
     case = replace(named("plain"), B=1, H_i=1)
     query, key, index_query, index_key, _, _ = case.make_inputs(device)
     index_query, index_key = index_query.abs(), index_key.abs()
@@ -308,7 +306,7 @@ def test_a_score_of_minus_infinity_that_should_have_mass_is_an_infinite_loss(dev
     assert loss.item() == math.inf
 
 
-def test_no_positions_and_no_sequences_have_no_loss(device: str) -> None:
+def test_no_positions_and_no_sequences_have_no_loss(device):
     case = named("plain")
     *tensors, positions, _ = case.make_inputs(device)
     for inputs in ((*tensors, positions[:, :0]), (*(x[:0] for x in tensors), positions[:0])):
@@ -318,7 +316,7 @@ def test_no_positions_and_no_sequences_have_no_loss(device: str) -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 3, 0, 70, 2**40, -(2**62)])
-def test_a_position_without_an_earlier_block(position: int, device: str) -> None:
+def test_a_position_without_an_earlier_block(position, device):
     """A ValueError on the CPU; on CUDA it is left out, which changes no other position's share."""
     case = replace(named("plain"), B=1)
     *tensors, positions, _ = case.make_inputs(device)
@@ -336,7 +334,7 @@ def test_a_position_without_an_earlier_block(position: int, device: str) -> None
     assert not any(g.any() for g in gradients)
 
 
-def test_padding_behind_documents_is_no_position(device: str) -> None:
+def test_padding_behind_documents_is_no_position(device):
     *tensors, positions, cu = named("ragged").make_inputs(device)
     padding = positions.new_tensor([int(cu[-1])])
     if device == "cpu":
@@ -350,11 +348,11 @@ def test_padding_behind_documents_is_no_position(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "ragged"])
-def test_the_function_draws_as_the_generator_says(name: str, device: str) -> None:
+def test_the_function_draws_as_the_generator_says(name, device):
     case = named(name)
     *tensors, _, cu = case.make_inputs(device)
 
-    def draw(seed: int) -> Tensor:
+    def draw(seed):
         generator = torch.Generator(device=device).manual_seed(seed)
         return index_loss(*tensors, block_size=4, rows=32, generator=generator, cu_seqlens=cu)
 
@@ -365,9 +363,7 @@ def test_the_function_draws_as_the_generator_says(name: str, device: str) -> Non
 
 
 @given(data=st.data(), seed=seeds)
-def test_drawn_positions_have_an_earlier_block_and_all_can_be_drawn(
-    data: st.DataObject, seed: int, device: str
-) -> None:
+def test_drawn_positions_have_an_earlier_block_and_all_can_be_drawn(data, seed, device):
     from htree_ops.ops.index_loss.function import draw_positions
 
     case = data.draw(problems(device))
@@ -382,19 +378,19 @@ def test_drawn_positions_have_an_earlier_block_and_all_can_be_drawn(
     assert len(found) >= 0.9 * len(case.eligible())
 
 
-def test_given_positions_are_those_of_the_op(device: str) -> None:
+def test_given_positions_are_those_of_the_op(device):
     *tensors, positions, _ = named("plain").make_inputs(device)
     ours = index_loss(*tensors, positions=positions, block_size=4, scale=0.3)
     assert torch.equal(ours, OPS.index_loss(*tensors, positions, block_size=4, scale=0.3))
 
 
-def test_sequences_share_positions_of_one_dimension(device: str) -> None:
+def test_sequences_share_positions_of_one_dimension(device):
     *tensors, positions, _ = named("shared").make_inputs(device)
     ours = index_loss(*tensors, positions=positions, block_size=4)
     assert torch.equal(ours, index_loss(*tensors, positions=positions.expand(2, -1), block_size=4))
 
 
-def test_fitting_an_index_lowers_the_loss(device: str) -> None:
+def test_fitting_an_index_lowers_the_loss(device):
     """An index of the width of the heads can be the attention of one head; a few steps bring it near."""
     torch.manual_seed(0)
     query, key = (normal((1, 256, 1, 16), torch.float32, device, i) for i in range(2))
@@ -412,7 +408,7 @@ def test_fitting_an_index_lowers_the_loss(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_at_a_million_tokens() -> None:
+def test_memory_at_a_million_tokens():
     """§9.3: at most 256 MB beside arguments and gradients."""
     T = 2**20
     query, key = (torch.zeros(1, T, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2))
@@ -429,7 +425,7 @@ def test_memory_at_a_million_tokens() -> None:
 
 
 @pytest.mark.gpu
-def test_ranges_of_blocks_change_no_more_than_rounding() -> None:
+def test_ranges_of_blocks_change_no_more_than_rounding():
     """So many positions that the masses of all blocks are not held at once."""
     case = IndexLossCase(
         name="ranges",
@@ -460,6 +456,6 @@ def test_ranges_of_blocks_change_no_more_than_rounding() -> None:
         torch.testing.assert_close(ours.float(), theirs, rtol=2**-7, atol=1e-4 * theirs.abs().max().item())
 
 
-def test_the_package_exports_it() -> None:
+def test_the_package_exports_it():
     assert htree_ops.index_loss is index_loss
     assert offsets((3,), "cpu").dtype == torch.int32

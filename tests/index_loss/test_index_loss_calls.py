@@ -1,14 +1,11 @@
 """index_loss under torch's machinery, and what it refuses (docs/semantics/index_loss.md §9.3)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import htree_ops
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
@@ -28,7 +25,7 @@ def named(name: str) -> IndexLossCase:
 
 
 @pytest.mark.parametrize("name", ["plain", "shared", "one_index_head", "ragged"])
-def test_opcheck(name: str, device: str) -> None:
+def test_opcheck(name, device):
     case = named(name)
     inputs = case.make_inputs(device)
     torch.library.opcheck(OPS.index_loss.default, inputs, case.options())
@@ -42,7 +39,7 @@ def test_opcheck(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "ragged"])
 @pytest.mark.parametrize("mask", [[True, True], [True, False], [False, True]])
-def test_opcheck_of_the_backward(name: str, mask: list[bool], device: str) -> None:
+def test_opcheck_of_the_backward(name, mask, device):
     case = named(name)
     *inputs, cu = case.make_inputs(device)
     loss, lse, index_lse = OPS._index_loss_forward(*inputs, cu, **case.options())
@@ -55,14 +52,14 @@ def test_opcheck_of_the_backward(name: str, mask: list[bool], device: str) -> No
 
 
 @pytest.mark.parametrize("name", ["plain", "ragged"])
-def test_empty_calls_pass_opcheck(name: str, device: str) -> None:
+def test_empty_calls_pass_opcheck(name, device):
     case = replace(named(name), rows=0)
     inputs = case.make_inputs(device)
     index = [x.detach().requires_grad_() for x in inputs[2:4]]
     torch.library.opcheck(OPS.index_loss.default, (*inputs[:2], *index, *inputs[4:]), case.options())
 
 
-def test_query_and_key_are_constants(device: str) -> None:
+def test_query_and_key_are_constants(device):
     case = named("plain")
     leaves = [x.requires_grad_() for x in case.make_tensors(device)]
     positions = case.make_positions(device)
@@ -73,7 +70,7 @@ def test_query_and_key_are_constants(device: str) -> None:
     assert not OPS.index_loss(*leaves[:2], *frozen, positions, block_size=4).requires_grad
 
 
-def test_gradients_of_gradients_are_refused(device: str) -> None:
+def test_gradients_of_gradients_are_refused(device):
     case = named("plain")
     inputs = case.make_inputs(device)
     index = [x.requires_grad_() for x in inputs[2:4]]
@@ -83,10 +80,10 @@ def test_gradients_of_gradients_are_refused(device: str) -> None:
         gradients[0].sum().backward()
 
 
-def test_other_transforms_are_refused(device: str) -> None:
+def test_other_transforms_are_refused(device):
     query, key, index_query, index_key, positions, _ = named("plain").make_inputs(device)
 
-    def loss(index: Tensor) -> Tensor:
+    def loss(index):
         return OPS.index_loss(query, key, index, index_key, positions, block_size=4)
 
     with pytest.raises(NotImplementedError, match=r"torch\.func\.grad"):
@@ -98,10 +95,10 @@ def test_other_transforms_are_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_of_views(dynamic: bool, backend: str, device: str) -> None:
+def test_compile_of_views(dynamic, backend, device):
     """The function in a graph of its own: views of one product, given positions, and documents."""
 
-    def losses(x: Tensor, w: Tensor, positions: Tensor, cu: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(x, w, positions, cu):
         query, key, index_query, index_key = (x @ w).unflatten(-1, (-1, 16)).split((4, 2, 2, 2), dim=-2)
         one = htree_ops.index_loss(query, key, index_query, index_key, positions=positions, block_size=4)
         packed = (y[0] for y in (query, key, index_query, index_key))
@@ -129,7 +126,7 @@ def test_compile_of_views(dynamic: bool, backend: str, device: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_compiled_call_draws_anew(device: str) -> None:
+def test_a_compiled_call_draws_anew(device):
     tensors = named("plain").make_tensors(device)
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -138,9 +135,9 @@ def test_a_compiled_call_draws_anew(device: str) -> None:
     assert len({compiled(*tensors).item() for _ in range(4)}) > 1
 
 
-def test_export_keeps_one_node() -> None:
+def test_export_keeps_one_node():
     class Model(torch.nn.Module):
-        def forward(self, *x: Tensor) -> Tensor:
+        def forward(self, *x):
             return htree_ops.index_loss(*x[:4], positions=x[4], block_size=4)
 
     *tensors, positions, _ = named("plain").make_inputs("cpu")
@@ -150,7 +147,7 @@ def test_export_keeps_one_node() -> None:
     assert torch.equal(program.module()(*tensors, positions), Model()(*tensors, positions))
 
 
-def test_meta_tensors_have_the_shapes_of_the_kernels(device: str) -> None:
+def test_meta_tensors_have_the_shapes_of_the_kernels(device):
     for case in CASES:
         if device == "cuda" and case.dtype == torch.float64:
             continue
@@ -163,7 +160,7 @@ def test_meta_tensors_have_the_shapes_of_the_kernels(device: str) -> None:
             assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
 
 
-def test_log_sum_exps_are_those_of_ascending_positions(device: str) -> None:
+def test_log_sum_exps_are_those_of_ascending_positions(device):
     case = replace(named("plain"), H_i=1)
     query, key, index_query, index_key, positions, _ = case.make_inputs(device)
     _, lse, index_lse = OPS._index_loss_forward(query, key, index_query, index_key, positions, block_size=4)
@@ -177,7 +174,7 @@ def test_log_sum_exps_are_those_of_ascending_positions(device: str) -> None:
             torch.testing.assert_close(index_lse[b, i, 0], blocks.logsumexp(0), rtol=1e-5, atol=1e-5)
 
 
-def test_autocast_makes_the_dtypes_agree(device: str) -> None:
+def test_autocast_makes_the_dtypes_agree(device):
     query, key, index_query, index_key, positions, _ = named("block16").make_inputs(device)
     half = [x.bfloat16() for x in (query, key, index_query, index_key)]
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -185,7 +182,7 @@ def test_autocast_makes_the_dtypes_agree(device: str) -> None:
     assert torch.equal(ours, htree_ops.index_loss(*half, positions=positions))
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_are_those_of_the_products():
     from torch.utils.flop_counter import FlopCounterMode
 
     for name in ("plain", "one_index_head", "ragged"):
@@ -202,18 +199,13 @@ def test_flops_are_those_of_the_products() -> None:
 
 
 @pytest.mark.gpu
-def test_a_call_is_recorded_in_a_graph() -> None:
+def test_a_call_is_recorded_in_a_graph():
     """Nothing is read on the host, with documents either."""
     for case in (named("plain"), named("ragged")):
         *tensors, positions, cu = replace(case, block_size=16, T=200).make_inputs("cuda")
         index = [x.requires_grad_() for x in tensors[2:]]
 
-        def call(
-            tensors: list[Tensor] = tensors,
-            index: list[Tensor] = index,
-            positions: Tensor = positions,
-            cu: Tensor | None = cu,
-        ) -> tuple[Tensor, ...]:
+        def call(tensors=tensors, index=index, positions=positions, cu=cu):
             loss = OPS.index_loss(*tensors[:2], *index, positions, cu)
             return loss.detach(), *torch.autograd.grad(loss, index)
 
@@ -264,7 +256,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("change", "kind", "message"), REFUSED, ids=[message[:40] for _, _, message in REFUSED]
 )
-def test_bad_input_is_named(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_input_is_named(change, kind, message):
     call = {"query": QUERY, "key": KEY, "index_query": INDEX, "index_key": INDEX, "block_size": 4} | change
     with pytest.raises(kind, match=f"^index_loss: .*{re.escape(message)}"):
         htree_ops.index_loss(**call)
@@ -289,14 +281,14 @@ PACKED_REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("change", "kind", "message"), PACKED_REFUSED, ids=[message[:40] for _, _, message in PACKED_REFUSED]
 )
-def test_bad_documents_are_named(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_documents_are_named(change, kind, message):
     call = {"query": QUERY[0], "key": KEY[0], "index_query": INDEX[0], "index_key": INDEX[0], "block_size": 4}
     call |= {"cu_seqlens": offsets((24,), "cpu"), "positions": torch.tensor([8])}
     with pytest.raises(kind, match=f"^index_loss: .*{re.escape(message)}"):
         htree_ops.index_loss(**call | change)
 
 
-def test_documents_that_are_too_short_are_named() -> None:
+def test_documents_that_are_too_short_are_named():
     call = {
         "query": QUERY[0],
         "key": KEY[0],

@@ -1,7 +1,5 @@
 """How index_loss cuts a call on a GPU, without one (csrc/ops/index_loss/index_loss_plan.h)."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -26,9 +24,7 @@ MOST_CELLS = 10**8
         (False, 9, 128, 16, "general"),
     ],
 )
-def test_the_kernel_follows_from_dtype_width_block_and_device(
-    half_dtype: bool, major: int, key_dim: int, block_size: int, kernel: str
-) -> None:
+def test_the_kernel_follows_from_dtype_width_block_and_device(half_dtype, major, key_dim, block_size, kernel):
     for rows, tokens, heads in ((1, 1, 1), (128, 131_072, 32), (5000, 2**30, 64)):
         found = host.index_loss_plan(1, rows, tokens, heads, 1, 1, key_dim, block_size, half_dtype, major)
         assert found["kernel"] == kernel
@@ -47,16 +43,8 @@ def test_the_kernel_follows_from_dtype_width_block_and_device(
     half_dtype=st.booleans(),
 )
 def test_plans_cover_a_call_within_the_bound(
-    batch: int,
-    rows: int,
-    tokens: int,
-    group: int,
-    kv_heads: int,
-    shared: bool,
-    width: int,
-    block_size: int,
-    half_dtype: bool,
-) -> None:
+    batch, rows, tokens, group, kv_heads, shared, width, block_size, half_dtype
+):
     index_heads = 1 if shared else kv_heads
     plan = host.index_loss_plan(
         batch, rows, tokens, group * kv_heads, kv_heads, index_heads, 16 * width, 16 * block_size, half_dtype
@@ -81,7 +69,7 @@ def test_plans_cover_a_call_within_the_bound(
         assert statistics <= MOST_BYTES // 4
 
 
-def test_the_measured_call_holds_all_blocks_at_once() -> None:
+def test_the_measured_call_holds_all_blocks_at_once():
     plan = host.index_loss_plan(1, 128, 131_072, 32, 4, 4, 128, 16)
     assert plan["range_blocks"] == 8192
     assert (plan["part_heads"], plan["parts"]) == (8, 1)

@@ -1,7 +1,5 @@
 """The index of HTreeAttention, and the losses that index_losses gathers (docs/semantics/index_loss.md §9.5)."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -67,9 +65,7 @@ class Model(nn.Module):
         (64, {"options": TreeOptions(scope="q_head")}, 0),
     ],
 )
-def test_a_width_of_none_follows_from_the_options(
-    head_dim: int, keywords: dict[str, Any], wanted: int
-) -> None:
+def test_a_width_of_none_follows_from_the_options(head_dim, keywords, wanted):
     layer = HTreeAttention(64, num_heads=2, head_dim=head_dim, **keywords)
     assert layer.index_dim == wanted
     assert (layer.index_key_weight is None) == (wanted == 0)
@@ -85,12 +81,12 @@ def test_a_width_of_none_follows_from_the_options(
         ({"options": TreeOptions(importance="lse")}, "index_dim must be 0 beside importance = 'lse', got 16"),
     ],
 )
-def test_widths_that_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_widths_that_are_refused(keywords, message):
     with pytest.raises(ValueError, match=f"^HTreeAttention: {message}"):
         layer_of("cpu", **keywords)
 
 
-def test_the_first_index_approximates_the_attention(device: str) -> None:
+def test_the_first_index_approximates_the_attention(device):
     """Orthonormal projections, the same for the query heads of a K/V head."""
     layer = layer_of(device, index_dim=16)  # as wide as the heads: exact
     q, k = torch.randn(2, 9, 4, 16, device=device), torch.randn(2, 9, 2, 16, device=device)
@@ -101,7 +97,7 @@ def test_the_first_index_approximates_the_attention(device: str) -> None:
     torch.testing.assert_close(products, scores.mean(2), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_wait_for_a_loss_and_are_saved(device: str) -> None:
+def test_weights_wait_for_a_loss_and_are_saved(device):
     layer = layer_of(device)
     assert not layer.index_query_weight.requires_grad
     layer(tokens(device)).sum().backward()
@@ -120,7 +116,7 @@ def test_weights_wait_for_a_loss_and_are_saved(device: str) -> None:
         fresh.load_state_dict({name: x for name, x in dense.items() if "q_proj" not in name})
 
 
-def test_layers_without_an_index_are_as_before() -> None:
+def test_layers_without_an_index_are_as_before():
     assert set(HTreeAttention(64, num_heads=4, index_dim=0).state_dict()) == {
         f"{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")
     }
@@ -128,7 +124,7 @@ def test_layers_without_an_index_are_as_before() -> None:
 
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
-def test_the_layer_selects_by_its_index(positions: str, device: str) -> None:
+def test_the_layer_selects_by_its_index(positions, device):
     """The output is that of tree_attention with the index of what it attends with."""
     layer, x = layer_of(device, positions=positions), tokens(device)
     q, k, v = layer._project(x)
@@ -145,7 +141,7 @@ def test_the_layer_selects_by_its_index(positions: str, device: str) -> None:
     torch.testing.assert_close(without(x)[:, :16], wanted[:, :16])  # dense: nothing is selected
 
 
-def test_padding_in_front_moves_nothing(device: str) -> None:
+def test_padding_in_front_moves_nothing(device):
     layer, x = layer_of(device), tokens(device)
     mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
     mask[:, :20] = True
@@ -153,7 +149,7 @@ def test_padding_in_front_moves_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
-def test_the_loss_is_that_of_the_queries_and_keys_of_the_attention(positions: str, device: str) -> None:
+def test_the_loss_is_that_of_the_queries_and_keys_of_the_attention(positions, device):
     layer, x = layer_of(device, positions=positions), tokens(device)
     q, k = (getattr(layer, f"{name}_proj")(x).unflatten(-1, (-1, 16)) for name in "qk")
     if positions == "own":
@@ -168,12 +164,10 @@ def test_the_loss_is_that_of_the_queries_and_keys_of_the_attention(positions: st
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False])
-def test_an_index_is_made_once(
-    use_reentrant: bool | None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_is_made_once(use_reentrant, device, monkeypatch):
     """The selection takes what the loss has, in a checkpoint that runs again too; padded sequences and documents."""
 
-    def second(function: str, layer: object, q: Tensor, k: Tensor) -> Any:
+    def second(function, layer, q, k):
         raise AssertionError("made for the selection alone")
 
     monkeypatch.setattr("htree_ops.ops.tree_attention.index.choose_by_index", second)
@@ -191,7 +185,7 @@ def test_an_index_is_made_once(
         model(x)
 
 
-def test_a_model_learns_its_indexes_and_nothing_else(device: str) -> None:
+def test_a_model_learns_its_indexes_and_nothing_else(device):
     model, x = Model(device), tokens(device)
     with index_losses(rows=6) as losses:
         out = model(x)
@@ -205,7 +199,7 @@ def test_a_model_learns_its_indexes_and_nothing_else(device: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_the_backward_may_stand_inside(device: str) -> None:
+def test_the_backward_may_stand_inside(device):
     model, x = Model(device), tokens(device)
     with index_losses(rows=6) as losses:
         (model(x).square().mean() + losses.mean()).backward()
@@ -213,7 +207,7 @@ def test_the_backward_may_stand_inside(device: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_checkpoints_draw_the_same_positions_once(inside: bool, device: str) -> None:
+def test_checkpoints_draw_the_same_positions_once(inside, device):
     x = tokens(device)
     found = []
     for use_reentrant in (None, False):
@@ -232,7 +226,7 @@ def test_checkpoints_draw_the_same_positions_once(inside: bool, device: str) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_a_checkpoint_without_losses_behind_one_with(device: str) -> None:
+def test_a_checkpoint_without_losses_behind_one_with(device):
     """Whether a layer is run again with its loss follows from its last forward, not from an earlier one."""
     model, x = Model(device, use_reentrant=False), tokens(device)
     with index_losses(rows=6) as losses:
@@ -244,7 +238,7 @@ def test_a_checkpoint_without_losses_behind_one_with(device: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_reentrant_checkpoints_are_refused(device: str) -> None:
+def test_reentrant_checkpoints_are_refused(device):
     model, x = Model(device, use_reentrant=True), tokens(device).requires_grad_()
     with index_losses(rows=6):
         out = model(x)
@@ -252,7 +246,7 @@ def test_reentrant_checkpoints_are_refused(device: str) -> None:
         out.sum().backward()
 
 
-def test_padding_has_no_position(device: str) -> None:
+def test_padding_has_no_position(device):
     """Padding holds NaN, and a loss that counted any of it would too."""
     layer, x = layer_of(device), tokens(device)
     mask = torch.zeros(2, 50, dtype=torch.bool, device=device)
@@ -263,7 +257,7 @@ def test_padding_has_no_position(device: str) -> None:
     assert losses.mean() > 0
 
 
-def test_padded_sequences_have_the_loss_of_their_tokens(device: str) -> None:
+def test_padded_sequences_have_the_loss_of_their_tokens(device):
     layer, x = layer_of(device), tokens(device, B=1)
     mask = torch.zeros(1, 50, dtype=torch.bool, device=device)
     mask[0, :20] = True
@@ -275,7 +269,7 @@ def test_padded_sequences_have_the_loss_of_their_tokens(device: str) -> None:
     torch.testing.assert_close(*found, rtol=0.03, atol=0)  # positions are drawn anew
 
 
-def test_sequences_of_one_block_add_nothing(device: str) -> None:
+def test_sequences_of_one_block_add_nothing(device):
     layer = layer_of(device)
     mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
     mask[:, 4:] = True
@@ -291,7 +285,7 @@ def test_sequences_of_one_block_add_nothing(device: str) -> None:
         assert not layer.index_key_weight.grad.any()
 
 
-def test_calls_of_a_layer_are_one_loss_and_collectors_nest(device: str) -> None:
+def test_calls_of_a_layer_are_one_loss_and_collectors_nest(device):
     layer, x = layer_of(device), tokens(device)
     with index_losses(rows=4) as outer:
         layer(x)
@@ -302,14 +296,14 @@ def test_calls_of_a_layer_are_one_loss_and_collectors_nest(device: str) -> None:
     assert [len(calls) for calls in (*outer._of_layers.values(), *inner._of_layers.values())] == [1, 2]
 
 
-def test_no_layer_is_an_error_that_says_so() -> None:
+def test_no_layer_is_an_error_that_says_so():
     with index_losses() as losses:
         HTreeAttention(64, num_heads=4, index_dim=0)(tokens("cpu"))
     with pytest.raises(RuntimeError, match="no HTreeAttention with index_dim above 0 was called"):
         losses.mean()
 
 
-def test_without_grad_losses_have_values(device: str) -> None:
+def test_without_grad_losses_have_values(device):
     layer, x = layer_of(device), tokens(device)
     with torch.no_grad(), index_losses(rows=4) as losses:
         layer(x)
@@ -318,12 +312,12 @@ def test_without_grad_losses_have_values(device: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, -1])
-def test_rows_that_are_refused(rows: int) -> None:
+def test_rows_that_are_refused(rows):
     with pytest.raises(ValueError, match="index_losses: rows must be between 1 and"), index_losses(rows):
         pass
 
 
-def test_what_is_not_supported_says_so(device: str) -> None:
+def test_what_is_not_supported_says_so(device):
     layer, x = layer_of(device), tokens(device)
     compiled = torch.compile(lambda x: layer(x), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), layer(x))
@@ -336,7 +330,7 @@ def test_what_is_not_supported_says_so(device: str) -> None:
 # ---- packed documents
 
 
-def test_packed_documents_select_by_the_index_of_each(device: str) -> None:
+def test_packed_documents_select_by_the_index_of_each(device):
     layer, x = layer_of(device), tokens(device, B=1, T=90)
     ends = torch.tensor([0, 37, 40, 85], dtype=torch.int32, device=device)
     out = layer(x, cu_seqlens=ends)
@@ -345,7 +339,7 @@ def test_packed_documents_select_by_the_index_of_each(device: str) -> None:
     assert not out[:, 85:].any()
 
 
-def test_packed_documents_have_the_loss_of_their_rows(device: str) -> None:
+def test_packed_documents_have_the_loss_of_their_rows(device):
     """Rows behind the last document hold NaN, and documents of one block have no position."""
     layer, x = layer_of(device), tokens(device, B=1, T=90)
     x[:, 88:] = torch.nan
@@ -377,13 +371,13 @@ def seen(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_layers_have_the_same_losses(whole: bool, device: str) -> None:
+def test_compiled_layers_have_the_same_losses(whole, device):
     """A model compiled as one graph, and each of its layers compiled alone, which share their code."""
     x, found = tokens(device), []
     for compiles in (False, True):
         model = Model(device)
         seen(model, x)
-        call: Any = model
+        call = model
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         if compiles and whole:
@@ -407,12 +401,12 @@ def test_compiled_layers_have_the_same_losses(whole: bool, device: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_compiled_code_without_losses_leaves_none(device: str) -> None:
+def test_compiled_code_without_losses_leaves_none(device):
     model, x = Model(device), tokens(device)
     seen(model, x)
     compiled = torch.compile(model, backend="aot_eager")
 
-    def broken() -> None:
+    def broken():
         with index_losses(rows=2):
             compiled(x)
             raise ZeroDivisionError
@@ -430,7 +424,7 @@ def test_compiled_code_without_losses_leaves_none(device: str) -> None:
     torch.testing.assert_close(model(x), wanted)
 
 
-def test_copies_of_a_model_leave_their_own_losses(device: str) -> None:
+def test_copies_of_a_model_leave_their_own_losses(device):
     model, x = Model(device), tokens(device)
     seen(model, x)
     copied = deepcopy(model)
@@ -440,14 +434,14 @@ def test_copies_of_a_model_leave_their_own_losses(device: str) -> None:
     assert len(losses) == 2
 
 
-def test_copies_have_an_index_of_their_own(device: str) -> None:
+def test_copies_have_an_index_of_their_own(device):
     layer = layer_of(device)
     copied = deepcopy(layer)
     assert torch.equal(copied.index_key_weight, layer.index_key_weight)
     assert copied.index_key_weight is not layer.index_key_weight
 
 
-def test_autocast_trains_the_index(device: str) -> None:
+def test_autocast_trains_the_index(device):
     layer, x = layer_of(device), tokens(device)
     with torch.autocast(device, dtype=torch.bfloat16), index_losses(rows=8) as losses:
         layer(x)
@@ -456,7 +450,7 @@ def test_autocast_trains_the_index(device: str) -> None:
     assert layer.index_query_weight.grad.abs().max() > 0
 
 
-def test_training_lowers_the_loss(device: str) -> None:
+def test_training_lowers_the_loss(device):
     layer, x = layer_of(device, index_dim=16, num_kv_heads=1), 3 * tokens(device, B=4)
     with index_losses(rows=64) as losses:
         layer(x)

@@ -1,7 +1,5 @@
 """Small calls of every CUDA kernel of index_loss, for compute-sanitizer (`make sanitize`), with their results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from htree_ops.reference import index_loss as reference
 from tests.support.cases import case_id
-from tests.support.index_loss_cases import CASES, FAST_CASES, IndexLossCase
+from tests.support.index_loss_cases import CASES, FAST_CASES
 
 pytestmark = pytest.mark.gpu
 SMALL = [case for case in CASES if case.dtype != torch.float64]
@@ -19,7 +17,7 @@ SMALL += [
 
 
 @pytest.mark.parametrize("case", SMALL, ids=case_id)
-def test_index_loss(case: IndexLossCase) -> None:
+def test_index_loss(case):
     inputs = case.make_inputs("cuda")
     index = [x.requires_grad_() for x in inputs[2:4]]
     loss = torch.ops.htree.index_loss(*inputs[:2], *index, *inputs[4:], **case.options())
@@ -32,7 +30,7 @@ def test_index_loss(case: IndexLossCase) -> None:
     "offsets", [[0, 40, 10, 2**31 - 1], [-5, 3, 3, 20], [7, 7, 7, 7], [300, 0, 0, 0]], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_offset_or_position_leads_outside_of_the_tensors(dtype: torch.dtype, offsets: list[int]) -> None:
+def test_no_offset_or_position_leads_outside_of_the_tensors(dtype, offsets):
     query, key = (torch.ones(300, heads, 16, dtype=dtype, device="cuda") for heads in (4, 2))
     index = [torch.ones(300, 2, 16, dtype=dtype, device="cuda", requires_grad=True) for _ in range(2)]
     positions = torch.tensor([-(2**62), -1, 0, 16, 39, 299, 300, 2**31, 2**62, 17, 17], device="cuda")

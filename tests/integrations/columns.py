@@ -1,7 +1,5 @@
 """Columns of one layer with a cache that come in any way, beside attention over the whole sequence."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Small random models of transformers, in the exact regime: sequences no longer than max_top_nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """MiniMax-M3 of transformers, whose indexer chooses blocks, on sparse_attention: equal to its own eager attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -66,7 +64,7 @@ def run(model: Any, implementation: str, tokens: Tensor) -> tuple[Tensor, dict[s
 
 
 @pytest.mark.parametrize("T", [1, BLOCK, 5 * BLOCK + 3, 12 * BLOCK])
-def test_equal_to_eager_forward_and_backward(T: int, device: str) -> None:
+def test_equal_to_eager_forward_and_backward(T, device):
     block = BLOCK if device == "cpu" else 16
     model, tokens = make_model(device, block), tokens_of(device, T)
     wanted, wanted_gradients = run(model, "eager", tokens)
@@ -79,7 +77,7 @@ def test_equal_to_eager_forward_and_backward(T: int, device: str) -> None:
         )
 
 
-def test_what_is_not_chosen_is_not_read(device: str) -> None:
+def test_what_is_not_chosen_is_not_read(device):
     """With 12 blocks, of which 3 are read, the result differs from that of a model that reads all."""
     block = BLOCK if device == "cpu" else 16
     model, tokens = make_model(device, block), tokens_of(device, 12 * block)
@@ -92,7 +90,7 @@ def test_what_is_not_chosen_is_not_read(device: str) -> None:
     torch.testing.assert_close(sparse[:, : 3 * block], whole[:, : 3 * block], rtol=1e-4, atol=1e-4)
 
 
-def test_generate_with_a_cache(device: str) -> None:
+def test_generate_with_a_cache(device):
     model, tokens = make_model(device, BLOCK if device == "cpu" else 16), tokens_of(device, 3 * BLOCK)
     results = []
     for implementation in ("eager", NAME):
@@ -101,7 +99,7 @@ def test_generate_with_a_cache(device: str) -> None:
     assert torch.equal(*results)
 
 
-def test_refusals(device: str) -> None:
+def test_refusals(device):
     model, tokens = make_model(device, 16), tokens_of(device, 24)
     model.set_attn_implementation(NAME)
     padding = torch.ones_like(tokens)
@@ -118,7 +116,7 @@ def test_refusals(device: str) -> None:
 
 
 @pytest.mark.parametrize("T_q", [1, 3, 8])
-def test_dense_layers_take_suffixes(T_q: int, device: str) -> None:
+def test_dense_layers_take_suffixes(T_q, device):
     q, k, v = (torch.randn(1, h, t, 8, device=device) for h, t in ((4, T_q), (2, 8), (2, 8)))
     out, _ = attention(torch.nn.Identity(), q, k, v, None)
     whole, _ = attention(torch.nn.Identity(), torch.cat([q.new_zeros(1, 4, 8 - T_q, 8), q], 2), k, v, None)

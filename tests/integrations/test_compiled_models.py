@@ -1,9 +1,6 @@
 """attn_implementation="htree" in a model that torch compiles: padding, and documents between boundaries or restarts."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +17,7 @@ from htree_ops.integrations.transformers import _nan_where_packed
     ("backend", "positions", "padded", "lengths"),
     [("aot_eager", "own", False, (40,)), ("eager", "compact", True, (40, 57))],
 )
-def test_compiled_models_give_what_uncompiled_ones_give(
-    backend: str, positions: str, padded: bool, lengths: tuple[int, ...]
-) -> None:
+def test_compiled_models_give_what_uncompiled_ones_give(backend, positions, padded, lengths):
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"positions": positions}, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=len(lengths) > 1)
@@ -44,9 +39,7 @@ STEPS = {"ones": 0, "left": 9, "none": None}
     ("padding", "importance", "tokens", "backend"),
     [("ones", "lse_causal", 1, "aot_eager"), ("left", "lse", 3, "eager"), ("none", "lse_causal", 1, "eager")],
 )
-def test_steps_behind_the_default_cache_compile_once(
-    padding: str, importance: str, tokens: int, backend: str
-) -> None:
+def test_steps_behind_the_default_cache_compile_once(padding, importance, tokens, backend):
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"importance": importance}, num_hidden_layers=1)
     ids = make_ids()
@@ -69,13 +62,13 @@ def test_steps_behind_the_default_cache_compile_once(
 
 
 @pytest.mark.parametrize("padding", STEPS)
-def test_steps_behind_the_default_cache_are_exported(padding: str) -> None:
+def test_steps_behind_the_default_cache_are_exported(padding):
     """With the length of the cache as a dynamic one; with strict=True transformers itself fails at that."""
     model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     mask = torch.ones_like(ids)
     mask[0, : STEPS[padding] or 0] = 0
 
-    def call(begin: int) -> dict[str, Any]:
+    def call(begin):
         masked = {} if STEPS[padding] is None else {"attention_mask": mask[:, : begin + 1]}
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
@@ -96,7 +89,7 @@ def test_steps_behind_the_default_cache_are_exported(padding: str) -> None:
             torch.testing.assert_close(exported(**call(begin)).logits, model(**call(begin)).logits)
 
 
-def test_a_compiled_model_tells_padding_from_documents() -> None:
+def test_a_compiled_model_tells_padding_from_documents():
     torch._dynamo.reset()
     model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -112,7 +105,7 @@ def test_a_compiled_model_tells_padding_from_documents() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("positions", ["own", "compact"])
-def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded: bool, positions: str) -> None:
+def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded, positions):
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"positions": positions, "packed": True}, num_hidden_layers=1)
     compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), make_ids()
@@ -130,12 +123,12 @@ def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded: bool,
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_packed_models_compile_once_for_all_lengths(padded: bool) -> None:
+def test_packed_models_compile_once_for_all_lengths(padded):
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1)
     graphs = 0
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph, _):
         nonlocal graphs
         graphs += 1
         return graph.forward
@@ -157,7 +150,7 @@ def test_packed_models_compile_once_for_all_lengths(padded: bool) -> None:
     assert graphs == 1
 
 
-def test_documents_behind_a_cache_are_refused_with_what_to_do() -> None:
+def test_documents_behind_a_cache_are_refused_with_what_to_do():
     torch._dynamo.reset()
     model, ids = make_model(options=SPARSE | {"packed": True}, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -167,12 +160,12 @@ def test_documents_behind_a_cache_are_refused_with_what_to_do() -> None:
         compiled(ids[:, 20:], position_ids=positions[:, :20] % 7, **{CACHE: cache})
 
 
-def test_the_word_packed_is_a_bool() -> None:
+def test_the_word_packed_is_a_bool():
     with pytest.raises(TypeError, match=r"config.htree\['packed'\] must be a bool, got int"):
         make_model(options={"packed": 1})(make_ids())
 
 
-def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
+def test_packed_rows_alone_are_nan(monkeypatch):
     """On a GPU, which asserts nothing."""
     monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
     positions = torch.stack((torch.arange(40), torch.arange(40) % 17))
@@ -181,7 +174,7 @@ def test_packed_rows_alone_are_nan(monkeypatch: Any) -> None:
         assert (found.any(1).tolist(), found.all(1).tolist()) == ([False, True], [False, True])
 
 
-def test_a_compiled_model_takes_packed_documents_between_boundaries() -> None:
+def test_a_compiled_model_takes_packed_documents_between_boundaries():
     torch._dynamo.reset()
     model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")

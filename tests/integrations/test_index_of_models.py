@@ -1,10 +1,7 @@
 """Models of transformers with an index: config.htree["index_dim"] (docs/semantics/index_loss.md §9.6)."""
 
-from __future__ import annotations
-
 import warnings
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -55,7 +52,7 @@ def logits(model: Any, ids: Tensor, **call: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_dense_model_is_fitted_saved_loaded_and_generates(kind: str, tmp_path: Path, device: str) -> None:
+def test_a_dense_model_is_fitted_saved_loaded_and_generates(kind, tmp_path, device):
     dense = make(kind, None, attention="sdpa", device=device)
     dense.config.htree = None
     ids = make_ids(2, 60, device)
@@ -90,7 +87,7 @@ def test_a_dense_model_is_fitted_saved_loaded_and_generates(kind: str, tmp_path:
     assert torch.equal(new, dense.generate(ids[:, :40], use_cache=False, **options))
 
 
-def test_the_attention_selects_by_the_index(device: str) -> None:
+def test_the_attention_selects_by_the_index(device):
     """The output of a layer is that of tree_attention with the index of its rotated queries and keys."""
     model, ids = fitted(device=device), make_ids(2, 60, device)
     layer = attentions(model)[0]
@@ -109,7 +106,7 @@ def test_the_attention_selects_by_the_index(device: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["htree", "sdpa"])
-def test_dense_weights_load_and_the_index_is_drawn(attention: str, tmp_path: Path, device: str) -> None:
+def test_dense_weights_load_and_the_index_is_drawn(attention, tmp_path, device):
     dense = make(options=None, attention="sdpa", device=device)
     dense.config.htree = INDEXED
     dense.save_pretrained(tmp_path)
@@ -130,7 +127,7 @@ def test_dense_weights_load_and_the_index_is_drawn(attention: str, tmp_path: Pat
             logits(loaded, make_ids(1, 40, device))
 
 
-def test_recommended(tmp_path: Path, device: str) -> None:
+def test_recommended(tmp_path, device):
     model = make(options=None, attention="sdpa", device=device, head_dim=32)
     ids = make_ids(1, 60, device)
     fit_index(model, [ids] * 2, steps=2, rows=8)
@@ -148,7 +145,7 @@ def test_recommended(tmp_path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(side: str, device: str) -> None:
+def test_padding_changes_nothing(side, device):
     model, ids = fitted(device=device), make_ids(1, 33, device)
     wanted = logits(model, ids)
     pad = torch.full((1, 9), 5, device=device)
@@ -161,11 +158,11 @@ def test_padding_changes_nothing(side: str, device: str) -> None:
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("padded", [False, True])
-def test_generation_from_a_tree_cache(padded: bool, stride: int, device: str) -> None:
+def test_generation_from_a_tree_cache(padded, stride, device):
     """The tokens of generation without a cache; index keys lie in the pages."""
     model, ids = fitted(device=device), make_ids(2, 40, device)
     model.config.htree = INDEXED | {"selection_stride": stride}
-    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     if padded:
         mask = torch.ones_like(ids)
         mask[0, :13] = 0
@@ -183,9 +180,7 @@ def test_generation_from_a_tree_cache(padded: bool, stride: int, device: str) ->
     padded=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_pieces_behind_a_dynamic_cache_are_the_whole(
-    stride: int, columns: list[int], padded: bool, seed: int, device: str
-) -> None:
+def test_pieces_behind_a_dynamic_cache_are_the_whole(stride, columns, padded, seed, device):
     """Any pieces of prompts and tokens, padded or not, with every stride."""
     from transformers import DynamicCache
 
@@ -215,7 +210,7 @@ LAYER: list[Any] = []
 
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
-def test_losses_of_a_model_in_training(positions: str, device: str) -> None:
+def test_losses_of_a_model_in_training(positions, device):
     model = make(options=INDEXED | {"positions": positions}, device=device).train()
     ids = make_ids(2, 40, device)
     assert not model.get_parameter(min(NAMES)).requires_grad
@@ -228,7 +223,7 @@ def test_losses_of_a_model_in_training(positions: str, device: str) -> None:
     assert all(model.get_parameter(name).grad.abs().max() > 0 for name in NAMES)
 
 
-def test_losses_beside_checkpoints_are_the_same(device: str) -> None:
+def test_losses_beside_checkpoints_are_the_same(device):
     found = []
     for checkpoints in (False, True):
         model = make(device=device).train()
@@ -244,7 +239,7 @@ def test_losses_beside_checkpoints_are_the_same(device: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_padding_has_no_position(device: str) -> None:
+def test_padding_has_no_position(device):
     """Hidden states of padding that are NaN would make a loss NaN that counted any of them."""
     model = make(device=device)
     layer = attentions(model)[0]
@@ -259,10 +254,10 @@ def test_padding_has_no_position(device: str) -> None:
 
 
 @pytest.mark.parametrize("ways", ["positions", "boundaries"])
-def test_packed_documents_are_sequences_of_their_own(ways: str, device: str) -> None:
+def test_packed_documents_are_sequences_of_their_own(ways, device):
     model, ids = fitted(device=device), make_ids(1, 50, device)
     wanted = torch.cat([logits(model, ids[:, :20]), logits(model, ids[:, 20:])], 1)
-    call: dict[str, Any] = {"position_ids": torch.tensor([[*range(20), *range(30)]], device=device)}
+    call = {"position_ids": torch.tensor([[*range(20), *range(30)]], device=device)}
     if ways == "boundaries":
         ends = torch.tensor([0, 20, 50], dtype=torch.int32, device=device)
         call |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 30, "max_length_k": 30}
@@ -274,7 +269,7 @@ def test_packed_documents_are_sequences_of_their_own(ways: str, device: str) -> 
     assert all(x > 0 for x in nats)
 
 
-def test_patched_models_have_an_index_too(device: str) -> None:
+def test_patched_models_have_an_index_too(device):
     model, ids = fitted(device=device), make_ids(1, 50, device)
     wanted = logits(model, ids)
     patch_model_(model)
@@ -287,7 +282,7 @@ def test_patched_models_have_an_index_too(device: str) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_model_selects_by_its_index(fullgraph: bool, device: str) -> None:
+def test_a_compiled_model_selects_by_its_index(fullgraph, device):
     model, ids = fitted(device=device), make_ids(1, 50, device)
     wanted = logits(model, ids)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
@@ -297,7 +292,7 @@ def test_a_compiled_model_selects_by_its_index(fullgraph: bool, device: str) -> 
 # ---- refused
 
 
-def test_what_does_not_fit_says_so(device: str) -> None:
+def test_what_does_not_fit_says_so(device):
     ids = make_ids(1, 40, device)
     dense = make(options=INDEXED, attention="sdpa", device=device)
     for layer in attentions(dense):
@@ -331,7 +326,7 @@ def test_what_does_not_fit_says_so(device: str) -> None:
         make(options=SPARSE | {"index_dim": 24})
 
 
-def test_models_that_cannot_be_fitted(device: str) -> None:
+def test_models_that_cannot_be_fitted(device):
     from transformers import BloomConfig, BloomForCausalLM
 
     small = BloomConfig(hidden_size=32, n_head=2, n_layer=1, vocab_size=61)

@@ -1,7 +1,5 @@
 """selection_stride behind the DynamicCache that transformers makes: for generate(), an assistant, a second prompt."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings
@@ -41,7 +39,7 @@ def tree_cache(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("own", ["tree", "dynamic"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_drafts_of_an_assistant_with_a_stride(layers: int, own: str, device: str) -> None:
+def test_drafts_of_an_assistant_with_a_stride(layers, own, device):
     """The assistant is another model, or one whose speculative tokens are all right, which goes far ahead."""
     model, ids = strided_model(device), make_ids(1, 12, device).repeat(1, 3)
     assistant = make_model(options=STRIDED, device=device, num_hidden_layers=layers)
@@ -52,7 +50,7 @@ def test_drafts_of_an_assistant_with_a_stride(layers: int, own: str, device: str
     assert torch.equal(model.generate(ids, assistant_model=assistant, **cache, **GREEDY), wanted)
 
 
-def test_drafts_of_the_first_layers(device: str) -> None:
+def test_drafts_of_the_first_layers(device):
     model, ids = strided_model(device), make_ids(1, 12, device).repeat(1, 3)
     wanted = model.generate(ids, use_cache=False, **GREEDY)
     found = model.generate(ids, assistant_early_exit=1, **tree_cache(model), **GREEDY)
@@ -60,10 +58,10 @@ def test_drafts_of_the_first_layers(device: str) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_guidance_by_a_second_prompt(padded: bool, device: str) -> None:
+def test_guidance_by_a_second_prompt(padded, device):
     """The second prompt has a cache of its own, with its own padding."""
     model, ids = strided_model(device), make_ids(2, 30, device)
-    call: dict[str, Any] = {"guidance_scale": 1.7, "negative_prompt_ids": make_ids(2, 23, device)}
+    call = {"guidance_scale": 1.7, "negative_prompt_ids": make_ids(2, 23, device)}
     if padded:
         call["negative_prompt_attention_mask"] = torch.ones_like(call["negative_prompt_ids"])
         call["negative_prompt_attention_mask"][0, :5] = 0
@@ -73,7 +71,7 @@ def test_guidance_by_a_second_prompt(padded: bool, device: str) -> None:
     assert torch.equal(model.generate(ids, **call, **GREEDY), wanted)
 
 
-def test_a_prompt_that_is_kept(device: str) -> None:
+def test_a_prompt_that_is_kept(device):
     model, ids = strided_model(device), make_ids(device=device)
     wanted = model.generate(ids, use_cache=False, **GREEDY)
     cache = DynamicCache(config=model.config)
@@ -90,7 +88,7 @@ def test_a_prompt_that_is_kept(device: str) -> None:
         assert torch.equal(model.generate(ids, **{CACHE: cache}, **GREEDY), wanted)
 
 
-def test_no_name_of_an_argument_is_one_that_transformers_warns_of() -> None:
+def test_no_name_of_an_argument_is_one_that_transformers_warns_of():
     model = strided_model("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
@@ -102,7 +100,7 @@ def test_no_name_of_an_argument_is_one_that_transformers_warns_of() -> None:
 
 @pytest.mark.filterwarnings("ignore:tree_attention. q is")
 @given(data=st.data())
-def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.DataObject) -> None:
+def test_however_columns_come_rows_are_those_of_the_whole_sequence(data):
     cache, columns = check_columns(
         data, (2, 4), lambda config, _: DynamicCache(config=config), lambda done, most, stride: done - 1
     )
@@ -112,7 +110,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.Data
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_steps_compile_once(padded: bool) -> None:
+def test_steps_compile_once(padded):
     torch._dynamo.reset()
     model, ids = strided_model("cpu", num_hidden_layers=1), make_ids()
     mask = torch.ones_like(ids)
@@ -129,7 +127,7 @@ def test_steps_compile_once(padded: bool) -> None:
     assert graphs.frame_count == 1
 
 
-def test_a_compiled_model_gives_nan_where_the_mask_has_changed() -> None:
+def test_a_compiled_model_gives_nan_where_the_mask_has_changed():
     """It cannot look, as on a GPU."""
     torch._dynamo.reset()
     model, ids = strided_model("cpu", num_hidden_layers=1), make_ids(length=23)
@@ -143,7 +141,7 @@ def test_a_compiled_model_gives_nan_where_the_mask_has_changed() -> None:
     assert found.isnan().flatten(1).all(1).tolist() == [True, False]
 
 
-def test_whole_sequences_are_exported_and_steps_are_not() -> None:
+def test_whole_sequences_are_exported_and_steps_are_not():
     model, ids = strided_model("cpu", num_hidden_layers=1), make_ids()
     register_dynamic_cache_export_support()
     with torch.no_grad():
@@ -158,7 +156,7 @@ def test_whole_sequences_are_exported_and_steps_are_not() -> None:
 # ---- whose layers they are
 
 
-def test_only_layers_of_a_strided_tree_keep_queries() -> None:
+def test_only_layers_of_a_strided_tree_keep_queries():
     register()  # a second time
     layers = {
         "strided": strided_model("cpu"),
@@ -171,7 +169,7 @@ def test_only_layers_of_a_strided_tree_keep_queries() -> None:
     assert not DynamicCache().layers
 
 
-def test_training_with_a_cache_that_nobody_asked_for_is_training_without() -> None:
+def test_training_with_a_cache_that_nobody_asked_for_is_training_without():
     model, ids = strided_model("cpu"), make_ids()
     gradients = []
     for use_cache in (True, False):
@@ -230,7 +228,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_has_no_leaders_is_refused_in_one_line(name: str) -> None:
+def test_what_has_no_leaders_is_refused_in_one_line(name):
     call, kind, message = REFUSALS[name]
     with pytest.raises(kind, match=message) as caught:
         call()

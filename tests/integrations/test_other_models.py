@@ -1,7 +1,5 @@
 """Models of other families: equal to their own eager attention where they fit, and else refused in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -73,7 +71,7 @@ def logits_and_gradients(model: PreTrainedModel, ids: Tensor, call: dict[str, Te
 
 @pytest.mark.parametrize("gaps", GAPS)
 @pytest.mark.parametrize("family", CAUSAL)
-def test_causal_families_equal_their_own_attention(family: str, gaps: str) -> None:
+def test_causal_families_equal_their_own_attention(family, gaps):
     call = {name: torch.tensor(value) for name, value in GAPS[gaps].items()}
     ours, theirs = (
         logits_and_gradients(make_other(*CAUSAL[family], attention=name), make_ids(), call)
@@ -86,7 +84,7 @@ def test_causal_families_equal_their_own_attention(family: str, gaps: str) -> No
 OPT = {"vocab_size": 61, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def test_documents_are_kept_apart_where_the_models_own_mask_does_not_do_it() -> None:
+def test_documents_are_kept_apart_where_the_models_own_mask_does_not_do_it():
     """OPT makes its mask without positions, any model does so with a cache: restarting positions are enough."""
     ids = make_ids(1, 24)
     positions = torch.cat([torch.arange(13), torch.arange(11)])[None]
@@ -101,7 +99,7 @@ def test_documents_are_kept_apart_where_the_models_own_mask_does_not_do_it() -> 
 
 
 @pytest.mark.parametrize("importance", ["lse_causal", "lse"])
-def test_documents_in_a_padded_batch(importance: str, device: str) -> None:
+def test_documents_in_a_padded_batch(importance, device):
     """Real tokens that start again are a document; positions of padding, 1 in generate(), say nothing."""
     model, ids = (
         make_model(options=SPARSE | {"importance": importance}, device=device),
@@ -124,7 +122,7 @@ JUMPS = {"gap": [*range(20), *range(25, 45)], "twice": [*range(20), *range(19, 3
 
 @pytest.mark.parametrize("jump", JUMPS)
 @pytest.mark.parametrize("call", ["cache", "no cache", "ones", "padding"])
-def test_positions_that_jump_count_as_in_the_models_own_attention(jump: str, call: str) -> None:
+def test_positions_that_jump_count_as_in_the_models_own_attention(jump, call):
     ids, keywords = make_ids(), {"position_ids": torch.tensor([JUMPS[jump]]), "use_cache": call == "cache"}
     if call in ("ones", "padding"):
         keywords["attention_mask"] = torch.ones_like(ids)
@@ -210,14 +208,14 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_other_families_are_refused_in_one_line(family: str) -> None:
+def test_other_families_are_refused_in_one_line(family):
     config, model, sizes, call, message = REFUSED[family]
     with pytest.raises(NotImplementedError, match=f"htree: .*({message})") as caught:
         make_other(config, model, sizes)(**call)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_the_interface_is_not_patched() -> None:
+def test_a_model_without_the_interface_is_not_patched():
     """transformers itself would warn and go on with the attention that the model has."""
     model = make_other("BloomConfig", "BloomForCausalLM", {"vocab_size": 61, "hidden_size": 32}, "eager")
     with pytest.raises(NotImplementedError, match=f"BloomForCausalLM {NO_INTERFACE}"):
@@ -238,7 +236,7 @@ def make_llava(attention: Any) -> PreTrainedModel:
     ).eval()
 
 
-def test_the_language_model_of_a_model_with_several_parts() -> None:
+def test_the_language_model_of_a_model_with_several_parts():
     ids = torch.cat([make_ids(1, 4).clamp(max=59), torch.full((1, 16), 60), make_ids(1, 5).clamp(max=59)], 1)
     call = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32)}
     parts = {"text_config": "htree", "vision_config": "eager"}
@@ -250,7 +248,7 @@ def test_the_language_model_of_a_model_with_several_parts() -> None:
         make_llava("htree")(**call)
 
 
-def test_every_part_gets_its_attention_back() -> None:
+def test_every_part_gets_its_attention_back():
     parts = {"text_config": "eager", "vision_config": "sdpa"}
     model = make_llava({"": "sdpa", **parts})
     patch_model_(model)
@@ -263,14 +261,14 @@ def test_every_part_gets_its_attention_back() -> None:
 # ---- masks and documents
 
 
-def test_documents_with_images_that_see_each_other_are_refused() -> None:
+def test_documents_with_images_that_see_each_other_are_refused():
     """Packing wraps the mask of the images: its name is then that of packed causal attention."""
     layer = make_model().model.layers[0].self_attn
     x, q, k = torch.zeros(1, 12, 32), torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8)
     positions = torch.arange(12)[None]
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, 1, 1, 1, -1, -1]])
 
-    def attend(positions: Tensor, blocks: Tensor | None) -> Tensor:
+    def attend(positions, blocks):
         call = {"position_ids": positions, "block_sequence_ids": blocks}
         return attention(layer, q, k, k, create_causal_mask(layer.config, x, None, None, **call))[0]
 
@@ -297,12 +295,12 @@ SQUARE = torch.ones(1, 1, 40, 40, dtype=torch.bool)
     ],
     ids=["padding", "square", "keys alone"],
 )
-def test_what_boundaries_would_hide_is_refused(call: dict[str, Tensor], message: str) -> None:
+def test_what_boundaries_would_hide_is_refused(call, message):
     with pytest.raises(NotImplementedError, match=f"htree: packed documents .*{message}"):
         make_model()(make_ids(1), use_cache=False, **call)
 
 
-def test_boundaries_behind_a_cache_name_the_keys() -> None:
+def test_boundaries_behind_a_cache_name_the_keys():
     layer = make_model(options=SPARSE).model.layers[0].self_attn
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 46, 8)
     bounds_q, bounds_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 2, 6), (0, 20, 46)))
@@ -313,7 +311,7 @@ def test_boundaries_behind_a_cache_name_the_keys() -> None:
     torch.testing.assert_close(out[:, 2:], last)
 
 
-def test_weights_that_the_config_asks_for_are_refused() -> None:
+def test_weights_that_the_config_asks_for_are_refused():
     with pytest.raises(NotImplementedError, match="there are no weights to return"):
         make_model(output_attentions=True)(make_ids())
 
@@ -321,7 +319,7 @@ def test_weights_that_the_config_asks_for_are_refused() -> None:
 # ---- caches
 
 
-def test_a_tree_cache_is_for_layers_of_full_attention() -> None:
+def test_a_tree_cache_is_for_layers_of_full_attention():
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     config = transformers.Qwen3NextConfig(**{**SIZES, **EXPERTS, **SHARED, **kinds})
     with pytest.raises(NotImplementedError, match="this config has linear_attention too: use a DynamicCache"):
@@ -329,7 +327,7 @@ def test_a_tree_cache_is_for_layers_of_full_attention() -> None:
     assert len(TreeCache(transformers.Qwen2Config(**SIZES), max_cache_len=64).layers) == 2
 
 
-def test_a_model_that_changes_what_its_cache_returns_is_refused() -> None:
+def test_a_model_that_changes_what_its_cache_returns_is_refused():
     model = make_other("DiffLlamaConfig", "DiffLlamaForCausalLM", SIZES)
     with pytest.raises(NotImplementedError, match="hands what its cache returns to its attention unchanged"):
         model(make_ids(), **{CACHE: TreeCache(model.config, max_cache_len=64)})

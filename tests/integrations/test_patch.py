@@ -1,10 +1,7 @@
 """patch_model_: the same model with fused parts, and back; models with FP8 layers on disk."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +22,12 @@ def classes(model: nn.Module) -> list[type]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_patched_model_is_the_same_model(kind: str, device: str) -> None:
+def test_a_patched_model_is_the_same_model(kind, device):
     model, ids = make_model(kind, attention="eager", device=device), make_ids(device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
 
-    def results() -> list[torch.Tensor]:
+    def results():
         model.zero_grad()
         out = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
         out.square().mean().backward()
@@ -58,7 +55,7 @@ def test_a_patched_model_is_the_same_model(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["attention", "norms", "rotary", "mlp"])
-def test_parts_are_patched_one_by_one(part: str) -> None:
+def test_parts_are_patched_one_by_one(part):
     model = make_model("qwen3", attention="eager")
     kinds = classes(model)
     changed = patch_model_(model, **{name: name == part for name in ("attention", "norms", "rotary", "mlp")})
@@ -82,7 +79,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_rotation_is_that_of_the_model(dtype: torch.dtype, rows: int, device: str) -> None:
+def test_the_rotation_is_that_of_the_model(dtype, rows, device):
     generator = torch.Generator().manual_seed(0)
     q, k, dq, dk = (
         torch.randn(2, 7, heads, 24, generator=generator).to(device, dtype) for heads in (4, 2, 4, 2)
@@ -91,7 +88,7 @@ def test_the_rotation_is_that_of_the_model(dtype: torch.dtype, rows: int, device
     angles = (positions * 10000 ** (-torch.arange(12) / 12)).repeat(1, 1, 2)
     cos, sin = ((1.3 * table).to(device, dtype) for table in (angles.cos(), angles.sin()))
 
-    def results(function: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def results(function, *inputs):
         inputs = tuple(x.detach().requires_grad_() for x in inputs)
         out = function(*inputs)
         return [*out, *torch.autograd.grad(out, inputs, [x.to(out[0].dtype) for x in (dq, dk)])]
@@ -113,7 +110,7 @@ def test_the_rotation_is_that_of_the_model(dtype: torch.dtype, rows: int, device
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("scaling", ["default", "yarn", "dynamic"])
-def test_rotary_positions_of_any_kind(scaling: str, kind: str, device: str) -> None:
+def test_rotary_positions_of_any_kind(scaling, kind, device):
     rope = {"rope_type": scaling, "rope_theta": 10000.0}
     rope |= {} if scaling == "default" else {"factor": 4.0, "original_max_position_embeddings": 32}
     model = make_model(kind, attention="eager", device=device, rope_parameters=rope)
@@ -126,7 +123,7 @@ def test_rotary_positions_of_any_kind(scaling: str, kind: str, device: str) -> N
     assert bool((got - wanted).norm() <= 1e-5 * wanted.norm())
 
 
-def test_where_the_tree_rotates_nothing_else_does() -> None:
+def test_where_the_tree_rotates_nothing_else_does():
     model, ids = make_model(options={**EXACT, "positions": "compact"}), make_ids()
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
@@ -139,12 +136,12 @@ def test_where_the_tree_rotates_nothing_else_does() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 6), (3, 256), (1, 2, 3, 24), (2, 3, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_norm_of_training_is_the_norm(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
+def test_the_norm_of_training_is_the_norm(dtype, shape, device):
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
     weight = (1 + 0.1 * torch.randn(shape[-1], generator=generator)).to(device, dtype)
 
-    def results(function: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def results(function, *inputs):
         inputs = tuple(x.detach().requires_grad_() for x in inputs)
         out = function(*inputs)
         return [out, *torch.autograd.grad(out, inputs, dy.to(out.dtype))]
@@ -157,17 +154,17 @@ def test_the_norm_of_training_is_the_norm(dtype: torch.dtype, shape: tuple[int, 
         torch.testing.assert_close(ours, exact.to(dtype))
 
 
-def test_what_has_no_fused_form_stays() -> None:
+def test_what_has_no_fused_form_stays():
     model = make_model(attention="eager", mlp_bias=True)
     assert patch_model_(model)["mlp"] == []
     assert patch_model_(make_model(attention="eager", hidden_act="relu"))["mlp"] == []
     with pytest.raises(ValueError, match="patch_model_: model must hold modules among LlamaRMSNorm"):
         patch_model_(model, attention=False, norms=False, rotary=False)
     with pytest.raises(TypeError, match="model must be a PreTrainedModel, got Linear"):
-        patch_model_(nn.Linear(2, 2))  # type: ignore[arg-type]
+        patch_model_(nn.Linear(2, 2))
 
 
-def test_generation_of_a_patched_model() -> None:
+def test_generation_of_a_patched_model():
     ids = make_ids(length=30)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -180,13 +177,13 @@ def test_generation_of_a_patched_model() -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("norms", [False, True])
-def test_a_patched_model_compiles(norms: bool, kind: str) -> None:
+def test_a_patched_model_compiles(norms, kind):
     torch._dynamo.reset()
     model, ids = make_model(kind, num_hidden_layers=1), make_ids()
     patch_model_(model, norms=norms)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
-    def results(run: Any) -> list[torch.Tensor]:
+    def results(run):
         model.zero_grad()
         out = run(ids, use_cache=False).logits
         out.square().mean().backward()
@@ -196,7 +193,7 @@ def test_a_patched_model_compiles(norms: bool, kind: str) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_fp8_is_for_good() -> None:
+def test_fp8_is_for_good():
     model, ids = make_model(attention="eager"), make_ids()
     with torch.no_grad():
         before = model(ids).logits
@@ -285,7 +282,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_what_changes_after_the_patch_counts(kind: str, change: Any, device: str) -> None:
+def test_what_changes_after_the_patch_counts(kind, change, device):
     model, patched = (make_model(kind, attention="eager", device=device) for _ in range(2))
     patch_model_(patched)
     ids = make_ids(device=device)
@@ -301,7 +298,7 @@ def test_what_changes_after_the_patch_counts(kind: str, change: Any, device: str
 
 
 @pytest.mark.parametrize("change", [replace_activations, add_biases])
-def test_what_changes_after_a_compiled_call_counts(change: Any) -> None:
+def test_what_changes_after_a_compiled_call_counts(change):
     torch._dynamo.reset()
     model, patched = (make_model(attention="eager", num_hidden_layers=1) for _ in range(2))
     patch_model_(patched, attention=False)
@@ -313,16 +310,16 @@ def test_what_changes_after_a_compiled_call_counts(change: Any) -> None:
         torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_arguments_of_the_wrong_kind() -> None:
+def test_arguments_of_the_wrong_kind():
     model = make_model(attention="eager")
     for name in ("attention", "norms", "mlp", "fp8", "rotary"):
         with pytest.raises(TypeError, match=f"patch_model_: {name} must be a bool, got str"):
             patch_model_(model, **{name: "no"})
     with pytest.raises(TypeError, match="unpatch_model_: model must be a PreTrainedModel, got NoneType"):
-        unpatch_model_(None)  # type: ignore[arg-type]
+        unpatch_model_(None)
 
 
-def test_patching_again_changes_nothing() -> None:
+def test_patching_again_changes_nothing():
     model = make_model(attention="sdpa")
     patch_model_(model)
     kinds = classes(model)
@@ -333,7 +330,7 @@ def test_patching_again_changes_nothing() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_fp8_names_what_a_call_has_quantised() -> None:
+def test_fp8_names_what_a_call_has_quantised():
     """GPT-2 has no layer to quantise."""
     model = make_model(attention="eager")
     first = patch_model_(model, attention=False, fp8=True)["fp8"]
@@ -349,9 +346,7 @@ def test_fp8_names_what_a_call_has_quantised() -> None:
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_quantised_model_is_loaded_with_its_scales(
-    dtype: torch.dtype, static: bool, tmp_path: Path
-) -> None:
+def test_a_quantised_model_is_loaded_with_its_scales(dtype, static, tmp_path):
     model, ids = make_model("qwen3").to(dtype), make_ids()
     names = [name for name, part in model.named_modules() if type(part) is nn.Linear and name != "lm_head"]
     quantize_model_(
@@ -384,7 +379,7 @@ def test_a_quantised_model_is_loaded_with_its_scales(
         assert torch.equal(part(ids).last_hidden_state, wanted)
 
 
-def test_a_loaded_model_keeps_the_layers_that_were_left(tmp_path: Path) -> None:
+def test_a_loaded_model_keeps_the_layers_that_were_left(tmp_path):
     """Those of an MLP that was fused; loaded with FP8 layers it has no fused form."""
     patch_model_(model := make_model(), fp8=True)
     model.save_pretrained(tmp_path)
@@ -395,7 +390,7 @@ def test_a_loaded_model_keeps_the_layers_that_were_left(tmp_path: Path) -> None:
     assert [type(part.mlp.gate_proj) for part in again.model.layers] == kinds == [nn.Linear] * 2
 
 
-def test_a_model_without_the_quantised_layers_is_refused(tmp_path: Any) -> None:
+def test_a_model_without_the_quantised_layers_is_refused(tmp_path):
     quantize_model_(model := make_model(options=EXACT), lambda name, _: name.endswith("q_proj"))
     model.config.quantization_config["layers"] = {"other.q_proj": "dynamic"}
     model.save_pretrained(tmp_path)

@@ -6,8 +6,6 @@ where the two are different functions, each way to the same token must give the 
 steps, in chunks, padded, with either cache and without one.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -115,7 +113,7 @@ assert_precise = functools.partial(assert_no_worse_than_eager, factor=4.0)
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_are_those_of_eager(family: str, name: str) -> None:
+def test_logits_and_gradients_are_those_of_eager(family, name):
     """And the error against float64 is no worse."""
     call = call_of(name)
     ours, eager = (measure(model_of(family, name), [call]) for name in ("htree", "eager"))
@@ -125,7 +123,7 @@ def test_logits_and_gradients_are_those_of_eager(family: str, name: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_eager(family: str) -> None:
+def test_greedy_tokens_are_those_of_eager(family):
     """Of whole and of left-padded prompts, from the default cache, a tree cache, and no cache."""
     ids = make_ids(length=30)
     mask = torch.ones_like(ids)
@@ -139,7 +137,7 @@ def test_greedy_tokens_are_those_of_eager(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["whole", "left"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_from_a_cache_are_those_of_eager(family: str, name: str) -> None:
+def test_logits_from_a_cache_are_those_of_eager(family, name):
     call, ours = call_of(name), model_of(family, "htree")
     with torch.no_grad():
         eager = logits_of(model_of(family), [call])
@@ -154,7 +152,7 @@ def test_logits_from_a_cache_are_those_of_eager(family: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["whole", "left", "right"])
 @pytest.mark.parametrize("regime", ["sparse", "strided"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_neither_padding_nor_a_cache_changes_anything(family: str, regime: str, name: str) -> None:
+def test_neither_padding_nor_a_cache_changes_anything(family, regime, name):
     """All at once, or a prompt, steps and chunks behind a cache: the logits of each whole sequence alone."""
     call, model = call_of(name), model_of(family, "htree", regime)
     with torch.no_grad():
@@ -171,7 +169,7 @@ def test_neither_padding_nor_a_cache_changes_anything(family: str, regime: str, 
 
 @pytest.mark.parametrize("regime", ["sparse", "strided"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generation_changes_nothing(family: str, regime: str) -> None:
+def test_generation_changes_nothing(family, regime):
     """Greedy tokens with either cache, padded, in chunks, with beams and with drafts are those without a cache."""
     model, ids = model_of(family, "htree", regime), make_ids(length=30)
     mask = torch.ones_like(ids)

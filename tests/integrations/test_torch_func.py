@@ -1,7 +1,5 @@
 """The transforms of torch.func are refused in every op, and the message names the way out (docs/semantics §0.5)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -27,7 +25,7 @@ def differentiable_calls(device: str):
 
 
 @pytest.mark.parametrize("name", differentiable_calls("cpu")[1])
-def test_torch_func_is_refused_with_the_way_out(name: str, device: str) -> None:
+def test_torch_func_is_refused_with_the_way_out(name, device):
     x, calls = differentiable_calls(device)
     call = calls[name]
     way_out = r"torch\.autograd\.grad"
@@ -43,7 +41,7 @@ def test_torch_func_is_refused_with_the_way_out(name: str, device: str) -> None:
     assert torch.func.functionalize(call)(x).shape == call(x).shape
 
 
-def test_ops_without_a_gradient_refuse_vmap_too(device: str) -> None:
+def test_ops_without_a_gradient_refuse_vmap_too(device):
     x = normal((2, 3, 8), torch.float32, device, 1)
     with pytest.raises(NotImplementedError, match=r"fp8_quantize: torch\.func\.vmap"):
         torch.func.vmap(lambda y: htree_ops.fp8_quantize(y)[1])(x)

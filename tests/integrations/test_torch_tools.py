@@ -1,7 +1,5 @@
 """What tools of torch expect of ops: FLOP counts, names in profiles, autocast, checkpoints, torch.func."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -57,7 +55,7 @@ def candidates_by_lists(
 @pytest.mark.parametrize(
     "case", [x for x in SHAPES + FREE_SHAPES if x.selection_span is None], ids=lambda case: case.name
 )
-def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> None:
+def test_the_counts_of_attention_are_those_of_its_lists(case, device):
     q, k, v = case.make_qkv(device)
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *case.op_options())
     if not q.numel() or not parents:
@@ -87,7 +85,7 @@ def test_the_counts_of_attention_are_those_of_its_lists(case, device: str) -> No
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("M", [12, 30])
-def test_counts_beside_an_index(M: int, stride: int, device: str) -> None:
+def test_counts_beside_an_index(M, stride, device):
     """Those of select_blocks for each layer that a row chooses in, and of the nodes in the lists."""
     q, k, v = qkv(device, 300, 200)
     index = [normal((1, rows, heads, 16), torch.float32, device, 5) for rows, heads in ((200, 2), (300, 2))]
@@ -119,7 +117,7 @@ def test_counts_beside_an_index(M: int, stride: int, device: str) -> None:
     )
 
 
-def test_dense_attention_counts_what_causal_attention_needs(device: str) -> None:
+def test_dense_attention_counts_what_causal_attention_needs(device):
     q, k, v = (normal((2, 50, 3, 8), torch.float32, device, seed) for seed in range(3))
     pairs = 2 * 3 * 50 * 51 // 2
     assert counted(lambda: tree_attention(q, k, v)) == 4 * 8 * pairs
@@ -128,7 +126,7 @@ def test_dense_attention_counts_what_causal_attention_needs(device: str) -> None
     assert both == (2 + 5) * 2 * 8 * pairs
 
 
-def test_counts_of_products(device: str) -> None:
+def test_counts_of_products(device):
     x, gate, up = (normal(size, torch.float32, device, 1) for size in ((2, 5, 16), (24, 16), (24, 16)))
     assert counted(lambda: gated_mlp(x, gate, up)) == 2 * 2 * 10 * 16 * 24
     leaves = [y.requires_grad_() for y in (x, gate, up)]
@@ -140,7 +138,7 @@ def test_counts_of_products(device: str) -> None:
     assert counted(lambda: fp8_gemm(a, b)) == 2 * 6 * 32 * 16
 
 
-def test_counts_of_the_stages(device: str) -> None:
+def test_counts_of_the_stages(device):
     """Lists of full width: every candidate of every list."""
     from htree_ops.ops.tree_attention import stages
 
@@ -162,7 +160,7 @@ def test_counts_of_the_stages(device: str) -> None:
         assert counted(call) == 2 * width * pairs
 
 
-def test_a_step_from_a_full_cache_counts_as_the_last_row(device: str) -> None:
+def test_a_step_from_a_full_cache_counts_as_the_last_row(device):
     q, k, v = (
         normal(size, torch.float32, device, 1) for size in ((1, 64, 4, 8), (1, 64, 2, 8), (1, 64, 2, 6))
     )
@@ -174,7 +172,7 @@ def test_a_step_from_a_full_cache_counts_as_the_last_row(device: str) -> None:
     assert counted(lambda: cache.attend(q[:, -1:])) == wanted
 
 
-def test_every_op_with_products_has_a_formula() -> None:
+def test_every_op_with_products_has_a_formula():
     """The others are named, so that a new op is put on one side or the other."""
     without = {
         "causal_softmax", "causal_softmax.out", "causal_softmax_", "causal_softmax_backward", "compute_next_parents",
@@ -197,7 +195,7 @@ def test_every_op_with_products_has_a_formula() -> None:
 # ---- profiles, checkpoints, parameters of one's own
 
 
-def test_a_profile_shows_ops_by_name_with_their_shapes(device: str) -> None:
+def test_a_profile_shows_ops_by_name_with_their_shapes(device):
     leaves = [x.requires_grad_() for x in qkv(device)]
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities, record_shapes=True) as found:
@@ -209,7 +207,7 @@ def test_a_profile_shows_ops_by_name_with_their_shapes(device: str) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "again"])
-def test_selective_checkpointing_names_attention_rows(kept: bool, device: str) -> None:
+def test_selective_checkpointing_names_attention_rows(kept, device):
     leaves = [x.requires_grad_() for x in qkv(device)]
     wanted = torch.autograd.grad(tree_attention(*leaves, **OPTIONS).square().sum(), leaves)
     ops = [torch.ops.htree._attention_rows.default] if kept else []
@@ -228,7 +226,7 @@ def test_selective_checkpointing_names_attention_rows(kept: bool, device: str) -
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_a_layer(reentrant: bool, device: str) -> None:
+def test_checkpointing_a_layer(reentrant, device):
     torch.manual_seed(0)
     layer = HTreeAttention(16, 4, 2, **OPTIONS, device=device)
     x = normal((2, 60, 16), torch.float32, device, 1).requires_grad_()
@@ -240,7 +238,7 @@ def test_checkpointing_a_layer(reentrant: bool, device: str) -> None:
         assert torch.equal(ours.grad, theirs)
 
 
-def test_functional_call_takes_parameters_of_the_caller(device: str) -> None:
+def test_functional_call_takes_parameters_of_the_caller(device):
     torch.manual_seed(0)
     layer = HTreeAttention(16, 4, 2, **OPTIONS, device=device)
     other = {name: (2 * p.detach()).requires_grad_() for name, p in layer.named_parameters()}
@@ -276,7 +274,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_trains_under_autocast(dtype: torch.dtype, device: str) -> None:
+def test_a_model_trains_under_autocast(dtype, device):
     torch.manual_seed(0)
     model = Block().to(device)
     x = normal((2, 50, 16), torch.float32, device, 1)

@@ -1,7 +1,5 @@
 """attn_implementation="htree": exact regimes equal the model's own attention, and the rest is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +24,7 @@ from transformers.utils.generic import TransformersKwargs
 
 import htree_ops
 from htree_ops.integrations.cache import CACHE, TreeCache
-from htree_ops.integrations.transformers import (
-    _compact_options,
-    _computed_rotation,
-    attention,
-    register,
-)
+from htree_ops.integrations.transformers import _compact_options, _computed_rotation, attention, register
 
 
 def assert_equal_models(ours: Any, theirs: Any, ids: Tensor, **call: Any) -> None:
@@ -58,9 +51,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("positions", ["own", "compact"])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_exact_regimes_equal_the_models_own_attention(
-    kind: str, batch: str, positions: str, device: str
-) -> None:
+def test_exact_regimes_equal_the_models_own_attention(kind, batch, positions, device):
     ours = make_model(kind, EXACT | {"positions": positions}, device=device)
     theirs = make_model(kind, attention="eager", device=device)
     call = {name: torch.tensor(value, device=device) for name, value in BATCHES[batch].items()}
@@ -68,7 +59,7 @@ def test_exact_regimes_equal_the_models_own_attention(
 
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
-def test_documents_between_boundaries(positions: str, device: str) -> None:
+def test_documents_between_boundaries(positions, device):
     """What DataCollatorWithFlattening makes: one row, restarting positions, boundaries."""
     sequences = [make_ids(1, n)[0].tolist() for n in (13, 1, 26)]
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -84,7 +75,7 @@ def test_documents_between_boundaries(positions: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_beyond_the_exact_regime_padding_changes_nothing(side: str, device: str) -> None:
+def test_beyond_the_exact_regime_padding_changes_nothing(side, device):
     """Logits and gradients of padded sequences are those of the sequences alone, and NaN of padding stays there."""
     model = make_model(options=SPARSE, device=device)
     ids = make_ids(1, 33, device)
@@ -104,12 +95,12 @@ def test_beyond_the_exact_regime_padding_changes_nothing(side: str, device: str)
     torch.testing.assert_close(broken[mask.bool()], out[0], rtol=1e-4, atol=1e-4)
 
 
-def test_padding_changes_nothing_where_later_tokens_count(device: str) -> None:
+def test_padding_changes_nothing_where_later_tokens_count(device):
     """importance="lse" is not causal: what stands behind a row is in its lists."""
     layer = make_model(options=SPARSE | {"importance": "lse"}, device=device).model.layers[0].self_attn
     real = torch.tensor([[False] * 2 + [True] * 33 + [False] * 3], device=device)
 
-    def attend(seed: int, mask: Tensor | None) -> Tensor:
+    def attend(seed, mask):
         torch.manual_seed(seed)
         q, k, v = (3 * torch.randn(1, heads, 33, 8, device=device) for heads in (4, 1, 1))
         if mask is not None:
@@ -125,7 +116,7 @@ def test_padding_changes_nothing_where_later_tokens_count(device: str) -> None:
     torch.testing.assert_close(compiled(q), attention(layer, q, q, q, real)[0])
 
 
-def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
+def test_compact_positions_are_those_of_tree_attention(device):
     """The layer's own queries and keys, unrotated, through the function with its own rotation."""
     model = make_model(options=SPARSE | {"positions": "compact"}, num_hidden_layers=1, device=device)
     layer, ids = model.model.layers[0], make_ids(device=device)
@@ -135,7 +126,7 @@ def test_compact_positions_are_those_of_tree_attention(device: str) -> None:
         for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
     )
     base = model.config.rope_parameters["rope_theta"]
-    found: list[Tensor] = []
+    found = []
     layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
     model(ids, use_cache=False)
     wanted = htree_ops.tree_attention(q, k, v, **SPARSE, rope_base=base)
@@ -174,9 +165,7 @@ SCALED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("scaling", SCALED)
-def test_compact_positions_have_the_frequencies_of_the_model(
-    scaling: str, kind: str, batch: str, device: str
-) -> None:
+def test_compact_positions_have_the_frequencies_of_the_model(scaling, kind, batch, device):
     rope = {"rope_parameters": SCALED[scaling]}
     ours = make_model(kind, EXACT | {"positions": "compact"}, device=device, **rope)
     theirs = make_model(kind, attention="eager", device=device, **rope)
@@ -190,7 +179,7 @@ def test_compact_positions_have_the_frequencies_of_the_model(
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("scaling", SCALED)
-def test_the_rotation_is_that_of_the_rotary_module(scaling: str, kind: str) -> None:
+def test_the_rotation_is_that_of_the_rotary_module(scaling, kind):
     model = make_model(
         kind, SPARSE | {"positions": "compact"}, num_hidden_layers=1, rope_parameters=SCALED[scaling]
     )
@@ -201,7 +190,7 @@ def test_the_rotation_is_that_of_the_rotary_module(scaling: str, kind: str) -> N
     assert _compact_options(layer, None)["scale"] == pytest.approx(8**-0.5 * rotary.attention_scaling**2)
 
 
-def test_scaled_positions_are_compiled_exported_and_served() -> None:
+def test_scaled_positions_are_compiled_exported_and_served():
     torch._dynamo.reset()
     options = SPARSE | {"positions": "compact"}
     model = make_model(options=options, num_hidden_layers=1, rope_parameters=SCALED["yarn"])
@@ -227,7 +216,7 @@ def test_scaled_positions_are_compiled_exported_and_served() -> None:
 @pytest.mark.parametrize(
     ("kind", "positions"), [("llama", "own"), ("llama", "compact"), ("mistral", "own"), ("qwen3", "compact")]
 )
-def test_generation_equals_that_of_the_models_own_attention(kind: str, positions: str, device: str) -> None:
+def test_generation_equals_that_of_the_models_own_attention(kind, positions, device):
     ids = make_ids(length=30, device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -238,7 +227,7 @@ def test_generation_equals_that_of_the_models_own_attention(kind: str, positions
         assert torch.equal(ours.generate(ids, **call, **keywords), theirs.generate(ids, **call, **keywords))
 
 
-def test_a_cache_gives_what_the_whole_sequence_gives(device: str) -> None:
+def test_a_cache_gives_what_the_whole_sequence_gives(device):
     model, ids = make_model(options=SPARSE, device=device), make_ids(device=device)
     whole = model(ids, use_cache=False).logits
     first = model(ids[:, :23], use_cache=True)
@@ -250,7 +239,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives(device: str) -> None:
     )
 
 
-def test_a_padded_prompt_in_chunks_through_the_default_cache(device: str) -> None:
+def test_a_padded_prompt_in_chunks_through_the_default_cache(device):
     """The first chunk of a sequence may be padding alone; its positions start in a later one."""
     model, ids = make_model(options=SPARSE, device=device), make_ids(device=device)
     mask = torch.ones_like(ids)
@@ -264,7 +253,7 @@ def test_a_padded_prompt_in_chunks_through_the_default_cache(device: str) -> Non
 # ---- training
 
 
-def test_a_small_model_learns_the_same_both_ways(device: str) -> None:
+def test_a_small_model_learns_the_same_both_ways(device):
     """And beyond the exact regime: what a sequence says again is found through nodes that are opened."""
     losses = {}
     sparse = {"compression_rate": 4, "top_k": 4, "max_top_nodes": 16}
@@ -286,7 +275,7 @@ def test_a_small_model_learns_the_same_both_ways(device: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_nothing(reentrant: bool, device: str) -> None:
+def test_gradient_checkpointing_changes_nothing(reentrant, device):
     model, ids = make_model(options=SPARSE, device=device).train(), make_ids(device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -312,8 +301,8 @@ class PaddingFree:
 
 
 @pytest.mark.parametrize("packed", ["padded", "packed", "padding-free"])
-def test_the_trainer_trains(packed: str, tmp_path: Any) -> None:
-    def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def test_the_trainer_trains(packed, tmp_path):
+    def collate(rows):
         longest = max(len(row["input_ids"]) for row in rows)
         ids = torch.tensor([[0] * (longest - len(row["input_ids"])) + row["input_ids"] for row in rows])
         return {
@@ -341,7 +330,7 @@ def test_the_trainer_trains(packed: str, tmp_path: Any) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     """Two models with different options and differently padded batches at once."""
     models = [make_model(options=options) for options in (SPARSE, EXACT)]
     ids = make_ids()
@@ -350,7 +339,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     with torch.no_grad():
         wanted = [m(ids, attention_mask=mask).logits for m, mask in zip(models, masks, strict=True)]
 
-    def run(i: int) -> list[Tensor]:
+    def run(i):
         with torch.no_grad():
             return [models[i](ids, attention_mask=masks[i]).logits for _ in range(8)]
 
@@ -363,7 +352,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 # ---- saving
 
 
-def test_options_are_saved_with_the_model(tmp_path: Any) -> None:
+def test_options_are_saved_with_the_model(tmp_path):
     model, ids = make_model(options=SPARSE | {"positions": "compact"}), make_ids()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="htree")
@@ -373,7 +362,7 @@ def test_options_are_saved_with_the_model(tmp_path: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
 
-def test_register_gives_the_default_of_positions() -> None:
+def test_register_gives_the_default_of_positions():
     model, ids = make_model(options=SPARSE), make_ids()
     own = model(ids).logits
     register(positions="compact")
@@ -385,7 +374,7 @@ def test_register_gives_the_default_of_positions() -> None:
     assert torch.equal(model(ids).logits, own)
     assert not torch.allclose(own, compact, atol=1e-3)
     with pytest.raises(ValueError, match="positions must be one of own, compact, got 'long'"):
-        register(positions="long")  # type: ignore[arg-type]
+        register(positions="long")
 
 
 # ---- refusals
@@ -567,7 +556,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_it_cannot_do_is_refused_in_one_line(name: str) -> None:
+def test_what_it_cannot_do_is_refused_in_one_line(name):
     call, kind, message = REFUSALS[name]
     with pytest.raises(kind, match=message) as caught:
         call()
@@ -587,7 +576,7 @@ def test_what_it_cannot_do_is_refused_in_one_line(name: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
-def test_keywords_of_other_models_are_refused(keywords: dict[str, Any], message: str) -> None:
+def test_keywords_of_other_models_are_refused(keywords, message):
     """Keywords that Llama never passes and other models do."""
     layer = make_model().model.layers[0].self_attn
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
@@ -596,7 +585,7 @@ def test_keywords_of_other_models_are_refused(keywords: dict[str, Any], message:
         attention(layer, q, k, k, None, **keywords)
 
 
-def test_keywords_of_losses_and_collators_change_nothing() -> None:
+def test_keywords_of_losses_and_collators_change_nothing():
     """All tensors that transformers itself lists for a model's call or for its loss."""
     listed = {name for name, kind in TransformersKwargs.__annotations__.items() if "Tensor" in str(kind)}
     loss = {
@@ -615,7 +604,7 @@ def test_keywords_of_losses_and_collators_change_nothing() -> None:
     torch.testing.assert_close(model(ids, labels=ids, shift_labels=shifted).loss, wanted_loss)
 
 
-def test_compact_positions_need_a_known_model() -> None:
+def test_compact_positions_need_a_known_model():
     layer = make_model(options=EXACT | {"positions": "compact"}).model.layers[0].self_attn
 
     class Other(torch.nn.Module):
@@ -628,6 +617,6 @@ def test_compact_positions_need_a_known_model() -> None:
         attention(Other(), q, k, k, None)
 
 
-def test_the_package_does_not_need_transformers() -> None:
+def test_the_package_does_not_need_transformers():
     code = "import sys; sys.modules['transformers'] = None; import htree_ops, htree_ops.integrations"
     subprocess.run([sys.executable, "-c", code], check=True)

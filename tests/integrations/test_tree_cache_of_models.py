@@ -1,7 +1,5 @@
 """TreeCache: generate() with it gives the tokens of generate() without a cache, and what it cannot do is refused."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,14 +52,14 @@ def generate(
     ],
     ids=["llama", "llama-compact", "mistral-stride", "mistral-exact", "qwen3-heads", "qwen3-span"],
 )
-def test_generation_needs_no_tree_built_again(kind: str, options: dict[str, Any], device: str) -> None:
+def test_generation_needs_no_tree_built_again(kind, options, device):
     model, ids = make_model(kind, options, device=device), make_ids(length=30, device=device)
     mask = padded_mask(ids)
     for call in ({}, {"attention_mask": mask}, {"attention_mask": mask, "num_beams": 3}):
         assert torch.equal(generate(model, ids, **call), generate(model, ids, cached=False, **call))
 
 
-def test_neighbours_are_opened_in_models_too() -> None:
+def test_neighbours_are_opened_in_models_too():
     """A layer asks its cache for what the model's config says."""
     wide = STRIDED | {"top_k": 4, "max_top_nodes": 12}
     ids = make_ids(length=60)
@@ -75,7 +73,7 @@ def test_neighbours_are_opened_in_models_too() -> None:
 
 
 @pytest.mark.parametrize("options", [SPARSE, STRIDED], ids=["stride1", "stride4"])
-def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
+def test_drafts_are_taken_back(options, device):
     """Assisted generation by another model and by the prompt itself, of a model that repeats itself now and then."""
     model = make_model(options=options, device=device)
     ids = make_ids(1, 12, device).repeat(1, 3)
@@ -88,7 +86,7 @@ def test_drafts_are_taken_back(options: dict[str, Any], device: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
+def test_tokens_in_fewer_bits(bits, device):
     """Near to 16 bits, in less memory, and with speculative decoding and chunks the same tokens as step by step."""
     model, ids = make_model(options=SPARSE, device=device, head_dim=64), make_ids(length=30, device=device)
     plain, packed = (TreeCache(model.config, 96, page_size=16, leaf_bits=x) for x in (None, bits))
@@ -110,7 +108,7 @@ def test_tokens_in_fewer_bits(bits: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("options", [SPARSE, STRIDED | COMPACT], ids=["stride1", "stride4"])
-def test_prompts_in_chunks_and_prompts_that_are_kept(options: dict[str, Any], device: str) -> None:
+def test_prompts_in_chunks_and_prompts_that_are_kept(options, device):
     model, ids = make_model(options=options, device=device), make_ids(length=40, device=device)
     wanted = generate(model, ids, cached=False)
     assert torch.equal(generate(model, ids, prefill_chunk_size=7), wanted)
@@ -138,7 +136,7 @@ def test_prompts_in_chunks_and_prompts_that_are_kept(options: dict[str, Any], de
 
 @pytest.mark.filterwarnings("ignore:tree_attention. q is")
 @given(data=st.data())
-def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.DataObject) -> None:
+def test_however_columns_come_rows_are_those_of_the_whole_sequence(data):
     """The lists of the last four leaders before the furthest column are kept, and no older ones."""
     cache, columns = check_columns(
         data,
@@ -152,13 +150,13 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data: st.Data
 # ---- threads, checkpoints, compile, autocast
 
 
-def test_two_threads_with_a_cache_each() -> None:
+def test_two_threads_with_a_cache_each():
     models = [make_model(options=options) for options in (SPARSE, STRIDED)]
     ids = make_ids(length=30)
     masks = [padded_mask(ids), padded_mask(ids, 20)]
     wanted = [generate(m, ids, attention_mask=mask) for m, mask in zip(models, masks, strict=True)]
 
-    def run(i: int) -> list[Tensor]:
+    def run(i):
         return [generate(models[i], ids, attention_mask=masks[i]) for _ in range(4)]
 
     with ThreadPoolExecutor(2) as pool:
@@ -167,7 +165,7 @@ def test_two_threads_with_a_cache_each() -> None:
         assert all(torch.equal(out, wanted[i]) for out in found[i])
 
 
-def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device: str) -> None:
+def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device):
     model, ids = make_model(options=SPARSE, device=device).train(), make_ids(device=device)
     cache = TreeCache(model.config, 64)
     with pytest.raises(RuntimeError, match="derivative for htree::_tree_cache_step_ is not implemented"):
@@ -184,7 +182,7 @@ def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
+def test_steps_compile_into_one_graph(padded, device):
     torch._dynamo.reset()
     model = make_model(options=STRIDED, num_hidden_layers=1, device=device)
     ids = make_ids(device=device)
@@ -192,7 +190,7 @@ def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     caches = [TreeCache(model.config, 64) for _ in range(2)]
 
-    def call(m: Any, cache: TreeCache, begin: int, end: int) -> Tensor:
+    def call(m, cache, begin, end):
         masked = {"attention_mask": mask[:, :end]} if padded else {}
         return m(ids[:, begin:end], **{CACHE: cache}, **masked).logits
 
@@ -211,7 +209,7 @@ def test_steps_compile_into_one_graph(padded: bool, device: str) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_cache_follows_autocast(device: str) -> None:
+def test_a_cache_follows_autocast(device):
     """Qwen3 normalises heads in float32 there, and its values are bfloat16."""
     model, ids = make_model("qwen3", SPARSE, device=device), make_ids(length=30, device=device)
     with torch.autocast(device, torch.bfloat16):
@@ -374,14 +372,14 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_a_tree_cache_cannot_do_is_refused_in_one_line(name: str) -> None:
+def test_what_a_tree_cache_cannot_do_is_refused_in_one_line(name):
     call, kind, message = REFUSALS[name]
     with pytest.raises(kind, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
 
 
-def test_a_full_cache_is_refused_with_what_to_do() -> None:
+def test_a_full_cache_is_refused_with_what_to_do():
     model, cache = filled(size=35)
     with pytest.raises(
         ValueError, match=r"at least 60, .*, got 35: make a larger cache, or reset\(\) the 30 that it"
@@ -398,7 +396,7 @@ def test_a_full_cache_is_refused_with_what_to_do() -> None:
 # ---- what it tells of itself
 
 
-def test_a_cache_says_what_it_holds() -> None:
+def test_a_cache_says_what_it_holds():
     model = make_model(options=SPARSE)
     cache = TreeCache(model.config, 64, page_size=16)
     assert not cache.is_initialized
@@ -418,7 +416,7 @@ def test_a_cache_says_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_keys_and_values_move_to_another_cache(padded: bool, device: str) -> None:
+def test_keys_and_values_move_to_another_cache(padded, device):
     """The model goes on with them, with tree attention or with its own."""
     model, ids = make_model(device=device), make_ids(length=40, device=device)
     mask = padded_mask(ids) if padded else torch.ones_like(ids)
@@ -441,12 +439,12 @@ def test_keys_and_values_move_to_another_cache(padded: bool, device: str) -> Non
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_that_is_not_used_is_no_window() -> None:
+def test_a_window_that_is_not_used_is_no_window():
     assert TreeCache(LlamaConfig(sliding_window=16, use_sliding_window=False, num_hidden_layers=3), 8).layers
     assert TreeCache(MistralConfig(sliding_window=None), 8).layers
 
 
-def test_a_crop_of_whole_strides_needs_no_lists() -> None:
+def test_a_crop_of_whole_strides_needs_no_lists():
     model, cache = filled(STRIDED)
     cache.crop(-18)
     go_on(model, cache, 5)

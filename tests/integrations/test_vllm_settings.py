@@ -1,7 +1,5 @@
 """What the backend for vLLM refuses at start and the words it does it with (docs/vllm.md); no vLLM is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +51,7 @@ def config(htree: Any = None, **changes: Any) -> Any:
     )
 
 
-def test_options_are_those_of_the_checkpoint() -> None:
+def test_options_are_those_of_the_checkpoint():
     given = {"compression_rate": 4, "top_k": 8, "max_top_nodes": 32, "positions": "own"}
     options = TreeOptions(compression_rate=4, top_k=8, max_top_nodes=32, rope_base=None)
     assert options_of_engine(config(given), 64) == Served(options)
@@ -72,14 +70,14 @@ def test_options_are_those_of_the_checkpoint() -> None:
     ],
     ids=str,
 )
-def test_an_index_has_the_width_that_the_checkpoint_says(given: Any, expected: Served) -> None:
+def test_an_index_has_the_width_that_the_checkpoint_says(given, expected):
     found = options_of_engine(config(given), 128)
     assert found == expected._replace(options=replace(expected.options, rope_base=None))
     assert found.options.top_nodes == expected.options.top_nodes
 
 
 @pytest.mark.parametrize("given", [None, {}])
-def test_options_are_the_recommended_ones_without(given: Any) -> None:
+def test_options_are_the_recommended_ones_without(given):
     assert options_of_engine(config(given), 64) == Served(TreeOptions(selection_span=2, rope_base=None))
 
 
@@ -97,7 +95,7 @@ def test_options_are_the_recommended_ones_without(given: Any) -> None:
     ],
     ids=str,
 )
-def test_options_refuse(given: Any, error: type[Exception], words: str) -> None:
+def test_options_refuse(given, error, words):
     with pytest.raises(error, match=words):
         options_of_engine(config(given), 64)
 
@@ -122,12 +120,12 @@ def test_options_refuse(given: Any, error: type[Exception], words: str) -> None:
     ],
     ids=str,
 )
-def test_engines_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_engines_are_refused(changes, error, words):
     with pytest.raises(error, match=words):
         check_engine(config(**changes), TreeOptions())
 
 
-def test_pages_keep_the_lists_that_drafts_need() -> None:
+def test_pages_keep_the_lists_that_drafts_need():
     engine = config(speculative="ngram", drafts=7)
     with pytest.raises(ValueError, match="at most 3 times selection_stride = 2, got 7"):
         check_engine(engine, TreeOptions(selection_stride=2))
@@ -137,7 +135,7 @@ def test_pages_keep_the_lists_that_drafts_need() -> None:
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("changes", [{}, {"speculative": "ngram"}, {"block_size": 16}], ids=str)
-def test_engines_are_served(changes: dict[str, Any], stride: int) -> None:
+def test_engines_are_served(changes, stride):
     check_engine(config(**changes), TreeOptions(selection_stride=stride))
 
 
@@ -158,13 +156,13 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("properties", "words"), LAYERS, ids=str)
-def test_layers_have_reasons(properties: dict[str, Any], words: str) -> None:
+def test_layers_have_reasons(properties, words):
     (reason,) = layer_reasons(**properties)
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(reason)
 
 
-def test_a_plain_layer_has_none() -> None:
+def test_a_plain_layer_has_none():
     assert layer_reasons(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16) == []
     check_layer(head_size=128, logits_soft_cap=0.0)
 
@@ -180,7 +178,7 @@ def test_a_plain_layer_has_none() -> None:
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_layers_are_refused(properties: dict[str, Any], words: str) -> None:
+def test_layers_are_refused(properties, words):
     with pytest.raises(NotImplementedError, match=words):
         check_layer(**properties)
 
@@ -196,7 +194,7 @@ def test_layers_are_refused(properties: dict[str, Any], words: str) -> None:
         ("dev", False),
     ],
 )
-def test_versions(version: str, served: bool) -> None:
+def test_versions(version, served):
     assert is_supported(version) == served
     if served:
         check_version(version)
@@ -205,13 +203,13 @@ def test_versions(version: str, served: bool) -> None:
             check_version(version)
 
 
-def test_the_table_is_as_wide_as_the_engine_makes_it() -> None:
+def test_the_table_is_as_wide_as_the_engine_makes_it():
     assert [table_width(n, 16) for n in (1, 128, 129, 2048)] == [8, 8, 16, 128]
     assert [table_width(n, 256) for n in (1, 256, 257)] == [1, 1, 2]
     assert table_width(100, 48) == 4
 
 
-def test_pools_are_views_of_whole_pages() -> None:
+def test_pools_are_views_of_whole_pages():
     """Keys first, values behind them, in the space of the pages."""
     options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, selection_span=2, rope_base=None)
     sizes = page_sizes(options, 8, 32)
@@ -233,7 +231,7 @@ def test_pools_are_views_of_whole_pages() -> None:
             pools_of(wrong, sizes, 6, 6)
 
 
-def test_index_keys_stand_in_the_page() -> None:
+def test_index_keys_stand_in_the_page():
     """First, so that they begin where the memory does; they count in the page."""
     options = TreeOptions(compression_rate=4, top_k=4, max_top_nodes=16, rope_base=None)
     plain, sizes = (page_sizes(options, 8, 32, width) for width in (0, 16))
@@ -249,7 +247,7 @@ def test_index_keys_stand_in_the_page() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lists_of_leaders_stand_in_the_page(dtype: torch.dtype) -> None:
+def test_lists_of_leaders_stand_in_the_page(dtype):
     options = TreeOptions(compression_rate=4, top_k=3, max_top_nodes=16, selection_stride=2, rope_base=None)
     plain, sizes = page_sizes(replace(options, selection_stride=1), 8, 32, 16), page_sizes(options, 8, 32, 16)
     wanted = 4 * (1 + 3 * 2 * 3) * 4  # bytes of 4 leaders: their tokens, and lists of 3 layers and 2 heads
@@ -291,7 +289,7 @@ def names_loaded(layer: Layer) -> list[str]:
     return first[1:]
 
 
-def test_weights_of_an_index_go_to_the_layers_that_choose_by_it() -> None:
+def test_weights_of_an_index_go_to_the_layers_that_choose_by_it():
     found = ["0.self_attn.attn.index_key_weight", "0.self_attn.attn.index_query_weight"]
     assert names_loaded(Layer(32)) == found
     for layer in (Layer(None), Layer(0)):  # dense attention, and index_dim = 0
@@ -304,16 +302,14 @@ def test_weights_of_an_index_go_to_the_layers_that_choose_by_it() -> None:
     ("total", "ranks", "heads", "expected"),
     [(8, 4, 2, [0, 2, 4, 6]), (4, 4, 1, [0, 1, 2, 3]), (2, 4, 1, [0, 0, 1, 1]), (1, 2, 1, [0, 0])],
 )
-def test_a_rank_has_its_own_heads_of_an_index(
-    total: int, ranks: int, heads: int, expected: list[int]
-) -> None:
+def test_a_rank_has_its_own_heads_of_an_index(total, ranks, heads, expected):
     weight = torch.arange(total)[:, None, None].expand(-1, 4, 2)
     for rank, first in enumerate(expected):
         own = heads_of_rank(weight, heads, rank, ranks)
         assert own[:, 0, 0].tolist() == list(range(first, first + heads))
 
 
-def test_an_index_must_have_been_loaded() -> None:
+def test_an_index_must_have_been_loaded():
     layer = torch.nn.Module()
     add_weights(layer, (4, 2), 64, 32)
     query_weight, key_weight = layer.index_query_weight, layer.index_key_weight

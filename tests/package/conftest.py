@@ -1,7 +1,5 @@
 """What the tests of the build share: setup.py as a module, and copies of the sources."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess
@@ -26,18 +24,18 @@ def module_at(path: Path, name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def build() -> ModuleType:
+def build():
     """setup.py as a module; importing it builds nothing."""
     return module_at(ROOT / "setup.py", "htree_setup")
 
 
 @pytest.fixture(scope="module")
-def folder_writer() -> ModuleType:
+def folder_writer():
     return module_at(ROOT / ".ci" / "kernels_folder.py", "kernels_folder")
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     """What a build needs of this checkout, elsewhere."""
     folder = tmp_path / "source"
     for name in ("htree_ops", "csrc"):
@@ -48,17 +46,17 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path):
     """The package without its libraries, elsewhere."""
     shutil.copytree(ROOT / "htree_ops", tmp_path / "htree_ops", ignore=PLAIN)
     return tmp_path / "htree_ops"
 
 
 @pytest.fixture
-def refused_import(tmp_path: Path):
+def refused_import(tmp_path):
     """What an import of that package says when it fails."""
 
-    def run() -> str:
+    def run():
         command = [sys.executable, "-c", "import htree_ops"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""})
         assert done.returncode == 1

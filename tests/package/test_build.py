@@ -1,7 +1,5 @@
 """The build's decisions about CUDA, and what a broken installation says. No compiler and no GPU needed."""
 
-from __future__ import annotations
-
 import email
 import json
 import re
@@ -11,9 +9,7 @@ import sys
 import venv
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -34,52 +30,48 @@ def fake_toolkit(folder: Path, version: str) -> str:
 
 @in_checkout
 class TestDetectCuda:
-    def test_no_nvcc_on_path(
-        self, build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_nvcc_on_path(self, build, tmp_path, monkeypatch):
         monkeypatch.setattr(build, "find_cuda_home", lambda environ: None)
         decision = build.detect_cuda("13.0", {"PATH": str(tmp_path)})
         assert not decision.enabled
         assert "no CUDA toolkit found" in decision.reason
 
-    def test_home_without_nvcc(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_home_without_nvcc(self, build, tmp_path):
         decision = build.detect_cuda("13.0", {"CUDA_HOME": str(tmp_path), "PATH": ""})
         assert not decision.enabled
         assert decision.reason == f"no working nvcc in {tmp_path}/bin"
 
-    def test_same_major_version(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_same_major_version(self, build, tmp_path):
         home = fake_toolkit(tmp_path, "13.2")
         decision = build.detect_cuda("13.0", {"CUDA_HOME": home, "PATH": ""})
         assert decision == build.CudaDecision(
             True, "torch's CUDA 13.0 and nvcc 13.2 agree", home, "13.2", build.DEFAULT_ARCH_LIST
         )
 
-    def test_other_major_version(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_other_major_version(self, build, tmp_path):
         home = fake_toolkit(tmp_path, "12.8")
         decision = build.detect_cuda("13.0", {"CUDA_HOME": home, "PATH": ""})
         assert not decision.enabled
         assert "torch is built for CUDA 13.0 but nvcc is 12.8" in decision.reason
 
-    def test_torch_without_cuda(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_torch_without_cuda(self, build, tmp_path):
         decision = build.detect_cuda(None, {"CUDA_HOME": fake_toolkit(tmp_path, "13.0"), "PATH": ""})
         assert decision.reason == "this torch is built without CUDA"
 
-    def test_switch_off_wins(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_switch_off_wins(self, build, tmp_path):
         environ = {"HTREE_CUDA": "0", "CUDA_HOME": fake_toolkit(tmp_path, "13.0"), "PATH": ""}
         assert build.detect_cuda("13.0", environ) == build.CudaDecision(False, "HTREE_CUDA=0")
 
-    def test_switch_on_without_a_toolkit_says_what_is_missing(
-        self, build: ModuleType, tmp_path: Path
-    ) -> None:
+    def test_switch_on_without_a_toolkit_says_what_is_missing(self, build, tmp_path):
         environ = {"HTREE_CUDA": "1", "CUDA_HOME": str(tmp_path), "PATH": ""}
         with pytest.raises(RuntimeError, match="HTREE_CUDA=1 asks for the CUDA kernels, but no working nvcc"):
             build.detect_cuda("13.0", environ)
 
-    def test_other_values_are_refused(self, build: ModuleType) -> None:
+    def test_other_values_are_refused(self, build):
         with pytest.raises(ValueError, match="HTREE_CUDA must be 0, 1 or unset, got 'yes'"):
             build.detect_cuda("13.0", {"HTREE_CUDA": "yes"})
 
-    def test_arch_list(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_arch_list(self, build, tmp_path):
         environ = {"CUDA_HOME": fake_toolkit(tmp_path, "13.0"), "PATH": ""}
         assert build.detect_cuda("13.0", environ, has_gpu=True).arch_list == "native"
         environ["TORCH_CUDA_ARCH_LIST"] = "9.0a"
@@ -112,14 +104,7 @@ class TestDetectCuda:
         ("2.9.1", "81", True, "dist_info", "needs torch 2.11 or newer, and this is torch 2.9.1"),
     ],
 )
-def test_what_the_build_lacks(
-    build: ModuleType,
-    torch_version: str,
-    setuptools_version: str,
-    has_wheel: bool,
-    command: str,
-    sentence: str | None,
-) -> None:
+def test_what_the_build_lacks(build, torch_version, setuptools_version, has_wheel, command, sentence):
     said = build.lacking(torch_version, setuptools_version, has_wheel, ["-q", command])
     if sentence is None:
         assert said is None
@@ -129,9 +114,7 @@ def test_what_the_build_lacks(
 
 
 @in_checkout
-def test_the_commit_is_that_of_this_checkout(
-    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_that_of_this_checkout(build, tmp_path, monkeypatch):
     found = build.commit()
     assert found is None or len(found) == 40
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
@@ -147,7 +130,7 @@ def test_the_commit_is_that_of_this_checkout(
 
 
 @in_checkout
-def test_every_source_is_built_and_shipped(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_source_is_built_and_shipped(build, monkeypatch):
     monkeypatch.setattr(build, "GENERATED", ROOT / "build" / "listed_only")
     listed = set(build.sources(cuda=True))
     instances = {f for f in listed if f.startswith("build/listed_only/tree_attention/")}
@@ -159,7 +142,7 @@ def test_every_source_is_built_and_shipped(build: ModuleType, monkeypatch: pytes
 
 
 @in_checkout
-def test_what_needs_cuda_is_left_out_without_it(build: ModuleType) -> None:
+def test_what_needs_cuda_is_left_out_without_it(build):
     include = re.compile(r'#include [<"](?:cuda|cublas|ATen/cuda/|c10/cuda/|host/cuda/)')
     every, without = (set(build.sources(cuda)) for cuda in (True, False))
     assert without < every
@@ -172,11 +155,11 @@ def test_what_needs_cuda_is_left_out_without_it(build: ModuleType) -> None:
 
 
 @in_checkout
-def test_instances_share_a_file_where_few_are_compiled_at_once(build: ModuleType) -> None:
+def test_instances_share_a_file_where_few_are_compiled_at_once(build):
     """The two lists instantiate the same, each once, and no table row is split among several files."""
     apart, merged = (build.instances().texts(merged=flag) for flag in (False, True))
 
-    def lines(texts: dict[str, str]) -> Counter[tuple[str, str]]:
+    def lines(texts):
         """What files instantiate, by the header that defines it."""
         found = Counter[tuple[str, str]]()
         for text in texts.values():
@@ -195,7 +178,7 @@ def test_instances_share_a_file_where_few_are_compiled_at_once(build: ModuleType
 
 @in_checkout
 @pytest.mark.parametrize("cuda", [False, True])
-def test_files_of_a_folder_share_one_where_few_are_compiled_at_once(build: ModuleType, cuda: bool) -> None:
+def test_files_of_a_folder_share_one_where_few_are_compiled_at_once(build, cuda):
     """What is compiled is the same, each file once; none that chooses an instruction set is among others."""
     apart, merged = (build.sources(cuda, flag) for flag in (False, True))
     shared = {
@@ -210,7 +193,7 @@ def test_files_of_a_folder_share_one_where_few_are_compiled_at_once(build: Modul
 
 
 @in_checkout
-def test_import_runs_no_instruction_that_the_cpu_may_lack(build: ModuleType) -> None:
+def test_import_runs_no_instruction_that_the_cpu_may_lack(build):
     """What is compiled for AVX2 or AVX-512 and runs before the CPU was asked would end the process on other CPUs."""
     texts = {name: text for name, text in build.instances().texts().items() if "_avx" in name}
     assert len(texts) >= 20
@@ -251,9 +234,7 @@ FORCED = "pip install --no-build-isolation --no-deps --force-reinstall ."
     ],
     ids=["not built", "incomplete", "unloadable"],
 )
-def test_an_import_without_a_library_says_what_to_do(
-    files: dict[str, str], said: list[str], told: str, package: Path, refused_import: Callable[[], str]
-) -> None:
+def test_an_import_without_a_library_says_what_to_do(files, said, told, package, refused_import):
     for name, content in files.items():
         (package / name).write_text(content)
     message = refused_import()
@@ -262,7 +243,7 @@ def test_an_import_without_a_library_says_what_to_do(
 
 
 @in_checkout
-def test_the_remedy_replaces_nothing_but_this_package(source: Path) -> None:
+def test_the_remedy_replaces_nothing_but_this_package(source):
     """What pip would install, asked without an index: it finds no other torch, and does not look for one."""
     words = f"{_load.INSTALL} --force-reinstall --dry-run --no-index .".split()
     done = subprocess.run([sys.executable, "-m", *words], cwd=source, capture_output=True, text=True)
@@ -272,7 +253,7 @@ def test_the_remedy_replaces_nothing_but_this_package(source: Path) -> None:
 
 
 @in_checkout
-def test_no_remedy_replaces_torch() -> None:
+def test_no_remedy_replaces_torch():
     """Whoever installs this package from a message has a torch already."""
     files = [ROOT / "setup.py", *(f for d in ("htree_ops", "examples") for f in (ROOT / d).rglob("*.py"))]
     ours = [
@@ -287,7 +268,7 @@ def test_no_remedy_replaces_torch() -> None:
 
 
 @in_checkout
-def test_a_second_copy_is_refused(tmp_path: Path) -> None:
+def test_a_second_copy_is_refused(tmp_path):
     """A second installation would register every op again and abort; the message names both."""
     package = Path(htree_ops.__file__).parent
     shutil.copytree(package, tmp_path / "htree_ops", ignore=shutil.ignore_patterns("__pycache__"))
@@ -299,7 +280,7 @@ def test_a_second_copy_is_refused(tmp_path: Path) -> None:
     assert str(first) in done.stderr
 
 
-def test_build_info_matches_the_library() -> None:
+def test_build_info_matches_the_library():
     info = _load.build_info()
     assert info["version"] == htree_ops.__version__
     assert set(info) == {
@@ -315,7 +296,7 @@ def test_build_info_matches_the_library() -> None:
 
 
 @in_checkout
-def test_the_page_of_an_index_finds_pictures_and_links(build: ModuleType) -> None:
+def test_the_page_of_an_index_finds_pictures_and_links(build):
     """Every relative target of the README is a file, and becomes its address at the tag of this version."""
     readme, page = (ROOT / "README.md").read_text(), build.long_description()
     pattern = r'(?:\b(?:src|srcset|href)="|\]\()([^")\s]+)'
@@ -332,7 +313,7 @@ def test_the_page_of_an_index_finds_pictures_and_links(build: ModuleType) -> Non
 
 
 @in_checkout
-def test_other_links_stay(build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_links_stay(build, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "version", lambda: "9")
     (tmp_path / "a.md").touch()
@@ -342,7 +323,7 @@ def test_other_links_stay(build: ModuleType, tmp_path: Path, monkeypatch: pytest
 
 
 @in_checkout
-def test_the_metadata_say_who_and_where(source: Path) -> None:
+def test_the_metadata_say_who_and_where(source):
     subprocess.run(
         [sys.executable, "setup.py", "-q", "dist_info"], cwd=source, check=True, capture_output=True
     )
@@ -377,7 +358,7 @@ tree_attention(1, 2, 3, importance="lsd")
 
 
 @in_checkout
-def test_type_checkers_see_an_editable_installation(source: Path, tmp_path: Path) -> None:
+def test_type_checkers_see_an_editable_installation(source, tmp_path):
     """What ``pip install -e .`` unpacks into site-packages, without the libraries; mypy in another folder."""
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILING], cwd=source, check=True, capture_output=True)
     venv.create(tmp_path / "venv", symlinks=True)

@@ -1,7 +1,5 @@
 """The commands of the package: their help, one-line errors, and what an installed package does elsewhere."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -16,7 +14,7 @@ import htree_ops
 from benchmarks.__main__ import PROGRAM as BENCHMARKS
 from htree_ops.__main__ import PROGRAM
 from htree_ops._load import PACKAGE
-from htree_ops.cli import Command, Program, UsageError, counted
+from htree_ops.cli import Command, UsageError, counted
 
 ROOT = Path(__file__).resolve().parents[2]
 in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
@@ -30,7 +28,7 @@ def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_every_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_in_one_line(capsys):
     lines = help_of([], capsys).splitlines()
     for name, (_, about) in PROGRAM.commands.items():
         assert f"  {name:<13}{about}" in lines
@@ -39,7 +37,7 @@ def test_help_lists_every_command_in_one_line(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("words", [[], ["inof"], ["--json"], ["inof", "--json"]])
-def test_without_a_command_the_list_is_shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_list_is_shown(words, capsys):
     with pytest.raises(SystemExit) as stop:
         PROGRAM.main(words)
     assert stop.value.code == 2
@@ -50,7 +48,7 @@ def test_without_a_command_the_list_is_shown(words: list[str], capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["--help"], 0), (["inof"], 2), ([], 2)])
-def test_what_runs_no_command_loads_none(words: list[str], status: int) -> None:
+def test_what_runs_no_command_loads_none(words, status):
     script = [sys.executable, "-X", "importtime", "-m", "htree_ops", *words]
     done = subprocess.run(script, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == status
@@ -72,7 +70,7 @@ def test_what_runs_no_command_loads_none(words: list[str], status: int) -> None:
         ("benchmarks --help", ""),
     ],
 )
-def test_a_reader_that_leaves_is_no_error(words: str, unbuffered: str) -> None:
+def test_a_reader_that_leaves_is_no_error(words, unbuffered):
     """The pipe is closed before the program starts, so that every write fails, at once or at the end."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -85,14 +83,14 @@ def test_a_reader_that_leaves_is_no_error(words: str, unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (141, ""), done.stderr
 
 
-def test_one_is_singular() -> None:
+def test_one_is_singular():
     assert [counted(number, "case") for number in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
 
 
 @pytest.mark.parametrize(
     ("of", "name"), [(of, name) for of in (PROGRAM, BENCHMARKS) for name in of.commands], ids=str
 )
-def test_help_of_a_command_is_complete(of: Program, name: str) -> None:
+def test_help_of_a_command_is_complete(of, name):
     known = of.load(name)
     assert (known.name, known.program) == (name, of.name)
     parser = known.make_parser()
@@ -106,8 +104,8 @@ def test_help_of_a_command_is_complete(of: Program, name: str) -> None:
             assert f"(default {action.default})" in " ".join(text.split()), action.dest
 
 
-def test_wrong_use_and_a_lack_of_memory_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(arguments: argparse.Namespace) -> int:
+def test_wrong_use_and_a_lack_of_memory_are_one_line(capsys):
+    def run(arguments):
         raise arguments.error
 
     failing = Command("name", "description", lambda parser: None, run)
@@ -122,7 +120,7 @@ def test_wrong_use_and_a_lack_of_memory_are_one_line(capsys: pytest.CaptureFixtu
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """What an installation puts into site-packages: the files that setup.py lists, and the libraries in use."""
     site = tmp_path_factory.mktemp("site")
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(site)]
@@ -146,9 +144,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_an_installed_package_away_from_the_checkout(
-    installed: Path, tmp_path: Path, words: list[str], status: int, said: str
-) -> None:
+def test_an_installed_package_away_from_the_checkout(installed, tmp_path, words, status, said):
     environment = {**os.environ, "PYTHONPATH": str(installed), "HTREE_COMMIT": ""}
     script = [sys.executable, "-m", "htree_ops", *words]
     done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

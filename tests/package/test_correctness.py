@@ -1,7 +1,5 @@
 """The command line that judges tree attention: its reference in pieces, its statuses, its refusals."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

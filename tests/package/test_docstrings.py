@@ -1,7 +1,5 @@
 """The examples in the docstrings of what a user imports."""
 
-from __future__ import annotations
-
 import doctest
 
 import pytest
@@ -18,12 +16,12 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_has_an_example_that_runs(name: str) -> None:
+def test_every_public_name_has_an_example_that_runs(name):
     doc = getattr(htree_ops, name).__doc__
     known = {"torch": torch} | {name: getattr(htree_ops, name) for name in NAMES}
     example = doctest.DocTestParser().get_doctest(doc, known, name, None, None)
     assert example.examples, "no example"
     torch.manual_seed(0)
-    report: list[str] = []
+    report = []
     result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=report.append)
     assert result.failed == 0, "".join(report)

@@ -1,7 +1,5 @@
 """The example of the README at a tiny size: it learns, continues exactly, and refuses wrong flags in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -196,7 +194,7 @@ def test_the_command_line():
     # the package that is tested, wherever it lies
     environment = os.environ | {"PYTHONPATH": str(Path(htree_ops.__file__).parents[1])}
 
-    def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    def run(*flags):
         command = [sys.executable, str(SCRIPT), *flags]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 

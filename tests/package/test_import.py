@@ -1,7 +1,5 @@
 """What ``import htree_ops`` loads in every process, and what it leaves for those that ask."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
@@ -45,7 +43,7 @@ def loaded_by(statement: str) -> list[str]:
     return sorted(name for name in names if name.startswith(LEFT_OUT))
 
 
-def test_import_loads_no_dynamo_tuner_or_benchmark() -> None:
+def test_import_loads_no_dynamo_tuner_or_benchmark():
     assert loaded_by("import htree_ops") == []
 
 
@@ -66,32 +64,32 @@ print(count())
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_counter_of_torch_has_the_formulas_whichever_comes_first(order: int) -> None:
+def test_the_counter_of_torch_has_the_formulas_whichever_comes_first(order):
     first, second = ["import htree_ops", "import torch.utils.flop_counter"][::order]
     counts = python(COUNTED.format(first=first, second=second)).split()
     assert counts[0] == str(2 * 2 * 4**3)
     assert order == -1 or counts[1] == counts[0]
 
 
-def test_every_op_is_registered_at_once() -> None:
+def test_every_op_is_registered_at_once():
     code = "import torch, htree_ops; print(len([n for n in torch._C._dispatch_get_all_op_names() if 'htree::' in n]))"
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("htree::")]
     assert int(python(code)) == len(registered) > 30
 
 
 @pytest.mark.parametrize("name", ["AutoTuner", "TritonAutoTuner", "benchmark"])
-def test_the_tuner_is_loaded_where_it_is_asked_for(name: str) -> None:
+def test_the_tuner_is_loaded_where_it_is_asked_for(name):
     assert "htree_ops.tuning.tuner" in loaded_by(f"from htree_ops.tuning import {name}")
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         htree_ops.tuning.absent  # noqa: B018
 
 
-def test_the_mark_is_that_of_torch() -> None:
+def test_the_mark_is_that_of_torch():
     """Torch's own decorator loads Dynamo; what it leaves on a function is all that Dynamo looks for."""
 
-    def ours() -> None: ...
+    def ours(): ...
 
-    def theirs() -> None: ...
+    def theirs(): ...
 
     assert constant_in_traces(ours) is ours
     assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs))
@@ -110,7 +108,7 @@ except Exception as error:
 """
 
 
-def test_functions_compile_in_a_process_that_has_not_loaded_dynamo_before() -> None:
+def test_functions_compile_in_a_process_that_has_not_loaded_dynamo_before():
     assert python(COMPILED).split() == ["True", "True"]
 
 
@@ -156,14 +154,12 @@ for build in ["one", "one", "another"]:
 """
 
 
-def test_a_graph_that_another_build_compiled_is_not_taken_from_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_another_build_compiled_is_not_taken_from_the_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert python(CACHED).split() == ["1", "1", "2"]
 
 
-def test_the_tag_of_the_build_is_added_to_that_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tag_of_the_build_is_added_to_that_of_the_user(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine")
     tag = python("import torch, htree_ops; print(torch.compiler.config.cache_key_tag)").strip()
     assert tag == f"mine,{build_tag()}"

@@ -1,7 +1,5 @@
 """``python -m htree_ops info``: complete, true, and readable where parts are missing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Each rule is a function from the tree to a list of complaints.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

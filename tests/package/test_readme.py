@@ -1,7 +1,5 @@
 """The README and the pages of docs are true: examples run, names exist, figures are those of the files; and plain."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import re
@@ -284,7 +282,7 @@ def test_the_page_of_ops_names_every_op():
 def test_the_table_names_every_switch():
     """Every HTREE_ variable that is read from an environment, and no other."""
     code = re.compile(r"(?:environ(?:\.get\(|\[)|env_or\(|getenv\()\s*\"(HTREE_\w+)\"")
-    read: set[str] = set()
+    read = set()
     for pattern in (
         "setup.py",
         "htree_ops/**/*.py",

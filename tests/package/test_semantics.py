@@ -1,7 +1,5 @@
 """The pages of docs/semantics give every registered op's schema, and every § that is cited exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

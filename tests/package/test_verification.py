@@ -1,7 +1,5 @@
 """The comparison helpers catch what they are for (docs/semantics/python.md §3.4, §3.5 P8)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,15 +1,11 @@
 """A wheel for several versions of torch: which layer is loaded, what is compiled, and a folder for HF ``kernels``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -35,13 +31,8 @@ class TestChoiceOfALayer:
         ],
     )
     def test_the_installation_decides_by_the_versions_of_torch(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-        torch_version: str,
-        cuda: str | None,
-        layer: str | None,
-    ) -> None:
+        self, monkeypatch, tmp_path, torch_version, cuda, layer
+    ):
         for name in ("t211_cpu", "t211_cu13", "t215_cpu", "t215_cu13"):
             (tmp_path / f"_C_{name}.so").touch()
             (tmp_path / f"_build_info_{name}.json").write_text(json.dumps({"reason": name}))
@@ -52,13 +43,11 @@ class TestChoiceOfALayer:
         assert (found.name if found else None) == (f"_C_{layer}.so" if layer else None)
         assert _load.build_info() == ({"reason": layer} if layer else {})
 
-    def test_the_build_names_a_layer_as_the_loader_looks_for_it(self, build: ModuleType) -> None:
+    def test_the_build_names_a_layer_as_the_loader_looks_for_it(self, build):
         for version, cuda in [("2.11.0+cu130", "13.0"), ("2.15.1", None), ("2.9.0a0", "12.8")]:
             assert build.layer_name(version, cuda) == _load.wanted_layers(version, cuda)[0]
 
-    def test_a_library_that_was_built_from_source_comes_first(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_a_library_that_was_built_from_source_comes_first(self, monkeypatch, tmp_path):
         monkeypatch.setattr(_load, "PACKAGE", tmp_path)
         (tmp_path / f"_C_{HERE}_cpu.so").touch()
         (tmp_path / "_C.abi3.so").touch()
@@ -66,9 +55,7 @@ class TestChoiceOfALayer:
         assert _load.library_path() == tmp_path / "_C.abi3.so"
         assert _load.build_info() == {"reason": "source"}
 
-    def test_another_torch_is_told_how_to_compile_a_layer(
-        self, package: Path, refused_import: Callable[[], str]
-    ) -> None:
+    def test_another_torch_is_told_how_to_compile_a_layer(self, package, refused_import):
         for name in ("t210_cpu", "t210_cu13"):
             (package / f"_C_{name}.so").touch()
         said = refused_import()
@@ -80,7 +67,7 @@ class TestChoiceOfALayer:
 
 
 @pytest.fixture
-def common(build: ModuleType, tmp_path: Path) -> Path:
+def common(build, tmp_path):
     """A folder that holds common libraries by their names, of CUDA 13."""
     for name in ("loops", "kernels"):
         (tmp_path / build.common_library(name)).touch()
@@ -89,12 +76,10 @@ def common(build: ModuleType, tmp_path: Path) -> Path:
 
 
 class TestPrebuilt:
-    def test_without_a_folder_all_is_compiled(self, build: ModuleType) -> None:
+    def test_without_a_folder_all_is_compiled(self, build):
         assert build.prebuilt_common({}) is None
 
-    def test_a_folder_is_found_as_a_package_or_as_what_holds_it(
-        self, build: ModuleType, common: Path
-    ) -> None:
+    def test_a_folder_is_found_as_a_package_or_as_what_holds_it(self, build, common):
         folder, info = build.prebuilt_common({"HTREE_PREBUILT": str(common)})
         assert folder == common
         assert info["arch_list"] == "9.0a"
@@ -103,18 +88,18 @@ class TestPrebuilt:
         folder, _ = build.prebuilt_common({"HTREE_PREBUILT": str(common / "above")})
         assert folder.resolve() == common
 
-    def test_other_sources_are_refused(self, build: ModuleType, common: Path) -> None:
+    def test_other_sources_are_refused(self, build, common):
         name = build.common_library("kernels")
         (common / name).rename(common / "libhtree_kernels-0123456789ab.so")
         with pytest.raises(RuntimeError, match=f"of other sources than these, which need {name}"):
             build.prebuilt_common({"HTREE_PREBUILT": str(common)})
 
-    def test_a_folder_with_nothing_is_refused(self, build: ModuleType, tmp_path: Path) -> None:
+    def test_a_folder_with_nothing_is_refused(self, build, tmp_path):
         with pytest.raises(RuntimeError, match=f"HTREE_PREBUILT={tmp_path}: no _common_info.json there"):
             build.prebuilt_common({"HTREE_PREBUILT": str(tmp_path)})
 
     @pytest.mark.parametrize("cuda", [False, True])
-    def test_a_layer_and_the_common_libraries_are_the_whole(self, build: ModuleType, cuda: bool) -> None:
+    def test_a_layer_and_the_common_libraries_are_the_whole(self, build, cuda):
         """Each unit of a build is in one of them; a layer needs no nvcc, and no kernel or loop includes torch."""
         units = build.sources(cuda, merged=True)
         layer = [unit for unit in units if build.has_torch(unit)]
@@ -132,7 +117,7 @@ class TestPrebuilt:
         assert len(texts) > 200
         assert [name for name, text in texts.items() if torches.search(text)] == []
 
-    def test_only_the_layer_is_compiled(self, build: ModuleType, common: Path, source: Path) -> None:
+    def test_only_the_layer_is_compiled(self, build, common, source):
         """What ``build_ext`` would compile beside prebuilt libraries, and what it would without."""
         script = (
             "import os, runpy, sys\n"
@@ -162,7 +147,7 @@ class TestPrebuilt:
         assert build.OLD_LIBC in compiled
         assert not [unit for unit in compiled if unit.endswith(".cu") or "_avx" in unit]
 
-    def test_cuda_of_a_layer(self, build: ModuleType) -> None:
+    def test_cuda_of_a_layer(self, build):
         decide = build.detect_layer_cuda
         assert decide("13.2", {}, "13.0").enabled
         assert (
@@ -177,7 +162,7 @@ class TestPrebuilt:
 
 
 class TestNamespace:
-    def test_every_registration_takes_the_namespace_of_the_build(self) -> None:
+    def test_every_registration_takes_the_namespace_of_the_build(self):
         """A literal would put ops of a loaded kernel among those of an installed package."""
         texts = {path: path.read_text() for path in (ROOT / "csrc").rglob("*.[ch]*")}
         calls = [call for text in texts.values() for call in re.findall(r"TORCH_LIBRARY\w*\((\w+)", text)]
@@ -187,7 +172,7 @@ class TestNamespace:
         allowed = {ROOT / "csrc/host/op_handle.h", ROOT / "csrc/ops/tree_attention/packed_options.cpp"}
         assert set(finders) == allowed, "the others ask op_handle, which knows the namespace"
 
-    def test_modules_of_a_folder_use_only_each_other(self, folder_writer: ModuleType) -> None:
+    def test_modules_of_a_folder_use_only_each_other(self, folder_writer):
         """No module imports htree_ops by name or calls its ops, and each that is imported is there."""
         paths = folder_writer.modules()
         assert {Path("__init__.py"), Path("_load.py"), Path("ops/tree_attention/module.py")} <= set(paths)
@@ -199,18 +184,18 @@ class TestNamespace:
             assert not re.search(r"[\"']htree::", written), path
             compile(written, str(path), "exec")
 
-    def test_names_are_relative_to_the_depth_of_a_module(self, folder_writer: ModuleType) -> None:
+    def test_names_are_relative_to_the_depth_of_a_module(self, folder_writer):
         text = (
             'from htree_ops.ops.a import b\n    from htree_ops import _load\ntorch.ops.htree.x("htree::x")\n'
         )
         wanted = 'from ..ops.a import b\n    from .. import _load\ntorch.ops.n.x("n::x")\n'
         assert folder_writer.relative_text(text, 1, "n") == wanted
 
-    def test_the_name_of_a_variant(self, folder_writer: ModuleType) -> None:
+    def test_the_name_of_a_variant(self, folder_writer):
         assert folder_writer.variant_name("2.11.0+cu130", "13.0").startswith("torch211-cxx11-cu130-")
         assert folder_writer.variant_name("2.15.0", None).startswith("torch215-cxx11-cpu-")
 
-    def test_a_layer_of_another_namespace_is_refused(self, folder_writer: ModuleType, tmp_path: Path) -> None:
+    def test_a_layer_of_another_namespace_is_refused(self, folder_writer, tmp_path):
         (tmp_path / f"_C_{HERE}_cpu.so").write_bytes(b"htree::")
         (tmp_path / f"_build_info_{HERE}_cpu.json").write_text('{"cuda": null}')
         (tmp_path / "libhtree_loops-0123456789ab.so").touch()
@@ -234,7 +219,7 @@ arch = sm_120
 """
 
 
-def test_spills_and_missing_kernels_of_an_architecture_are_named() -> None:
+def test_spills_and_missing_kernels_of_an_architecture_are_named():
     table = gpu_resources.parse(RESOURCES)
     assert table["sm_80"]["one"] == gpu_resources.Usage(40, 0, 16)
     assert gpu_resources.complaints(table, "sm_80") == [

@@ -1,7 +1,5 @@
 """rmsnorm_rope and head_rmsnorm_rope, forward and backward, against the float64 reference (docs/semantics §3.1)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -42,7 +40,7 @@ def backward_of(case: RMSNormRoPECase) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_forward(case: RMSNormRoPECase, device: str, nan_memory: None) -> None:
+def test_forward(case, device, nan_memory):
     inputs = case.make_inputs(device)
     y = forward_of(case)(*inputs)
     assert y.is_contiguous()
@@ -52,7 +50,7 @@ def test_forward(case: RMSNormRoPECase, device: str, nan_memory: None) -> None:
 
 
 @pytest.mark.parametrize("case", BACKWARD_CASES, ids=case_id)
-def test_backward(case: RMSNormRoPEBackwardCase, device: str, nan_memory: None) -> None:
+def test_backward(case, device, nan_memory):
     inputs = case.make_inputs(device)
     run = backward_of(case.forward)
     dx, dweight = run(*inputs)
@@ -69,7 +67,7 @@ def test_backward(case: RMSNormRoPEBackwardCase, device: str, nan_memory: None) 
     assert torch.equal(only_dweight, dweight)
 
 
-def test_unequal_halves_use_all_columns(device: str) -> None:
+def test_unequal_halves_use_all_columns(device):
     """The lower half of a head uses the lower columns of the tables, the upper half the upper ones."""
     x = torch.ones(1, 1, 4, dtype=torch.float64, device=device)
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, device=device)
@@ -80,7 +78,7 @@ def test_unequal_halves_use_all_columns(device: str) -> None:
     assert y.flatten().tolist() == pytest.approx(expected, rel=1e-14)
 
 
-def test_half_tables_equal_full_ones(device: str) -> None:
+def test_half_tables_equal_full_ones(device):
     x = normal((2, 6, 128), torch.float32, device, 0)
     weight = normal((128,), torch.float32, device, 1)
     cos, sin = tables(6, 32, torch.float32, device)
@@ -102,7 +100,7 @@ def test_half_tables_equal_full_ones(device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "misaligned", "in_larger"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_sequence_has_its_own_table(dtype: torch.dtype, layout: str, device: str) -> None:
+def test_each_sequence_has_its_own_table(dtype, layout, device):
     """Row b of the batch is computed with table b, to the last bit as it would be alone."""
     batch, positions, hidden = 5, 6, 512
     x, dy = (normal((batch, positions, hidden), dtype, device, seed) for seed in (0, 1))
@@ -125,7 +123,7 @@ def test_each_sequence_has_its_own_table(dtype: torch.dtype, layout: str, device
     assert not torch.equal(y, op(x, weight, cos[0], sin[0]))
 
 
-def test_the_tables_of_a_model_of_transformers(device: str) -> None:
+def test_the_tables_of_a_model_of_transformers(device):
     """Norm and rotation as the model computes them, of sequences that are padded on the left."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
@@ -147,7 +145,7 @@ def test_the_tables_of_a_model_of_transformers(device: str) -> None:
         torch.testing.assert_close(htree_ops.rmsnorm_rope(x, norm.weight, cos, sin), expected)
 
 
-def test_without_num_heads_the_table_is_a_whole_head(device: str) -> None:
+def test_without_num_heads_the_table_is_a_whole_head(device):
     """cos [S, 16] with Hd = 64 is four heads of 16, although two heads of 32 with half tables fit as well."""
     x = normal((1, 3, 64), torch.float64, device, 0)
     weight = torch.ones(64, dtype=torch.float64, device=device)
@@ -170,7 +168,7 @@ def special_rows(device: str, dtype: torch.dtype, width: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
 @pytest.mark.parametrize("width", [64, 4096, 40000])
-def test_special_values_stay_in_their_rows(dtype: torch.dtype, layout: str, width: int, device: str) -> None:
+def test_special_values_stay_in_their_rows(dtype, layout, width, device):
     head_dim = 32
     x = LAYOUTS[layout](special_rows(device, dtype, width))
     weight = 1 + normal((width,), dtype, device, 3, 0.1)
@@ -194,7 +192,7 @@ def test_special_values_stay_in_their_rows(dtype: torch.dtype, layout: str, widt
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values_of_the_gradient_stay_in_their_rows(dtype: torch.dtype, device: str) -> None:
+def test_special_values_of_the_gradient_stay_in_their_rows(dtype, device):
     x = special_rows(device, dtype, 256)
     dy = normal(x.shape, dtype, device, 4)
     weight = torch.ones(256, dtype=dtype, device=device)
@@ -207,14 +205,14 @@ def test_special_values_of_the_gradient_stay_in_their_rows(dtype: torch.dtype, d
     assert torch.equal(op_backward(dy, calm, weight, cos, sin)[0][:, clean], dx[:, clean])
 
 
-def test_fp32_squares_overflow_like_plain_torch(device: str) -> None:
+def test_fp32_squares_overflow_like_plain_torch(device):
     x = torch.full((1, 1, 64), 1e20, device=device)
     cos, sin = tables(1, 64, torch.float32, device)
     assert (op(x, torch.ones(64, device=device), cos, sin) == 0).all()
 
 
 @pytest.mark.parametrize("requires", [(True, True), (True, False), (False, True)])
-def test_gradcheck(requires: tuple[bool, bool], device: str) -> None:
+def test_gradcheck(requires, device):
     x = normal((2, 3, 24), torch.float64, device, 5).requires_grad_(requires[0])
     weight = normal((24,), torch.float64, device, 6).requires_grad_(requires[1])
     cos, sin = tables(3, 8, torch.float64, device, unequal=True)
@@ -224,13 +222,13 @@ def test_gradcheck(requires: tuple[bool, bool], device: str) -> None:
     of_each = [t.view(2, 3, 8) for t in tables(6, 8, torch.float64, device, unequal=True)]
     assert torch.autograd.gradcheck(lambda a, w: op(a, w, *of_each, 1e-3), (x, weight), nondet_tol=0.0)
 
-    def per_head(a: Tensor, w: Tensor) -> Tensor:
+    def per_head(a, w):
         return head_op(a.view(2, 3, 3, 8).transpose(1, 2), w[:8], cos, sin, 1e-3)
 
     assert torch.autograd.gradcheck(per_head, (x, weight), nondet_tol=0.0)
 
 
-def test_double_backward_and_table_gradients_are_refused(device: str) -> None:
+def test_double_backward_and_table_gradients_are_refused(device):
     x = torch.randn(1, 2, 8, device=device, requires_grad=True)
     weight = torch.ones(8, device=device, requires_grad=True)
     cos, sin = tables(2, 8, torch.float32, device)
@@ -242,7 +240,7 @@ def test_double_backward_and_table_gradients_are_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("config", [(64, 2, 1), (128, 4, 2), (256, 8, 3)])
-def test_the_result_does_not_depend_on_the_configuration(config: tuple[int, int, int], device: str) -> None:
+def test_the_result_does_not_depend_on_the_configuration(config, device):
     x = normal((2, 5, 1024), torch.float32, device, 7)
     weight = normal((1024,), torch.float32, device, 8)
     cos, sin = tables(5, 64, torch.float32, device)
@@ -251,9 +249,7 @@ def test_the_result_does_not_depend_on_the_configuration(config: tuple[int, int,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [1024, 2048, 4096, 8192])
-def test_a_row_has_the_same_bits_in_every_configuration_and_batch(
-    hidden: int, dtype: torch.dtype, device: str
-) -> None:
+def test_a_row_has_the_same_bits_in_every_configuration_and_batch(hidden, dtype, device):
     """Serving depends on it: a row must not change with the requests beside it."""
     rows = 850 if device == "cuda" else 40
     x = normal((rows, 1, hidden), dtype, device, 7)
@@ -298,7 +294,7 @@ def problems(draw: st.DrawFn) -> RMSNormRoPECase:
 
 
 @given(case=problems(), seed=seeds)
-def test_property_1_equals_norm_then_rotation(device: str, case: RMSNormRoPECase, seed: int) -> None:
+def test_property_1_equals_norm_then_rotation(device, case, seed):
     """Feature: fused-ops, Property 1: rmsnorm_rope equals the sequential formula."""
     inputs = case.make_inputs(device, seed)
     with poisoned_memory():
@@ -314,9 +310,7 @@ def test_property_1_equals_norm_then_rotation(device: str, case: RMSNormRoPECase
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     seed=seeds,
 )
-def test_property_3_any_batch_and_length(
-    device: str, batch: int, positions: int, hidden: int, head_dim: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_property_3_any_batch_and_length(device, batch, positions, hidden, head_dim, dtype, seed):
     """Feature: fused-ops, Property 3: every B, S and Hd of the table; B S is held below 2^15 (2^8 on a CPU)."""
     positions = min(positions, (2**15 if device == "cuda" else 2**8) // batch)
     x = normal((batch, positions, hidden), dtype, device, seed)
@@ -328,7 +322,7 @@ def test_property_3_any_batch_and_length(
 
 
 @given(case=problems(), seed=seeds)
-def test_property_gradients(device: str, case: RMSNormRoPECase, seed: int) -> None:
+def test_property_gradients(device, case, seed):
     inputs = RMSNormRoPEBackwardCase(name="drawn", dtype=case.dtype, forward=case).make_inputs(device, seed)
     with poisoned_memory():
         gradients = backward_of(case)(*inputs)
@@ -338,7 +332,7 @@ def test_property_gradients(device: str, case: RMSNormRoPECase, seed: int) -> No
 @pytest.mark.parametrize(
     ("batch", "positions"), [(1, 1), (64, 1), (1, 8192), (64, 8192)], ids=lambda size: str(size)
 )
-def test_corners(batch: int, positions: int, device: str) -> None:
+def test_corners(batch, positions, device):
     """Slices of the corners of §3.5: Hd = 2048 on a CPU, 8192 on a GPU, where x and y have 2^32 elements.
 
     On a CPU row (b, s) of x is row b + s of one buffer, which saves memory.

@@ -1,13 +1,10 @@
 """rmsnorm_rope and head_rmsnorm_rope under opcheck, torch.compile, export, graphs, and every tuned CUDA kernel."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import htree_ops
@@ -42,7 +39,7 @@ OPCHECK_CASES = [c for c in CASES if math.prod(c.shape) < 5_000][::5]
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
-def test_opcheck(case: RMSNormRoPECase, device: str) -> None:
+def test_opcheck(case, device):
     x, weight, *rest = case.make_inputs(device)
     dy = torch.randn_like(x)
     opcheck(forward_of(case).default, (x, weight, *rest))
@@ -52,8 +49,8 @@ def test_opcheck(case: RMSNormRoPECase, device: str) -> None:
 
 @pytest.mark.parametrize("of_each", [False, True])
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_with_views_and_backward(dynamic: bool, backend: str, of_each: bool, device: str) -> None:
-    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def test_compile_with_views_and_backward(dynamic, backend, of_each, device):
+    def model(x, weight, cos, sin):
         whole = htree_ops.rmsnorm_rope(x[..., 8:40].sin(), weight, cos, sin)
         heads = x[..., :32].unflatten(-1, (4, 8)).transpose(1, 2).transpose(1, 2)
         return whole.cos() + htree_ops.head_rmsnorm_rope(heads, weight[:8], cos, sin).flatten(-2)
@@ -74,11 +71,11 @@ def test_compile_with_views_and_backward(dynamic: bool, backend: str, of_each: b
 
 
 @pytest.mark.parametrize("of_each", [False, True])
-def test_new_lengths_do_not_recompile(of_each: bool) -> None:
+def test_new_lengths_do_not_recompile(of_each):
     counter = CompileCounter()
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def model(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def model(x, weight, cos, sin):
         heads = x.unflatten(-1, (-1, 16))
         return op(x, weight, cos, sin) + htree_ops.head_rmsnorm_rope(heads, weight[:16], cos, sin).flatten(-2)
 
@@ -91,7 +88,7 @@ def test_new_lengths_do_not_recompile(of_each: bool) -> None:
     assert counter.frame_count == 1
 
 
-def test_frozen_weight_compiles(device: str) -> None:
+def test_frozen_weight_compiles(device):
     cos, sin = tables(4, 8, torch.float32, device)
     weight = torch.ones(16, device=device)
     x = torch.randn(2, 4, 16, device=device, requires_grad=True)
@@ -103,7 +100,7 @@ def test_frozen_weight_compiles(device: str) -> None:
     assert_close_spec(ours, eager, 1e-5, 1e-5)
 
 
-def test_export_keeps_one_node(device: str) -> None:
+def test_export_keeps_one_node(device):
     module = htree_ops.FusedRMSNormRoPE(64, 16).to(device)
     cos, sin = tables(64, 16, torch.float32, device)
     length = torch.export.Dim("length", min=2, max=60)
@@ -117,7 +114,7 @@ def test_export_keeps_one_node(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_stream_graph_and_one_kernel() -> None:
+def test_stream_graph_and_one_kernel():
     x = torch.randn(4, 33, 2048, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(2048, device="cuda")
     cos, sin = tables(33, 128, torch.float32, "cuda")
@@ -133,7 +130,7 @@ def test_stream_graph_and_one_kernel() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [64, 128, 256])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_every_tuned_kernel(dtype: torch.dtype, block_size: int, num_stages: int) -> None:
+def test_every_tuned_kernel(dtype, block_size, num_stages):
     config = [block_size, block_size // 32, num_stages]
     for pairs in (1, 2, 4):
         width = block_size * pairs * 32 // dtype.itemsize
@@ -150,7 +147,7 @@ def test_every_tuned_kernel(dtype: torch.dtype, block_size: int, num_stages: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("table", ["unequal", "batched"])
-def test_more_rows_than_blocks(table: str) -> None:
+def test_more_rows_than_blocks(table):
     """Each block takes several rows, the ring wraps around, and the last blocks have one row less."""
     for shape, head_dim in (((3, 1000, 1024), 128), ((2, 501, 7, 128), 128), ((2, 700, 4096), 64)):
         case = RMSNormRoPECase(name="many", dtype=torch.bfloat16, shape=shape, head_dim=head_dim, table=table)
@@ -162,7 +159,7 @@ def test_more_rows_than_blocks(table: str) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_layers_of_different_eps(dynamic: bool | None) -> None:
+def test_layers_of_different_eps(dynamic):
     """The second value makes eps symbolic while the graph is traced."""
     x, cos, sin = torch.randn(2, 3, 8), torch.randn(3, 4), torch.randn(3, 4)
     torch._dynamo.reset()
@@ -171,7 +168,7 @@ def test_layers_of_different_eps(dynamic: bool | None) -> None:
         compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         assert torch.equal(compiled(x, cos, sin), layer(x, cos, sin))
 
-    def head(eps: float) -> torch.Tensor:
+    def head(eps):
         return htree_ops.head_rmsnorm_rope(x.view(2, 3, 2, 4), torch.ones(4), cos, sin, eps)
 
     compiled_head = torch.compile(head, fullgraph=True, dynamic=dynamic, backend="aot_eager")

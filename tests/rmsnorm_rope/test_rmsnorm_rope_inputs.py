@@ -1,7 +1,5 @@
 """The Python layer of the rmsnorm_rope family: validation, module, dataclass, configurations (docs/semantics §3.4)."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -92,15 +90,13 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("changes", "message", "kind", "of_op"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED]
 )
-def test_functions_name_tensor_and_class_and_the_op_the_builtin(
-    changes: dict[str, Any], message: str, kind: type[Exception], of_op: type[Exception]
-) -> None:
+def test_functions_name_tensor_and_class_and_the_op_the_builtin(changes, message, kind, of_op):
     given = arguments(**changes)
     for call in (htree_ops.compat.validate_rmsnorm_rope_inputs, htree_ops.rmsnorm_rope):
         with pytest.raises(kind, match=message) as caught:
             call(**given)
         assert isinstance(caught.value, HTreeKernelError)
-        assert caught.value.tensor_name == next(iter(changes))  # type: ignore[attr-defined]
+        assert caught.value.tensor_name == next(iter(changes))
     with pytest.raises(kind, match=message):
         htree_ops.compat.RMSNormRoPEInput(**given).validate()
     with pytest.raises(of_op, match=message.removeprefix("^")):
@@ -108,12 +104,12 @@ def test_functions_name_tensor_and_class_and_the_op_the_builtin(
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
-def test_eps_must_be_finite_and_not_negative(eps: float) -> None:
+def test_eps_must_be_finite_and_not_negative(eps):
     with pytest.raises(ValueError, match="eps must be finite and not negative"):
         htree_ops.rmsnorm_rope(**arguments(eps=eps))
 
 
-def test_order_of_the_checks() -> None:
+def test_order_of_the_checks():
     """Device before dtype before rank before shape before value."""
     wrong = [
         (DeviceError, {"cos": meta(1)}),
@@ -123,14 +119,14 @@ def test_order_of_the_checks() -> None:
         (ValueError, {"eps": -1.0}),
     ]
     for first, (kind, _) in enumerate(wrong):
-        changes: dict[str, Any] = {}
+        changes = {}
         for _, change in reversed(wrong[first:]):
             changes |= change
         with pytest.raises(kind):
             htree_ops.compat.validate_rmsnorm_rope_inputs(**arguments(**changes))
 
 
-def test_cuda_is_required_only_on_request() -> None:
+def test_cuda_is_required_only_on_request():
     given = arguments()
     htree_ops.compat.validate_rmsnorm_rope_inputs(**given)
     with pytest.raises(DeviceError, match="x must be on a CUDA device, got cpu") as caught:
@@ -140,11 +136,11 @@ def test_cuda_is_required_only_on_request() -> None:
         htree_ops.compat.RMSNormRoPEInput(**given).validate(require_cuda=True)
 
 
-def test_what_is_not_a_tensor_is_a_type_error() -> None:
+def test_what_is_not_a_tensor_is_a_type_error():
     with pytest.raises(TypeError, match="weight must be a Tensor, got list"):
         htree_ops.rmsnorm_rope(**arguments(weight=[1.0] * 8))
     with pytest.raises(TypeError, match="cos must be a Tensor, got NoneType"):
-        htree_ops.head_rmsnorm_rope(torch.zeros(1, 2, 3, 4), torch.ones(4), None, None)  # type: ignore[arg-type]
+        htree_ops.head_rmsnorm_rope(torch.zeros(1, 2, 3, 4), torch.ones(4), None, None)
 
 
 @pytest.mark.parametrize(
@@ -161,15 +157,13 @@ def test_what_is_not_a_tensor_is_a_type_error() -> None:
         (torch.zeros(2, 3, 2, 4).long(), torch.ones(4), UnsupportedDtypeError, "x must have dtype"),
     ],
 )
-def test_validation_per_head(
-    x: torch.Tensor, weight: torch.Tensor, kind: type[Exception], message: str
-) -> None:
+def test_validation_per_head(x, weight, kind, message):
     cos, sin = tables(3, 4, torch.float32, "cpu")
     with pytest.raises(kind, match=message):
         htree_ops.head_rmsnorm_rope(x, weight, cos, sin)
 
 
-def test_dataclass_has_the_fields_and_the_default_of_the_document() -> None:
+def test_dataclass_has_the_fields_and_the_default_of_the_document():
     given = arguments()
     del given["eps"]
     value = htree_ops.compat.RMSNormRoPEInput(**given)
@@ -178,7 +172,7 @@ def test_dataclass_has_the_fields_and_the_default_of_the_document() -> None:
     value.validate()
 
 
-def test_module() -> None:
+def test_module():
     module = htree_ops.FusedRMSNormRoPE(64, 16, eps=1e-5)
     assert torch.equal(module.weight, torch.ones(64))
     assert list(module.state_dict()) == ["weight"]
@@ -198,7 +192,7 @@ def test_module() -> None:
             htree_ops.FusedRMSNormRoPE(64, head_dim)
 
 
-def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch):
     monkeypatch.setattr(function, "_warned_of_transposed", False)
     x, weight = torch.randn(2, 4, 9, 8), torch.ones(8)  # [B, H, S, hd]
     cos, sin = (t.view(2, 9, 8) for t in tables(18, 8, torch.float32, "cpu"))
@@ -216,7 +210,7 @@ def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest
         htree_ops.head_rmsnorm_rope(x, weight, cos, sin)
 
 
-def test_configuration_keywords() -> None:
+def test_configuration_keywords():
     given = arguments()
     automatic = htree_ops.rmsnorm_rope(**given)
     assert torch.equal(htree_ops.rmsnorm_rope(**given, BLOCK_SIZE=128, num_warps=4, num_stages=2), automatic)
@@ -250,13 +244,8 @@ def test_configuration_keywords() -> None:
     ],
 )
 def test_configuration_is_a_function_of_the_problem(
-    width: int,
-    head_dim: int,
-    element_size: int,
-    vectorised: bool,
-    backward: bool,
-    expected: tuple[int, int, int, bool],
-) -> None:
+    width, head_dim, element_size, vectorised, backward, expected
+):
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     assert host.rmsnorm_rope_config(width, head_dim, element_size, vectorised, backward) == expected
 
@@ -275,9 +264,7 @@ def test_configuration_is_a_function_of_the_problem(
         (40000, 200, 1, (512, 0)),
     ],
 )
-def test_few_rows_have_more_threads(
-    width: int, head_dim: int, num_rows: int, expected: tuple[int, int]
-) -> None:
+def test_few_rows_have_more_threads(width, head_dim, num_rows, expected):
     host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
     vectorised = width != 40000
     chosen = host.rmsnorm_rope_config(width, head_dim, 2, vectorised, False, num_rows)
@@ -323,19 +310,19 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_argument_requirement_and_value(name: str) -> None:
+def test_errors_name_argument_requirement_and_value(name):
     call, kind, message = ERRORS[name]
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_ranks_come_before_shapes() -> None:
+def test_ranks_come_before_shapes():
     x, weight, cos = torch.zeros(1, 2, 8), torch.zeros(3), torch.zeros(2, 4)
     with pytest.raises(htree_ops.ShapeMismatchError, match=r"cos must be 2-D \[S, hd\], 3-D"):
         htree_ops.compat.validate_rmsnorm_rope_inputs(x, weight, cos[0], cos)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_tiny_eps_stays_positive(dtype: torch.dtype, device: str) -> None:
+def test_a_tiny_eps_stays_positive(dtype, device):
     x, weight, cos = (torch.zeros(*s, dtype=dtype, device=device) for s in ((1, 2, 8), (8,), (2, 4)))
     assert htree_ops.rmsnorm_rope(x, weight, cos, cos, eps=1e-46).eq(0).all()

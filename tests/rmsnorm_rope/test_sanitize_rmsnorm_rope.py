@@ -1,7 +1,5 @@
 """Every CUDA kernel of the rmsnorm_rope family once at a small size, for compute-sanitizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -36,7 +34,7 @@ SHAPES = (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("shape", "head_dim"), SHAPES, ids=lambda value: str(value))
-def test_rmsnorm_rope(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype) -> None:
+def test_rmsnorm_rope(shape, head_dim, dtype):
     ops = torch.ops.htree
     for layout in ("contiguous", "misaligned"):
         case = RMSNormRoPECase(name="small", dtype=dtype, shape=shape, head_dim=head_dim, layout=layout)
@@ -49,7 +47,7 @@ def test_rmsnorm_rope(shape: tuple[int, ...], head_dim: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [64, 128, 256])
-def test_configurations(block_size: int, num_stages: int) -> None:
+def test_configurations(block_size, num_stages):
     case = RMSNormRoPECase(name="small", dtype=torch.bfloat16, shape=(2, 3, 1024), head_dim=128)
     inputs = case.make_inputs("cuda")
     y = torch.ops.htree.rmsnorm_rope(*inputs, [block_size, block_size // 32, num_stages])

@@ -1,19 +1,17 @@
 """Small calls of every CUDA kernel of select_blocks, for compute-sanitizer (`make sanitize`), with their results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from htree_ops.reference import selection as reference
 from tests.support.cases import case_id
-from tests.support.select_blocks_cases import CASES, VARLEN_CASES, SelectBlocksCase, SelectBlocksVarlenCase
+from tests.support.select_blocks_cases import CASES, VARLEN_CASES
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != torch.float64], ids=case_id)
-def test_select_blocks(case: SelectBlocksCase) -> None:
+def test_select_blocks(case):
     index = case.make_index("cuda")
     found = torch.ops.htree.select_blocks(*index, *case.options())
     for ours, theirs in zip(
@@ -23,13 +21,13 @@ def test_select_blocks(case: SelectBlocksCase) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in VARLEN_CASES if case.dtype != torch.float64], ids=case_id)
-def test_select_blocks_varlen(case: SelectBlocksVarlenCase) -> None:
+def test_select_blocks_varlen(case):
     torch.ops.htree.select_blocks_varlen(*case.make_inputs("cuda"))
 
 
 @pytest.mark.parametrize("offsets", [[0, 40, 10, 2**31 - 1], [-5, 3, 3, 20], [7, 7, 7, 7]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_offset_leads_outside_of_the_tensors(dtype: torch.dtype, offsets: list[int]) -> None:
+def test_no_offset_leads_outside_of_the_tensors(dtype, offsets):
     index = torch.zeros(30, 2, 32, dtype=dtype, device="cuda")
     broken = torch.tensor(offsets, dtype=torch.int32, device="cuda")
     sound = torch.tensor([0, 10, 20, 30], dtype=torch.int32, device="cuda")
@@ -39,7 +37,7 @@ def test_no_offset_leads_outside_of_the_tensors(dtype: torch.dtype, offsets: lis
         assert bool((scores.isnan() | scores.isinf() | (scores == 0)).all())
 
 
-def test_rows_beyond_shared_memory() -> None:
+def test_rows_beyond_shared_memory():
     """70 000 blocks: their keys stand in device memory."""
     query = torch.ones(1, 2, 1, 16, device="cuda")
     key = torch.arange(70_000, device="cuda").remainder(64.0)[None, :, None, None].expand(1, -1, 1, 16)

@@ -4,8 +4,6 @@ Values are mostly small whole numbers, whose products and sums are exact: then l
 included. On other values the scores are compared, and the lists must be right for the scores that the op computed.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -23,13 +21,7 @@ from tests.support.compare import assert_close_spec
 from tests.support.devices import poisoned_memory
 from tests.support.instruction_sets import ISAS, run_with
 from tests.support.layouts import LAYOUTS
-from tests.support.select_blocks_cases import (
-    CASES,
-    VARLEN_CASES,
-    SelectBlocksCase,
-    SelectBlocksVarlenCase,
-    integers,
-)
+from tests.support.select_blocks_cases import CASES, VARLEN_CASES, SelectBlocksCase, integers
 
 select_blocks = htree_ops.select_blocks
 select_blocks_varlen = htree_ops.select_blocks_varlen
@@ -73,7 +65,7 @@ def choose(
 
 
 @on_devices(CASES)
-def test_equal_to_the_reference(case: SelectBlocksCase, device: str, nan_memory: None) -> None:
+def test_equal_to_the_reference(case, device, nan_memory):
     index = case.make_index(device)
     found = select_blocks(*index, case.count, **case.keywords())
     assert_equal(found, reference.select_blocks(*index, case.count, **case.keywords()))
@@ -83,9 +75,7 @@ def test_equal_to_the_reference(case: SelectBlocksCase, device: str, nan_memory:
 
 
 @on_devices(VARLEN_CASES)
-def test_documents_equal_calls_of_their_own(
-    case: SelectBlocksVarlenCase, device: str, nan_memory: None
-) -> None:
+def test_documents_equal_calls_of_their_own(case, device, nan_memory):
     query, key = case.make_index(device)
     cu_q, cu_k = case.make_offsets(device)
     bounds = max(case.queries_of, default=0), max(case.lengths, default=0)
@@ -131,7 +121,7 @@ def problems(draw: st.DrawFn) -> SelectBlocksCase:
 
 
 @given(case=problems(), seed=st.integers(0, 2**20))
-def test_any_problem_equals_the_definition(case: SelectBlocksCase, seed: int, device: str) -> None:
+def test_any_problem_equals_the_definition(case, seed, device):
     query, key = case.make_index(device, seed)
     with poisoned_memory():
         blocks, scores = select_blocks(query, key, case.count, **case.keywords())
@@ -154,9 +144,7 @@ def test_any_problem_equals_the_definition(case: SelectBlocksCase, seed: int, de
 @pytest.mark.parametrize("d", [16, 32, 64, 128])
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_lists_are_right_for_the_scores_of_the_op(
-    dtype: torch.dtype, block_size: int, d: int, device: str
-) -> None:
+def test_lists_are_right_for_the_scores_of_the_op(dtype, block_size, d, device):
     """Normal values: a list that holds all blocks shows every score, and a short one has the best of these."""
     case = SelectBlocksCase(
         name="normal", dtype=dtype, T=500, count=200, block_size=block_size, d=d, exact=False
@@ -199,15 +187,13 @@ def trees(draw: st.DrawFn) -> tuple[int, list[float], int, dict[str, Any], int]:
 
 
 @given(tree=trees())
-def test_a_tree_of_maxima_selects_what_a_flat_search_selects(
-    tree: tuple[int, list[float], int, dict[str, Any], int],
-) -> None:
+def test_a_tree_of_maxima_selects_what_a_flat_search_selects(tree):
     """A walk from the top, which sees the children of its list alone, ends with the list of a flat search."""
     rate, leaves, count, options, levels = tree
     layers = [dict(enumerate([*leaves, INF]))]  # the diagonal node is forced, so its score is never read
     for _ in range(levels - 1):
         below = layers[-1]
-        nodes: dict[int, float] = {}
+        nodes = {}
         for block, score in below.items():
             nodes[block // rate] = max(nodes.get(block // rate, -INF), score)
         layers.append(nodes)
@@ -225,7 +211,7 @@ def test_a_tree_of_maxima_selects_what_a_flat_search_selects(
 
 
 @given(case=problems(), seed=st.integers(0, 2**20))
-def test_listed_blocks_lie_in_listed_nodes(case: SelectBlocksCase, seed: int, device: str) -> None:
+def test_listed_blocks_lie_in_listed_nodes(case, seed, device):
     """The op on blocks twice as large is the layer above: it lists the node of every block that is listed below."""
     query, key = case.make_index(device, seed)
     options = case.keywords()
@@ -239,9 +225,7 @@ def test_listed_blocks_lie_in_listed_nodes(case: SelectBlocksCase, seed: int, de
 
 
 @given(case=problems(), seed=st.integers(0, 2**20), data=st.data())
-def test_later_tokens_change_nothing(
-    case: SelectBlocksCase, seed: int, data: st.DataObject, device: str
-) -> None:
+def test_later_tokens_change_nothing(case, seed, data, device):
     case = replace(case, exact=False)
     query, key = case.make_index(device, seed)
     blocks, scores = select_blocks(query, key, case.count, **case.keywords())
@@ -261,9 +245,7 @@ def test_later_tokens_change_nothing(
 
 
 @given(case=problems(), seed=st.integers(0, 2**20), data=st.data())
-def test_a_row_has_the_bits_of_a_call_of_its_own(
-    case: SelectBlocksCase, seed: int, data: st.DataObject, device: str
-) -> None:
+def test_a_row_has_the_bits_of_a_call_of_its_own(case, seed, data, device):
     """Of one sequence, one head, one query, and no token behind it."""
     case = replace(case, exact=False)
     query, key = case.make_index(device, seed)
@@ -283,7 +265,7 @@ def test_a_row_has_the_bits_of_a_call_of_its_own(
 
 
 @given(case=problems(), seed=st.integers(0, 2**20))
-def test_permutations(case: SelectBlocksCase, seed: int, device: str) -> None:
+def test_permutations(case, seed, device):
     """Heads and sequences in another order have their lists in that order; the order of a block's tokens is nothing."""
     case = replace(case, exact=False)
     query, key = case.make_index(device, seed)
@@ -307,7 +289,7 @@ def test_permutations(case: SelectBlocksCase, seed: int, device: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["plain", "stride4"])
-def test_layouts(name: str, layout: str, device: str) -> None:
+def test_layouts(name, layout, device):
     case = next(case for case in CASES if case.name == name)
     query, key = replace(case, exact=False).make_index(device)
     found = select_blocks(query, key, case.count, **case.keywords())
@@ -327,7 +309,7 @@ def test_layouts(name: str, layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block_size", [4, 16])
-def test_nan_counts_as_minus_infinity(block_size: int, dtype: torch.dtype, device: str) -> None:
+def test_nan_counts_as_minus_infinity(block_size, dtype, device):
     T = 8 * block_size
     query = torch.ones(1, 1, 1, 16, dtype=dtype, device=device)
     key = torch.zeros(1, T, 1, 16, dtype=dtype, device=device)
@@ -355,7 +337,7 @@ def test_nan_counts_as_minus_infinity(block_size: int, dtype: torch.dtype, devic
     assert scores.flatten().tolist() == [-INF, -INF, INF]
 
 
-def test_zeros_of_either_sign_are_equal(device: str) -> None:
+def test_zeros_of_either_sign_are_equal(device):
     query = torch.full((1, 1, 1, 16), -1.0, device=device)
     key = torch.zeros(1, 20, 1, 16, device=device)
     key[:, 8:12] = -0.0
@@ -364,7 +346,7 @@ def test_zeros_of_either_sign_are_equal(device: str) -> None:
     assert not scores.signbit().any()
 
 
-def test_equal_scores_go_to_the_lower_block(device: str) -> None:
+def test_equal_scores_go_to_the_lower_block(device):
     index = torch.ones(1, 400, 1, 16, device=device)
     blocks, scores = select_blocks(index[:, -1:], index, 6, block_size=2, local=2, first=1)
     assert blocks.flatten().tolist() == [0, 1, 2, 3, 198, 199]
@@ -372,14 +354,14 @@ def test_equal_scores_go_to_the_lower_block(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_bits_on_every_run(dtype: torch.dtype, device: str) -> None:
+def test_same_bits_on_every_run(dtype, device):
     case = SelectBlocksCase(name="runs", dtype=dtype, T=3000, count=20, block_size=16, d=32, exact=False)
     index = case.make_index(device)
     assert_equal(select_blocks(*index, case.count), select_blocks(*index, case.count))
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_instruction_set(isa: str) -> None:
+def test_every_instruction_set(isa):
     script = """
 import torch
 from htree_ops import select_blocks
@@ -395,7 +377,7 @@ for case in CASES:
     assert found.returncode == 0, found.stderr
 
 
-def test_gradients_are_refused(device: str) -> None:
+def test_gradients_are_refused(device):
     query, key = (x.requires_grad_() for x in CASES[0].make_index(device))
     blocks, scores = select_blocks(query, key, 4, block_size=4)
     assert not blocks.requires_grad
@@ -406,7 +388,7 @@ def test_gradients_are_refused(device: str) -> None:
         assert not select_blocks(query, key, 4, block_size=4)[1].requires_grad
 
 
-def test_scores_are_close_for_float64() -> None:
+def test_scores_are_close_for_float64():
     case = SelectBlocksCase(name="double", dtype=torch.float64, T=300, count=100, d=48, exact=False)
     query, key = case.make_index("cpu")
     blocks, scores = select_blocks(query, key, case.count, block_size=4)
@@ -433,7 +415,7 @@ def bounds_of_blocks(query: Tensor, key: Tensor, count: int, block_size: int) ->
 
 
 @pytest.mark.parametrize("gate", [means_of_blocks, bounds_of_blocks], ids=lambda gate: gate.__name__)
-def test_gates_of_other_methods(gate: Any, device: str) -> None:
+def test_gates_of_other_methods(gate, device):
     query, key = (integers((2, 96, 2, 32), torch.float32, device, seed, largest=4) for seed in (1, 2))
     blocks, _ = gate(query, key, 4, 8)
     parts = key.unflatten(1, (-1, 8))
@@ -446,7 +428,7 @@ def test_gates_of_other_methods(gate: Any, device: str) -> None:
     assert torch.equal(blocks, reference.choose_blocks(scores, diagonal, 4)[0])
 
 
-def test_larger_integers_are_exact(device: str) -> None:
+def test_larger_integers_are_exact(device):
     """Sums of 128 products of values up to 8: beyond what an accumulation in 16 bits could hold."""
     query = integers((1, 400, 2, 128), torch.bfloat16, device, 1, largest=8)
     key = integers((1, 400, 2, 128), torch.bfloat16, device, 2, largest=8)

@@ -1,7 +1,5 @@
 """select_blocks under torch's machinery, over packed documents, and what it refuses (docs/semantics §9)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -35,7 +33,7 @@ WITHOUT_BACKWARD = ("test_schema", "test_autograd_registration", "test_faketenso
 
 
 @pytest.mark.parametrize("name", ["plain", "stride4", "suffix_stride", "open_next_odd", "no_query"])
-def test_opcheck(name: str, device: str) -> None:
+def test_opcheck(name, device):
     inputs = named(name).make_inputs(device)
     opcheck(OPS.select_blocks.default, inputs)
     index = [x.detach().requires_grad_() for x in inputs[:2]]
@@ -43,14 +41,14 @@ def test_opcheck(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ragged", "stride", "no_document"])
-def test_opcheck_of_documents(name: str, device: str) -> None:
+def test_opcheck_of_documents(name, device):
     inputs = next(case for case in VARLEN_CASES if case.name == name).make_inputs(device)
     opcheck(OPS.select_blocks_varlen.default, inputs)
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_of_views(dynamic: bool, backend: str, device: str) -> None:
-    def views(x: Tensor, w: Tensor, cu: Tensor) -> tuple[Tensor, ...]:
+def test_compile_of_views(dynamic, backend, device):
+    def views(x, w, cu):
         query, key = (x @ w).split(32, dim=-1)
         query, key = (y.unflatten(-1, (2, 16)) for y in (query, key))
         batched = htree_ops.select_blocks(query[:, 4:], key, 5, block_size=4, selection_stride=4, first=1)
@@ -71,9 +69,9 @@ def test_compile_of_views(dynamic: bool, backend: str, device: str) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_export_keeps_one_node() -> None:
+def test_export_keeps_one_node():
     class Model(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, query, key):
             return htree_ops.select_blocks(query, key, 3, block_size=4)
 
     length = torch.export.Dim("length", min=3, max=100)
@@ -87,7 +85,7 @@ def test_export_keeps_one_node() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_meta_tensors_have_the_shapes_of_the_kernels(device: str) -> None:
+def test_meta_tensors_have_the_shapes_of_the_kernels(device):
     for case in CASES:
         if device == "cuda" and case.dtype == torch.float64:
             continue
@@ -98,7 +96,7 @@ def test_meta_tensors_have_the_shapes_of_the_kernels(device: str) -> None:
             assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_are_those_of_the_products():
     from torch.utils.flop_counter import FlopCounterMode
 
     for name in ("plain", "stride4", "suffix_stride", "no_query", "one_token"):
@@ -116,7 +114,7 @@ def test_flops_are_those_of_the_products() -> None:
 
 
 @given(data=st.data(), seed=st.integers(0, 2**20))
-def test_a_broken_document_reaches_no_other(data: st.DataObject, seed: int, device: str) -> None:
+def test_a_broken_document_reaches_no_other(data, seed, device):
     stride = data.draw(st.sampled_from((1, 2, 4)))
     lengths = tuple(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5)))
     queries = tuple(n - data.draw(st.integers(0, n // stride)) * stride for n in lengths)
@@ -161,7 +159,7 @@ def broken_call(change: dict[str, Any], device: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_document_that_breaks_the_rules_is_an_error(name: str) -> None:
+def test_a_document_that_breaks_the_rules_is_an_error(name):
     change, _, message = BROKEN[name]
     with pytest.raises(ValueError, match=f"select_blocks_varlen: .*{message}"):
         broken_call(change, "cpu")
@@ -169,7 +167,7 @@ def test_a_document_that_breaks_the_rules_is_an_error(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_document_that_breaks_the_rules_is_nan_on_cuda(name: str) -> None:
+def test_a_document_that_breaks_the_rules_is_nan_on_cuda(name):
     change, document, _ = BROKEN[name]
     blocks, scores = broken_call(change, "cuda")
     fine_blocks, fine_scores = broken_call({}, "cuda")
@@ -233,7 +231,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("change", "kind", "message"), REFUSED, ids=[message[:40] for _, _, message in REFUSED]
 )
-def test_bad_input_is_named(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_input_is_named(change, kind, message):
     call = {"index_query": QUERY, "index_key": KEY, "count": 5, "block_size": 4} | change
     with pytest.raises(kind, match=f"^select_blocks: .*{re.escape(message)}"):
         htree_ops.select_blocks(**call)
@@ -257,7 +255,7 @@ VARLEN_REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("change", "kind", "message"), VARLEN_REFUSED, ids=[message[:40] for _, _, message in VARLEN_REFUSED]
 )
-def test_bad_input_of_documents_is_named(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_input_of_documents_is_named(change, kind, message):
     call = {"index_query": QUERY[0], "index_key": KEY[0], "count": 5, "max_q": 24, "max_k": 40}
     call |= {"cu_seq_q": offsets((24,), "cpu"), "cu_seq_k": offsets((40,), "cpu")}
     with pytest.raises(kind, match=f"^select_blocks_varlen: .*{re.escape(message)}"):
@@ -265,7 +263,7 @@ def test_bad_input_of_documents_is_named(change: dict[str, Any], kind: type[Exce
 
 
 @pytest.mark.gpu
-def test_float64_is_refused_on_cuda() -> None:
+def test_float64_is_refused_on_cuda():
     index = torch.zeros(1, 8, 1, 16, dtype=torch.float64, device="cuda")
     with pytest.raises(
         UnsupportedDtypeError, match=r"index_query must have dtype .* on CUDA, got torch\.float64"

@@ -1,7 +1,5 @@
 """select_blocks at sizes and in places that only a GPU has: memory, streams, graphs, long sequences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def assert_equal(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...
 @pytest.mark.parametrize("d", [16, 32, 48, 64, 80, 128])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_several_splits_and_tiles(dtype: torch.dtype, block_size: int, d: int) -> None:
+def test_several_splits_and_tiles(dtype, block_size, d):
     """More units than a thread block takes, and leaders that fill several tiles, with a rest."""
     T = 9000
     query, key = (integers((2, T, 2, d), dtype, "cuda", seed, largest=2) for seed in (1, 2))
@@ -38,7 +36,7 @@ def test_several_splits_and_tiles(dtype: torch.dtype, block_size: int, d: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_do_not_depend_on_chunks(dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_chunks(dtype):
     """A call of many chunks, and calls of a few of its rows."""
     T = 40_000
     query, key = (normal((1, T, 3, 32), dtype, "cuda", seed) for seed in (1, 2))
@@ -51,7 +49,7 @@ def test_rows_do_not_depend_on_chunks(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-def test_memory_is_bounded(stride: int) -> None:
+def test_memory_is_bounded(stride):
     case = SelectBlocksCase(
         name="memory", dtype=torch.bfloat16, T=262_144, count=8, H=2, d=32, block_size=16,
         selection_stride=stride, num_queries=8192, exact=False,
@@ -66,7 +64,7 @@ def test_memory_is_bounded(stride: int) -> None:
     assert torch.cuda.max_memory_allocated() - before - results <= MOST_BYTES
 
 
-def test_streams_and_graphs() -> None:
+def test_streams_and_graphs():
     query, key = (normal((1, 3000, 2, 32), torch.bfloat16, "cuda", seed) for seed in (1, 2))
     cu = offsets((1200, 0, 1700), "cuda")
 
@@ -77,7 +75,7 @@ def test_streams_and_graphs() -> None:
     assert_stream_and_graph(both, query)
 
 
-def test_many_documents() -> None:
+def test_many_documents():
     """More documents than the table has threads, most of them shorter than a tile of leaders."""
     lengths = tuple(i % 37 for i in range(3000))
     total = sum(lengths)
@@ -90,7 +88,7 @@ def test_many_documents() -> None:
     assert_equal(tuple(x.cpu() for x in found), on_host)
 
 
-def test_more_than_2_31_elements() -> None:
+def test_more_than_2_31_elements():
     """Offsets of keys beyond 2^31 elements."""
     T = 2**21
     key = torch.zeros(9, T, 1, 128, dtype=torch.bfloat16, device="cuda")

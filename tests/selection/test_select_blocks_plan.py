@@ -1,7 +1,5 @@
 """How select_blocks cuts a call, on either device, without a GPU (csrc/ops/selection/plan)."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -25,9 +23,7 @@ sizes = st.integers(0, 31).flatmap(lambda bits: st.integers(0, 2**bits - 1))
         (False, 9, 16, "general"),
     ],
 )
-def test_the_kernel_follows_from_dtype_block_and_device(
-    half_dtype: bool, major: int, block_size: int, kernel: str
-) -> None:
+def test_the_kernel_follows_from_dtype_block_and_device(half_dtype, major, block_size, kernel):
     for most_tokens, slots, heads in ((1, 1, 1), (70_000, 9, 3), (2**30, 2**30, 64)):
         found = host.select_blocks_launch(half_dtype, major, most_tokens, slots, heads, block_size)
         assert found[0] == kernel
@@ -41,9 +37,7 @@ def test_the_kernel_follows_from_dtype_block_and_device(
     heads=st.integers(1, 100_000),
     block_size=st.integers(1, 2**20),
 )
-def test_launches_cover_a_call_within_the_bound(
-    half_dtype: bool, most_tokens: int, slots: int, heads: int, block_size: int
-) -> None:
+def test_launches_cover_a_call_within_the_bound(half_dtype, most_tokens, slots, heads, block_size):
     kernel, unit, units, row, chunk_heads, leaders, splits, held = host.select_blocks_launch(
         half_dtype, 9, most_tokens, slots, heads, block_size
     )
@@ -61,7 +55,7 @@ def test_launches_cover_a_call_within_the_bound(
         assert held <= MOST_BYTES
 
 
-def test_the_bars_of_the_benchmark_fill_a_gpu() -> None:
+def test_the_bars_of_the_benchmark_fill_a_gpu():
     """131 072 tokens, four index heads: thread blocks of the scores of a chunk beside 132 multiprocessors."""
     _, _, units, row, heads, leaders, splits, held = host.select_blocks_launch(
         True, 9, 131_072, 131_072, 4, 16
@@ -80,9 +74,7 @@ def test_the_bars_of_the_benchmark_fill_a_gpu() -> None:
     lanes=st.sampled_from(((4, 4), (8, 4), (16, 8))),
     size=st.sampled_from((4, 8)),
 )
-def test_chunks_cover_a_call_within_the_bound(
-    num_heads: int, num_blocks: int, leaders: int, block_size: int, d: int, lanes: tuple[int, int], size: int
-) -> None:
+def test_chunks_cover_a_call_within_the_bound(num_heads, num_blocks, leaders, block_size, d, lanes, size):
     width, tile = lanes[0] * 4 // size, lanes[1]
     groups, heads, segment, tokens, rows = host.select_blocks_chunks(
         num_heads, num_blocks, leaders, block_size, d, width, tile, size

@@ -4,8 +4,6 @@ A copy is a row of units. Here a unit holds, for each of its nodes, whether it w
 after every chunk the units must be those of copies that are made at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 try:
     from htree_ops import _host as host
 except ImportError:  # built for one version of Python
-    host = None  # type: ignore[assignment]
+    host = None
 
 pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
 
@@ -98,15 +96,13 @@ OPTIONS = st.builds(
 @given(
     sequence=OPTIONS, chunks=st.lists(st.integers(1, 6000), min_size=1, max_size=8), more=st.integers(0, 5000)
 )
-def test_a_sequence_in_chunks_has_the_copies_of_one_call(
-    sequence: GrowingSequence, chunks: list[int], more: int
-) -> None:
+def test_a_sequence_in_chunks_has_the_copies_of_one_call(sequence, chunks, more):
     parents, span_rows, top_tiles, top_span_tiles = sequence.call(sum(chunks) + more).growing_capacity()
-    grown: Copies = {}
+    grown = {}
     begin = 0
     for chunk in chunks:
         end = begin + chunk
-        at_once: Copies = {}
+        at_once = {}
         wanted = write(sequence, at_once, 0, end)
         assert write(sequence, grown, begin, end) == wanted
         assert ("packed", sequence.layers(end) - 1) in wanted
@@ -123,7 +119,7 @@ def test_a_sequence_in_chunks_has_the_copies_of_one_call(
 
 
 @pytest.mark.parametrize("span", [0, 2])
-def test_a_chunk_changes_what_it_adds(span: int) -> None:
+def test_a_chunk_changes_what_it_adds(span):
     """Of 128k tokens in chunks of 4096 each chunk writes its own units, and what was open before."""
     sequence = GrowingSequence(max_top_nodes=8192, top_k=512, dim=128, kv_heads=4, stride=16, span=span)
     for end in range(16_384, 131_073, 4096):
@@ -137,7 +133,7 @@ def test_a_chunk_changes_what_it_adds(span: int) -> None:
 
 
 @given(sequence=OPTIONS, capacity=st.integers(1, 40_000))
-def test_copies_lie_one_behind_the_other(sequence: GrowingSequence, capacity: int) -> None:
+def test_copies_lie_one_behind_the_other(sequence, capacity):
     call = sequence.call(capacity)
     parents, span_rows, top_tiles, top_span_tiles = call.growing_capacity()
     parent_bytes, span_bytes = RATE * (4 * sequence.dim + 4), RATE * (2 * sequence.dim + 4)

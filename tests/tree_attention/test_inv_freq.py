@@ -4,8 +4,6 @@ Drawn problems with and without them, forward and backward: test_tree_attention_
 test_tree_attention_gradients.py. On the tensor cores: test_tree_attention_gpu.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The IO-only variants against their formulas: integers exactly, scores to rounding (docs/semantics §2.2, §2.3)."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch
@@ -213,7 +211,7 @@ def test_integers_agree_bit_for_bit(dtype, select, layout, device):
     parents = ref.top_parents(case.B, case.T, 2, case.top_k, len(layers), case.r)
     for layer in reversed(range(len(layers))):
         keys, values = (x.to(dtype) for x in layers[layer][:2])
-        found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        found = {}
         for where in dict.fromkeys(("cpu", device)):
             placed_q, placed_k, placed_v = LAYOUTS[layout](*on(where, q, keys, values))
             lists, cos, sin = (strided(x) for x in on(where, parents, *table))

@@ -4,8 +4,6 @@ Needs nvcc and no GPU. The kernels are compiled to PTX without loop transformati
 them twice; dead loads are removed all the same, as a variant with a broken fold shows.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -95,7 +93,7 @@ def changed_tree(folder: Path, header: str, kept: str, put: str) -> Path:
 
 @needs_nvcc
 @pytest.mark.parametrize("dtype", ["float", "half", "bfloat16"])
-def test_scores_read_and_write_the_same(dtype: str) -> None:
+def test_scores_read_and_write_the_same(dtype):
     pairs = variants(f"full_compute_scores_{dtype}", f"io_compute_scores_{dtype}")
     assert len(pairs) == 8  # 1, 2, 4, 8 heads; packs and single elements
     for full, io in pairs:
@@ -106,7 +104,7 @@ def test_scores_read_and_write_the_same(dtype: str) -> None:
 
 
 @needs_nvcc
-def test_selection_reads_the_same_scores(tmp_path: Path) -> None:
+def test_selection_reads_the_same_scores(tmp_path):
     """The full kernel's other accesses are generic: keys and sort buffer, in shared memory where they fit.
 
     The parameters are marked as constant here. Without that the compiler takes all pointers as generic at this level of
@@ -129,7 +127,7 @@ def test_selection_reads_the_same_scores(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-def test_next_parents_are_copied() -> None:
+def test_next_parents_are_copied():
     ((full, io),) = variants("next_parents", "next_parents")
     assert sorted(kind.split()[0] for kind in io.elements()) == ["ld", "st"]
     assert sum(count for kind, count in full.items() if kind.startswith("ld")) > 1  # the list as well
@@ -159,7 +157,7 @@ def test_next_parents_are_copied() -> None:
         ),
     ],
 )
-def test_a_load_that_feeds_nothing_is_missed(tmp_path, header, kept, dropped, instance) -> None:
+def test_a_load_that_feeds_nothing_is_missed(tmp_path, header, kept, dropped, instance):
     """A variant that drops a value loses its load, and the count shows that."""
     tree = changed_tree(tmp_path, header, kept, dropped)
     broken = accesses_of(compile_to_ptx(write_instance(instance, tmp_path), tree))

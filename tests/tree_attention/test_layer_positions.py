@@ -1,7 +1,5 @@
 """Where :class:`htree_ops.HTreeAttention` rotates: at the tokens' own places, as dense models do, or compact ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +59,7 @@ def frequencies_of(base: float, device: str) -> Tensor:
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
 @pytest.mark.parametrize("numbers", [None, (0.9, 0.02, -0.3)])
 def test_own_positions_are_those_of_the_tokens(device, numbers, scope):
-    options: dict[str, Any] = {"scope": scope}
+    options = {"scope": scope}
     options |= {} if numbers is None else {"inv_freq": numbers, "rope_base": 10000.0}
     module, x = layer(device, **options), normal(device, 2, 75, WIDTH).requires_grad_()
     frequencies = (

@@ -3,8 +3,6 @@
 Drawn problems with and without it: test_tree_attention_properties.py, test_tree_attention_fast_properties.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -22,11 +20,7 @@ from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
 from tests.support.tree_attention_calls import calls_with
 from tests.support.tree_attention_cases import NEXT_SHAPES
-from tests.support.tree_attention_checks import (
-    assert_epsilon_optimal,
-    assert_lists,
-    forced,
-)
+from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists, forced
 
 ops = torch.ops.htree
 

@@ -1,7 +1,5 @@
 """Small calls of the kernels of the IO-only variants, for compute-sanitizer (`make sanitize`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -27,7 +25,7 @@ def to_cuda(value: object) -> object:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [shape for shape in SHAPES if shape.name in NAMES], ids=lambda c: c.name)
-def test_every_io_only_variant(case, dtype) -> None:
+def test_every_io_only_variant(case, dtype):
     prepared = [call for call in calls(case.with_dtype(dtype), "cpu") if call.op.startswith("io_")]
     variants = {call.op: replace(call, args=tuple(map(to_cuda, call.args))) for call in prepared}
     assert len(variants) == 5

@@ -1,7 +1,5 @@
 """Small calls of every CUDA kernel of tree attention, for compute-sanitizer (`make sanitize`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,7 @@ GENERAL = [shape for shape in SHAPES if shape.name in NAMES]
 
 def tensor_core(name: str, dtype: torch.dtype, **sizes: object) -> TreeAttentionCase:
     defaults: dict[str, object] = {"T": 300, "H": 8, "H_kv": 1, "r": 16, "top_k": 4, "M": 32}
-    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})
 
 
 TENSOR_CORE = [
@@ -51,7 +49,7 @@ TENSOR_CORE = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", GENERAL, ids=lambda c: c.name)
-def test_every_op(case: TreeAttentionCase, dtype: torch.dtype) -> None:
+def test_every_op(case, dtype):
     for call in calls(case.with_dtype(dtype), "cuda"):
         result = call()
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
@@ -61,9 +59,7 @@ def test_every_op(case: TreeAttentionCase, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("gather", ["auto", "private"])
 @pytest.mark.parametrize("case", TENSOR_CORE, ids=case_id)
-def test_attention_and_its_gradient(
-    case: TreeAttentionCase, gather: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_and_its_gradient(case, gather, monkeypatch):
     monkeypatch.setenv("HTREE_TREE_GATHER", gather)
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
     for store_parents in (True, False):
@@ -95,7 +91,7 @@ NEXT = [
 
 
 @pytest.mark.parametrize("case", [*SPANS, *NEXT], ids=case_id)
-def test_selection_by_span_means(case: TreeAttentionCase) -> None:
+def test_selection_by_span_means(case):
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
     later = {"selection_span": case.selection_span, "open_next": case.open_next}
     for store_parents in (True, False):
@@ -111,7 +107,7 @@ FREQUENCIES = [
 
 
 @pytest.mark.parametrize("case", FREQUENCIES, ids=case_id)
-def test_frequencies_of_the_caller(case: TreeAttentionCase) -> None:
+def test_frequencies_of_the_caller(case):
     q, k, v = (x.requires_grad_() for x in case.make_qkv("cuda"))
     for store_parents in (True, False):
         out = torch.ops.htree.attention(
@@ -122,7 +118,7 @@ def test_frequencies_of_the_caller(case: TreeAttentionCase) -> None:
 
 
 @pytest.mark.parametrize(("stride", "rope_base"), [(1, 10000.0), (16, 10000.0), (1, None)])
-def test_backward_under_lists_that_break_the_rules(stride: int, rope_base: float | None) -> None:
+def test_backward_under_lists_that_break_the_rules(stride, rope_base):
     case = tensor_core("wild", torch.bfloat16, K=64, V=64, selection_stride=stride, rope_base=rope_base)
     q, k, v = case.make_qkv("cuda")
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *case.op_options())
@@ -139,7 +135,7 @@ def test_backward_under_lists_that_break_the_rules(stride: int, rope_base: float
 
 
 @pytest.mark.parametrize("span", [None, 2])
-def test_rows_before_the_first_selection_of_a_long_sequence(span: int | None) -> None:
+def test_rows_before_the_first_selection_of_a_long_sequence(span):
     """The tables of such a call end before the nodes of the top do."""
     case = tensor_core("rows", torch.bfloat16, T=4000, H=4, M=256, top_k=16, K=128, V=128)
     q, k, v = case.make_qkv("cuda")

@@ -3,8 +3,6 @@
 Drawn problems with and without a span: test_tree_attention_properties.py and test_tree_attention_gradients.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -23,16 +21,8 @@ from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
 from tests.support.instruction_sets import ISAS, run_with
 from tests.support.tree_attention_calls import calls, calls_with
-from tests.support.tree_attention_cases import (
-    SHAPES,
-    SPAN_SHAPES,
-    TreeAttentionCase,
-)
-from tests.support.tree_attention_checks import (
-    assert_epsilon_optimal,
-    assert_lists,
-    forced,
-)
+from tests.support.tree_attention_cases import SHAPES, SPAN_SHAPES, TreeAttentionCase
+from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists, forced
 
 ops = torch.ops.htree
 

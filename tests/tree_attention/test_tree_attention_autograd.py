@@ -1,9 +1,6 @@
 """Gradients of tree attention through torch's autograd: masks, refusals (docs/semantics §0.5, §1.10)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from tests.support.cases import normal
 from tests.support.tree_attention_calls import calls
 
 
-def test_undefined_and_unused_gradients(device: str) -> None:
+def test_undefined_and_unused_gradients(device):
     q, k, v = qkv(device)
     pk, pv = OPS.tree_build(k, v, 4)
     (dk,) = torch.autograd.grad(pk.sum(), k)  # the gradient of pv is undefined
@@ -31,14 +28,14 @@ def test_undefined_and_unused_gradients(device: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
-def test_frozen_inputs_cost_no_gradient(wanted: tuple[int, ...], device: str) -> None:
+def test_frozen_inputs_cost_no_gradient(wanted, device):
     full = gradients(lambda *x: htree_ops.tree_attention(*x, **OPTIONS), qkv(device))
     inputs = [x.requires_grad_(i in wanted) for i, x in enumerate(qkv(device))]
     leaves = tuple(inputs[i] for i in wanted)
     masks = []
 
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is OPS._attention_rows_backward.default:
                 masks.append(tuple(args[10]))
             return func(*args, **(kwargs or {}))
@@ -49,7 +46,7 @@ def test_frozen_inputs_cost_no_gradient(wanted: tuple[int, ...], device: str) ->
     assert_same(found[1:], tuple(full[1 + i] for i in wanted), rtol=0, atol=0)
 
 
-def test_store_parents_changes_no_bit(device: str) -> None:
+def test_store_parents_changes_no_bit(device):
     models = [
         lambda *x, stored=stored: htree_ops.tree_attention(*x, **OPTIONS, store_parents=stored)
         for stored in (True, False)
@@ -59,7 +56,7 @@ def test_store_parents_changes_no_bit(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tree_build", "attention"])
-def test_double_backward_is_refused(name: str, device: str) -> None:
+def test_double_backward_is_refused(name, device):
     q, k, v = qkv(device)
     out = OPS.tree_build(k, v, 4)[0] if name == "tree_build" else OPS.attention(q, k, v, 4, 8, 2)
     (dk,) = torch.autograd.grad((out * out).sum(), k, create_graph=True)
@@ -67,7 +64,7 @@ def test_double_backward_is_refused(name: str, device: str) -> None:
         dk.sum().backward()
 
 
-def test_rope_differentiates_twice_and_refuses_tables_with_gradient(device: str) -> None:
+def test_rope_differentiates_twice_and_refuses_tables_with_gradient(device):
     x = normal((2, 5, 3, 4), torch.float64, device, 0).requires_grad_()
     cos, sin = OPS.rope_cache(7, 4, dtype=torch.float64, device=device)
     positions = torch.tensor([0, 3, 6, 1, 1], device=device)
@@ -90,7 +87,7 @@ NO_GRADIENT = (
 
 
 @pytest.mark.parametrize("name", NO_GRADIENT)
-def test_a_backward_without_formula_raises(name: str, device: str) -> None:
+def test_a_backward_without_formula_raises(name, device):
     call = next(c for c in calls(CASES["batch"], device) if c.op == name)
     args = [x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in call.args]
     result = call.overload(*args)
@@ -100,7 +97,7 @@ def test_a_backward_without_formula_raises(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mask_topk_scores_", "merge_to_global_"])
-def test_writing_ops_refuse_gradients_and_count_versions(name: str, device: str) -> None:
+def test_writing_ops_refuse_gradients_and_count_versions(name, device):
     call = next(c for c in calls(CASES["batch"], device) if c.op == name)
     written = call.args[:1] if name == "mask_topk_scores_" else call.args[:3]
     versions = [x._version for x in written]
@@ -123,7 +120,7 @@ def test_writing_ops_refuse_gradients_and_count_versions(name: str, device: str)
         saved.sum().backward()
 
 
-def test_written_arguments_must_not_overlap(device: str) -> None:
+def test_written_arguments_must_not_overlap(device):
     call = next(c for c in calls(CASES["batch"], device) if c.op == "merge_to_global_")
     gmax, _, gout, *local = call.args
     with pytest.raises(RuntimeError):
@@ -133,7 +130,7 @@ def test_written_arguments_must_not_overlap(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mask_topk_scores_", "merge_to_global_"])
-def test_written_arguments_may_have_any_strides(name: str, device: str) -> None:
+def test_written_arguments_may_have_any_strides(name, device):
     call = next(c for c in calls(CASES["batch"], device) if c.op == name)
     plain = [x.clone() for x in call.args]
     strided = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in plain]
@@ -142,27 +139,27 @@ def test_written_arguments_may_have_any_strides(name: str, device: str) -> None:
     assert_same(tuple(strided), tuple(plain), rtol=0, atol=0)
 
 
-def test_activation_checkpointing(device: str) -> None:
-    def model(*x: Tensor) -> Tensor:
+def test_activation_checkpointing(device):
+    def model(*x):
         return htree_ops.tree_attention(*x, **OPTIONS)
 
-    def again(*x: Tensor) -> Tensor:
+    def again(*x):
         return checkpoint(model, *x, use_reentrant=False)
 
     assert_same(gradients(again, qkv(device)), gradients(model, qkv(device)), rtol=0, atol=0)
 
 
-def test_torch_func_grad_is_refused(device: str) -> None:
+def test_torch_func_grad_is_refused(device):
     q, k, v = (x.detach() for x in qkv(device))
     with pytest.raises(RuntimeError, match=r"functorch transforms|setup_context"):
         torch.func.grad(lambda q: htree_ops.tree_attention(q, k, v, **OPTIONS).sum())(q)
 
 
-def test_compiled_autograd(device: str) -> None:
+def test_compiled_autograd(device):
     """Compiled autograd can trace the backward of the C++ functions."""
     inputs = [x.requires_grad_() for x in qkv(device)]
 
-    def found(traced: bool) -> tuple[Tensor, ...]:
+    def found(traced):
         out = htree_ops.tree_attention(*inputs, **OPTIONS)
         weights = OPS.causal_softmax(OPS.hadamard_transform(out.flatten(2)[..., :16]).mT)
         loss = weights.square().sum() + out.sum()

@@ -1,7 +1,5 @@
 """Gradients of tree attention on the GPU where half precision could go wrong: ranges, futures, masks, memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -30,12 +28,12 @@ def model(dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttention
         "top_k": 16,
         "M": 128,
     }
-    return TreeAttentionCase(name="backward", dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+    return TreeAttentionCase(name="backward", dtype=dtype, **{**defaults, **sizes})
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 2.0**14, 2.0**40])
 @pytest.mark.parametrize("stride", STRIDES)
-def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None) -> None:
+def test_keys_and_queries_of_any_size(stride, size, nan_memory):
     """The scores do not change; powers of two bring dS, keys and queries into fp16's range."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -48,9 +46,7 @@ def test_keys_and_queries_of_any_size(stride: int, size: float, nan_memory: None
     [(-110, 0), (-70, 0), (63, 0), (100, 0), (0, -90), (0, 64), (0, 100), (70, -70), (-80, 80), (-50, -50)],
 )
 @pytest.mark.parametrize("stride", STRIDES)
-def test_values_and_gradients_of_any_size(
-    stride: int, of_values: int, of_gradients: int, nan_memory: None
-) -> None:
+def test_values_and_gradients_of_any_size(stride, of_values, of_gradients, nan_memory):
     """Values and gradients are scaled by powers of two, some with squares beyond fp32's range."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -61,7 +57,7 @@ def test_values_and_gradients_of_any_size(
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_keys_of_mixed_size(stride: int, nan_memory: None) -> None:
+def test_keys_of_mixed_size(stride, nan_memory):
     """Small keys stand beside large ones; the errors of each kind are compared with its own size."""
     case = model(T=1100, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -102,9 +98,7 @@ def gradients_of(
 
 @pytest.mark.parametrize("t", [112, 640, 645, 899])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_value_that_no_gradient_reads(
-    family: str, t: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_no_gradient_reads(family, t, nan_memory, monkeypatch):
     """A value far above the others, from which on nothing flows back, as padding has it, costs no digits elsewhere."""
     case, alone = FAMILIES[family]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
@@ -127,9 +121,7 @@ def test_a_value_that_no_gradient_reads(
 
 @pytest.mark.parametrize("zeros", [1, 8, 40, 300])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_of_zeros_alone(
-    family: str, zeros: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_zeros_alone(family, zeros, nan_memory, monkeypatch):
     """As a sequence begins that was padded with zeros: the first rows see no other keys."""
     case, alone = FAMILIES[family]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
@@ -141,9 +133,7 @@ def test_keys_of_zeros_alone(
 @pytest.mark.parametrize("t", [112, 645, 899])
 @pytest.mark.parametrize("of", ["k", "v"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_future_changes_no_bit_of_dq(
-    family: str, of: str, t: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_future_changes_no_bit_of_dq(family, of, t, monkeypatch):
     """However large a later row is, and whatever flows back from the queries that see it."""
     case, alone = FAMILIES[family]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
@@ -160,7 +150,7 @@ def test_the_future_changes_no_bit_of_dq(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_far_above_the_others(family: str, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_far_above_the_others(family, nan_memory, monkeypatch):
     """Where gradients read such a value they follow the reference, and those of another batch do not change."""
     case, alone = FAMILIES[family]
     case = dataclasses.replace(case, B=2)
@@ -182,7 +172,7 @@ def test_values_far_above_the_others(family: str, nan_memory: None, monkeypatch:
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("t", [15, 100, 643])
-def test_a_future_that_is_not_finite(stride: int, t: int) -> None:
+def test_a_future_that_is_not_finite(stride, t):
     """dq of a query is finite whatever later tokens hold, also those under its diagonal parent."""
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -200,7 +190,7 @@ def test_a_future_that_is_not_finite(stride: int, t: int) -> None:
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
-def test_scales_that_are_not_positive(stride: int, scale: float, nan_memory: None) -> None:
+def test_scales_that_are_not_positive(stride, scale, nan_memory):
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = {**case.reference_options(), "scale": scale}
@@ -221,7 +211,7 @@ def test_scales_that_are_not_positive(stride: int, scale: float, nan_memory: Non
 @pytest.mark.parametrize(
     "mask", [[False, True, False], [False, False, True], [False, True, True], [True, False, True]]
 )
-def test_some_of_the_gradients(stride: int, mask: list[bool], nan_memory: None) -> None:
+def test_some_of_the_gradients(stride, mask, nan_memory):
     case = model(selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -238,7 +228,7 @@ def test_some_of_the_gradients(stride: int, mask: list[bool], nan_memory: None) 
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("group", [3, 4, 8, 16])
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
-def test_queries_that_start_within_a_node(stride: int, group: int, width: int, nan_memory: None) -> None:
+def test_queries_that_start_within_a_node(stride, group, width, nan_memory):
     """The first run of 16 queries at the top begins before the first query, with three layers and with one."""
     for nodes in (32, 1024):
         case = model(
@@ -256,7 +246,7 @@ def test_queries_that_start_within_a_node(stride: int, group: int, width: int, n
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 16])
-def test_the_kernels_of_every_gpu_agree_at_length(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_every_gpu_agree_at_length(stride, monkeypatch):
     """Hopper's kernels with several chunks, windows and launches agree with those of every GPU, which have none."""
     case = model(T=40_000, H=8, H_kv=1, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -277,7 +267,7 @@ def test_the_kernels_of_every_gpu_agree_at_length(stride: int, monkeypatch: pyte
         (131_072, 1, False),  # the call that needs most
     ],
 )
-def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
+def test_scratch_is_bounded(length, stride, stored):
     """At most 2 GB beyond gradients, fp32 sums, the tree and one packed copy of K and V; a repeat has equal bits."""
     case = model(T=length, H=32, H_kv=4, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -302,7 +292,7 @@ def test_scratch_is_bounded(length: int, stride: int, stored: bool) -> None:
 
 
 @pytest.mark.parametrize("width", [32, 48])
-def test_more_batches_and_heads_than_a_grid_is_wide(width: int) -> None:
+def test_more_batches_and_heads_than_a_grid_is_wide(width):
     """Each batch has the gradients it has alone, on the tensor cores and on the general kernels."""
     case = model(B=33_000, T=20, H=4, H_kv=2, K=width, V=width, top_k=1, M=16)
     assert_batch_like_alone(case, slice(0, 3), slice(32_766, 32_769), slice(32_997, None))
@@ -310,7 +300,7 @@ def test_more_batches_and_heads_than_a_grid_is_wide(width: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1025, 3000])
 @pytest.mark.parametrize("width", [32, 64])
-def test_lists_too_long_for_the_tensor_cores_kept_or_not(width: int, top_k: int) -> None:
+def test_lists_too_long_for_the_tensor_cores_kept_or_not(width, top_k):
     """Outputs and gradients have the same bits, whether or not T tokens can fill a list."""
     case = model(T=300, H=4, K=width, V=width, top_k=top_k, M=20)
     inputs = [x.requires_grad_() for x in case.make_qkv("cuda")]

@@ -1,7 +1,5 @@
 """Wrong arguments of the ops of tree attention: the right class, and a message with argument, rule and value."""
 
-from __future__ import annotations
-
 import math
 import re
 

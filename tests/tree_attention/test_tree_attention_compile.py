@@ -3,8 +3,6 @@
 The values are those of eager mode, which other tests compare with the reference (docs/semantics §0.3-0.5).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,23 +17,22 @@ from tests.support.compilers import BACKENDS
 from tests.support.graphs import capture
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_calls import calls
-from tests.support.tree_attention_cases import TreeAttentionCase
 
 # ---- opcheck
 
 
-def test_the_cases_exist() -> None:
+def test_the_cases_exist():
     assert set(CASES) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name: str, device: str) -> None:
+def test_opcheck(name, device):
     for call in calls(CASES[name], device):
         call.opcheck()
 
 
 @pytest.mark.parametrize("mask", [(True, False, True), (False, False, True), (False, False, False)], ids=str)
-def test_opcheck_of_a_masked_backward(mask: tuple[bool, ...], device: str) -> None:
+def test_opcheck_of_a_masked_backward(mask, device):
     call = next(c for c in calls(CASES["batch"], device) if c.op == "attention_backward")
     found = call.overload(*call.args, output_mask=mask)
     assert [gradient is not None for gradient in found] == list(mask)
@@ -43,7 +40,7 @@ def test_opcheck_of_a_masked_backward(mask: tuple[bool, ...], device: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_meta_agrees_with_the_kernels(name: str, device: str) -> None:
+def test_meta_agrees_with_the_kernels(name, device):
     for call in calls(CASES[name], device):
         call.assert_meta_agrees()
 
@@ -96,7 +93,7 @@ class Views(Layer):
         *((kind, dynamic, "aot_eager") for kind in ("span", "open_next") for dynamic in (False, True)),
     ],
 )
-def test_compile_of_views_with_backward(kind: str, dynamic: bool, backend: str, device: str) -> None:
+def test_compile_of_views_with_backward(kind, dynamic, backend, device):
     torch._dynamo.reset()
     views = Views(kind)
     compiled = torch.compile(views, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -108,7 +105,7 @@ def test_compile_of_views_with_backward(kind: str, dynamic: bool, backend: str, 
 
 @by_top
 @pytest.mark.parametrize("grad", [False, True])
-def test_lengths_alone_do_not_recompile(grad: bool, kind: str, device: str) -> None:
+def test_lengths_alone_do_not_recompile(grad, kind, device):
     torch._dynamo.reset()
     compiled = torch.compile(Layer(kind), backend="aot_eager", fullgraph=True, dynamic=True)
     for T in (40, 41, 57, 128, 129, 5, 9, 31, 150, 513):  # 1 to 5 layers
@@ -121,11 +118,11 @@ def test_lengths_alone_do_not_recompile(grad: bool, kind: str, device: str) -> N
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_bounds_over_several_depths_are_one_graph(backend: str, stride: int, device: str) -> None:
+def test_bounds_over_several_depths_are_one_graph(backend, stride, device):
     """`mark_dynamic` with bounds raises where a graph does not hold for each length between them."""
     torch._dynamo.reset()
 
-    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def model(q, k, v):
         out = htree_ops.tree_attention(q, k, v, **OPTIONS, selection_stride=stride)
         assert isinstance(out, Tensor)
         return out
@@ -141,7 +138,7 @@ def test_bounds_over_several_depths_are_one_graph(backend: str, stride: int, dev
             assert torch.equal(ours, theirs)
 
 
-def test_a_query_over_sequences_of_several_depths_is_one_graph(device: str) -> None:
+def test_a_query_over_sequences_of_several_depths_is_one_graph(device):
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, k, v: htree_ops.tree_attention(q, k, v, **OPTIONS), backend="aot_eager", fullgraph=True
@@ -156,10 +153,10 @@ def test_a_query_over_sequences_of_several_depths_is_one_graph(device: str) -> N
         assert q.grad is not None
 
 
-def test_lengths_and_positions_of_stages_do_not_recompile(device: str) -> None:
+def test_lengths_and_positions_of_stages_do_not_recompile(device):
     torch._dynamo.reset()
 
-    def lists(k: Tensor, t0: int) -> Tensor:
+    def lists(k, t0):
         return OPS.top_parents(k.shape[0], k.shape[1], k.shape[2], 4, 2, 4, t0, device=k.device)
 
     compiled = torch.compile(lists, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -188,7 +185,7 @@ def staged(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_functionalization_keeps_mutations(backend: str, device: str) -> None:
+def test_functionalization_keeps_mutations(backend, device):
     torch._dynamo.reset()
     q, k, v = (x.detach() for x in qkv(device, 60))
     table = htree_ops.ops.tree_attention.rope_cache(16, 8, device=device)
@@ -199,11 +196,11 @@ def test_functionalization_keeps_mutations(backend: str, device: str) -> None:
     assert_same((compiled(q, k, v, table),), (expected,), rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiled_region_without_gradient_formula_fails_in_its_backward(device: str) -> None:
+def test_a_compiled_region_without_gradient_formula_fails_in_its_backward(device):
     torch._dynamo.reset()
     q, k, v = qkv(device)
 
-    def model(q: Tensor) -> Tensor:
+    def model(q):
         return OPS.attention_forward(q, k.detach(), v.detach(), 4, 8, 2)[0]
 
     out = torch.compile(model, backend="aot_eager", fullgraph=True)(q)
@@ -216,7 +213,7 @@ def test_a_compiled_region_without_gradient_formula_fails_in_its_backward(device
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_keeps_one_node_and_dynamic_lengths(kind: str, device: str) -> None:
+def test_export_keeps_one_node_and_dynamic_lengths(kind, device):
     T = torch.export.Dim("T", min=2)
     q, k, v = (x.detach() for x in qkv(device))
     program = torch.export.export(Layer(kind), (q, k, v), dynamic_shapes=({1: T}, {1: T}, {1: T}))
@@ -229,7 +226,7 @@ def test_export_keeps_one_node_and_dynamic_lengths(kind: str, device: str) -> No
 
 @by_top
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_with_gradients_takes_lengths_of_every_depth(strict: bool, kind: str, device: str) -> None:
+def test_export_with_gradients_takes_lengths_of_every_depth(strict, kind, device):
     T = torch.export.Dim("T", min=2, max=600)
     program = torch.export.export(Layer(kind), qkv(device), dynamic_shapes=({1: T},) * 3, strict=strict)
     exported = program.module()
@@ -245,7 +242,7 @@ class Loss(Layer):
         return super().forward(q, k, v).square().sum()
 
 
-def test_an_exported_joint_graph_takes_lengths_of_every_depth(device: str) -> None:
+def test_an_exported_joint_graph_takes_lengths_of_every_depth(device):
     T = torch.export.Dim("T", min=2, max=300)
     forward = torch.export.export(Loss(), qkv(device), dynamic_shapes=({1: T},) * 3)
     joint = _export_forward_backward(forward)
@@ -259,7 +256,7 @@ def test_an_exported_joint_graph_takes_lengths_of_every_depth(device: str) -> No
             assert torch.equal(ours, theirs)
 
 
-def test_aot_inductor(device: str, tmp_path: Any) -> None:
+def test_aot_inductor(device, tmp_path):
     q, k, v = (x.detach() for x in qkv(device))
     program = torch.export.export(Layer(), (q, k, v))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
@@ -279,7 +276,7 @@ class Normalize(torch.nn.Module):
     strict=torch.__version__ < (2, 12),
     reason="AOTInductor of torch 2.11 rejects ops called with a ScalarType; that of 2.15 takes them",
 )
-def test_aot_inductor_with_a_scalar_type(device: str, tmp_path: Any) -> None:
+def test_aot_inductor_with_a_scalar_type(device, tmp_path):
     gout, gsum = normal((2, 5, 3, 4), torch.float32, device, 0), torch.ones(2, 5, 3, device=device)
     program = torch.export.export(Normalize(), (gout, gsum))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "normalize.pt2"))
@@ -290,7 +287,7 @@ def test_aot_inductor_with_a_scalar_type(device: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_casts_q_k_v_and_nothing_else(dtype: torch.dtype, device: str) -> None:
+def test_autocast_casts_q_k_v_and_nothing_else(dtype, device):
     leaves = qkv(device)
     with torch.autocast(device, dtype):
         out, *grads = gradients(lambda *x: htree_ops.tree_attention(*x, **OPTIONS), leaves)
@@ -314,10 +311,10 @@ def stage_arguments(device: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_under_autocast(dynamic: bool, device: str) -> None:
+def test_compile_under_autocast(dynamic, device):
     torch._dynamo.reset()
 
-    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def model(q, k, v):
         with torch.autocast(device, torch.bfloat16):
             out = htree_ops.tree_attention(q, k, v, **OPTIONS)
         return out.float()
@@ -326,7 +323,7 @@ def test_compile_under_autocast(dynamic: bool, device: str) -> None:
     assert_same(gradients(compiled, qkv(device)), gradients(model, qkv(device)), rtol=2e-2, atol=2e-2)
 
 
-def test_module_compiles_and_refuses_masks(device: str) -> None:
+def test_module_compiles_and_refuses_masks(device):
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = htree_ops.HTreeAttention(16, 4, 2, **OPTIONS, device=device)
@@ -347,10 +344,10 @@ def test_module_compiles_and_refuses_masks(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_runs_on_the_current_stream_and_in_a_graph() -> None:
+def test_runs_on_the_current_stream_and_in_a_graph():
     inputs = tuple(x.detach() for x in qkv("cuda", 300))
 
-    def model() -> Tensor:
+    def model():
         return htree_ops.tree_attention(*inputs, **OPTIONS)
 
     expected = model()
@@ -380,8 +377,8 @@ def test_runs_on_the_current_stream_and_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_every_op_can_be_captured() -> None:
-    case: TreeAttentionCase = CASES["stride4_suffix"]
+def test_every_op_can_be_captured():
+    case = CASES["stride4_suffix"]
     for call in calls(case, "cuda"):
         call()
         graph, _ = capture(call)

@@ -1,7 +1,5 @@
 """Which kernels a call of tree attention takes on a GPU; problem and device decide, so no GPU is needed."""
 
-from __future__ import annotations
-
 import pytest
 from tree_attention_fast import LARGE
 
@@ -31,7 +29,7 @@ def path(sizes: tuple[int, ...] = MODEL, half: bool = True, **options: int | boo
 
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
-def test_model_shapes_take_the_tensor_cores(width: int, group: int) -> None:
+def test_model_shapes_take_the_tensor_cores(width, group):
     assert path((2, 5000, 5000, 2 * group, 2, width, width)) == "tensor_core"
 
 
@@ -49,9 +47,7 @@ def test_model_shapes_take_the_tensor_cores(width: int, group: int) -> None:
     ],
     ids=["fp32", "width_96", "k_not_v", "group_17", "r_8", "long_lists", "volta", "little_shared_memory"],
 )
-def test_everything_else_takes_the_general_kernels(
-    sizes: tuple[int, ...], half: bool, options: dict[str, int]
-) -> None:
+def test_everything_else_takes_the_general_kernels(sizes, half, options):
     assert path(sizes, half, **options) == "general"
     assert path(sizes, half, **options, backward=True) == "general"
 
@@ -65,7 +61,7 @@ def choices(
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
-def test_the_top_of_a_tree_is_dense_on_hopper(group: int, width: int, backward: bool) -> None:
+def test_the_top_of_a_tree_is_dense_on_hopper(group, width, backward):
     assert choices((2, 20_000, 7, 2 * group, 2, width, width), backward=backward)["top"] == "dense"
 
 
@@ -82,12 +78,12 @@ def test_the_top_of_a_tree_is_dense_on_hopper(group: int, width: int, backward: 
     ],
     ids=["group_3", "one_layer", "ampere", "blackwell", "other_code", "little_shared_memory", "general"],
 )
-def test_every_other_top_is_gathered(sizes: tuple[int, ...], options: dict[str, int]) -> None:
+def test_every_other_top_is_gathered(sizes, options):
     assert choices(sizes, **options)["top"] == "gathered"
 
 
 @pytest.mark.parametrize("rows", [1, 216, 512, 513, 1024])
-def test_rows_before_the_first_selection_lay_out_no_top(rows: int) -> None:
+def test_rows_before_the_first_selection_lay_out_no_top(rows):
     """Their table of rotations is as long as the rows, and may end before the nodes of the top do."""
     found = choices((1, 7000, rows, 8, 2, 128, 128), max_top_nodes=512, top_k=64, starts=[0])
     assert found["top"] == ("gathered" if rows <= 512 else "dense")
@@ -96,7 +92,7 @@ def test_rows_before_the_first_selection_lay_out_no_top(rows: int) -> None:
 
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("length", [9000, 32_768, 131_072, 1_048_576])
-def test_importances_are_bounded_and_chunks_even(length: int, stride: int) -> None:
+def test_importances_are_bounded_and_chunks_even(length, stride):
     found = choices((1, length, length, 32, 4, 128, 128), selection_stride=stride)
     top = -(-length // 16)
     while top > 8192:
@@ -113,7 +109,7 @@ def test_importances_are_bounded_and_chunks_even(length: int, stride: int) -> No
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
-def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> None:
+def test_chunks_bound_the_scratch(length, stride, backward):
     sizes = (1, length, length, 32, 4, 128, 128)
     chunks = choices(sizes, selection_stride=stride, backward=backward)
     queries, lists = int(chunks["query_chunk"]), int(chunks["selection_chunk"])
@@ -126,7 +122,7 @@ def test_chunks_bound_the_scratch(length: int, stride: int, backward: bool) -> N
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("num_sms", [132, 114])
-def test_chunks_fill_whole_waves_of_blocks(kv_heads: int, stride: int, num_sms: int) -> None:
+def test_chunks_fill_whole_waves_of_blocks(kv_heads, stride, num_sms):
     length = 1_000_000
     sizes = (1, length, length, 8 * kv_heads, kv_heads, 128, 128)
     queries = int(choices(sizes, selection_stride=stride, num_sms=num_sms)["query_chunk"])
@@ -138,7 +134,7 @@ def test_chunks_fill_whole_waves_of_blocks(kv_heads: int, stride: int, num_sms: 
 @pytest.mark.parametrize("stride", [4, 16])
 @pytest.mark.parametrize("length", [131_072, 524_288])
 @pytest.mark.parametrize(("num_sms", "wave"), [(132, 1056), (114, 1824), (78, 1248)])
-def test_chunks_fill_whole_waves_of_scores(length: int, stride: int, num_sms: int, wave: int) -> None:
+def test_chunks_fill_whole_waves_of_scores(length, stride, num_sms, wave):
     """A block scores 32 lists of 8 heads at the top; where a chunk holds no wave of them, those of the others count."""
     sizes = (1, length, length, 32, 4, 128, 128)
     found = choices(sizes, selection_stride=stride, num_sms=num_sms)
@@ -161,9 +157,7 @@ HEADS = {(32, 4): 8, (64, 4): 16, (8, 8): 1}  # H, H_kv
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
-def test_kernels_of_every_layer_on_hopper(
-    length: int, heads: tuple[int, int], width: int, stride: int
-) -> None:
+def test_kernels_of_every_layer_on_hopper(length, heads, width, stride):
     gathered = "per_list" if stride >= 4 else "shared_gather"
     above = LENGTHS[length]
     wanted = ["dense_rows"] if above == 0 else ["dense"] + [gathered] * above
@@ -176,7 +170,7 @@ def test_kernels_of_every_layer_on_hopper(
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-def test_the_large_problem_of_the_gpu_tests_takes_the_fast_kernels(stride: int) -> None:
+def test_the_large_problem_of_the_gpu_tests_takes_the_fast_kernels(stride):
     length, heads, kv_heads, width = (LARGE[key] for key in ("T", "H", "H_kv", "K"))
     found = layers(
         (1, length, length, heads, kv_heads, width, width),
@@ -187,7 +181,7 @@ def test_the_large_problem_of_the_gpu_tests_takes_the_fast_kernels(stride: int) 
     assert found == ["dense", *["shared_gather" if stride == 1 else "per_list"] * 3]
 
 
-def test_info_lists_every_choice_of_kernels() -> None:
+def test_info_lists_every_choice_of_kernels():
     listed = host.kernel_configurations().get("tree_attention")
     if listed is None:
         pytest.skip("built without CUDA")
@@ -205,12 +199,12 @@ def test_info_lists_every_choice_of_kernels() -> None:
                 assert any(tokens in line and "rope_base=None" in line for line in listed), tokens
 
 
-def test_the_shape_of_the_public_triton_version() -> None:
+def test_the_shape_of_the_public_triton_version():
     assert layers((1, 120_000, 120_000, 64, 4, 32, 32)) == ["dense", "shared_gather"]
     assert layers((1, 120_000, 120_000, 64, 4, 32, 32), half=False) == ["general", "general"]
 
 
-def test_group_sizes_without_a_dense_top() -> None:
+def test_group_sizes_without_a_dense_top():
     for group in (3, 5, 6, 7, 9, 12, 15):
         sizes = (2, 20_000, 20_000, 2 * group, 2, 64, 64)
         assert layers(sizes) == ["shared_gather", "shared_gather"]
@@ -228,18 +222,18 @@ def test_group_sizes_without_a_dense_top() -> None:
     ],
     ids=["ampere", "not_compiled", "blackwell", "little_shared_memory"],
 )
-def test_other_gpus_and_builds_gather_for_each_query(options: dict[str, int | bool], stride: int) -> None:
+def test_other_gpus_and_builds_gather_for_each_query(options, stride):
     assert layers(selection_stride=stride, **options) == ["per_query", "per_query"]
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-def test_a_gather_for_each_query_on_request(stride: int) -> None:
+def test_a_gather_for_each_query_on_request(stride):
     assert layers(selection_stride=stride, per_query_gather=True) == ["dense", "per_query"]
     assert choices(selection_stride=stride, per_query_gather=True)["dense_rows"] == "0"
 
 
 @pytest.mark.parametrize(("stride", "top_nodes", "end"), [(1, 8192, 8192), (16, 8191, 8176), (16, 13, 0)])
-def test_dense_rows_end_where_a_list_begins(stride: int, top_nodes: int, end: int) -> None:
+def test_dense_rows_end_where_a_list_begins(stride, top_nodes, end):
     for length, queries, batch in ((100_000, 100_000, 1), (100_000, 7, 3), (8176, 8176, 16), (20, 20, 1)):
         found = choices(
             (batch, length, queries, 32, 4, 128, 128), selection_stride=stride, max_top_nodes=top_nodes
@@ -248,7 +242,7 @@ def test_dense_rows_end_where_a_list_begins(stride: int, top_nodes: int, end: in
         assert (found["layers"] == "dense_rows") == (length <= end)
 
 
-def test_dense_rows_follow_max_top_nodes_and_need_hopper() -> None:
+def test_dense_rows_follow_max_top_nodes_and_need_hopper():
     assert choices(top_k=128, max_top_nodes=2000)["dense_rows"] == "2000"
     for options in ({"major": 8, "shared_bytes": 166_912}, {"hopper_kernels": False}, {"major": 10}):
         assert choices(**options)["dense_rows"] == "0"
@@ -256,14 +250,14 @@ def test_dense_rows_follow_max_top_nodes_and_need_hopper() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-def test_forward_and_backward_take_the_same_rows_as_dense(stride: int) -> None:
+def test_forward_and_backward_take_the_same_rows_as_dense(stride):
     for options in ({}, {"top_k": 128, "max_top_nodes": 2000}, {"major": 10}, {"per_query_gather": True}):
         options = {**options, "selection_stride": stride}
         assert choices(backward=True, **options)["dense_rows"] == choices(**options)["dense_rows"]
     assert choices((6, 8192, 8192, 32, 4, 128, 128), backward=True)["query_chunk"] == str(1), "no row walks"
 
 
-def test_a_call_of_dense_rows_alone_needs_no_scratch() -> None:
+def test_a_call_of_dense_rows_alone_needs_no_scratch():
     call = host.TreeAttentionCall((16, 8192, 8192, 32, 4, 128, 128), True)
     assert call.forward_memory(0)["end"] == 0
 
@@ -275,7 +269,7 @@ MASKED = {1: 8, 2: 8, 3: 8, 4: 8, 5: 6, 7: 4, 8: 4, 9: 3, 12: 2, 16: 2}
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("group", MASKED)
-def test_masked_rows_follow_the_options_alone(group: int, stride: int, backward: bool) -> None:
+def test_masked_rows_follow_the_options_alone(group, stride, backward):
     for top_k, top_nodes in ((512, 8192), (16, 100)):
         end = MASKED[group] * top_k * 16
         for width in (32, 64, 128):
@@ -297,7 +291,7 @@ def test_masked_rows_follow_the_options_alone(group: int, stride: int, backward:
                 assert end % 128 == 0, "no list and no run reaches across it"
 
 
-def test_tiles_of_masked_rows_are_numbered_in_16_bits() -> None:
+def test_tiles_of_masked_rows_are_numbered_in_16_bits():
     for group in range(1, 17):
         sizes = (1, 1_048_576, 1_048_576, group, 1, 128, 128)
         end = int(choices(sizes, top_k=1024, rotate=False, backward=True)["masked_rows"])
@@ -306,8 +300,8 @@ def test_tiles_of_masked_rows_are_numbered_in_16_bits() -> None:
         assert end // 128 <= 2**16
 
 
-def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
-    others: list[dict[str, int | bool]] = [
+def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation():
+    others = [
         {"rotate": True},
         {"selection_stride": 4},
         {"selection_stride": 16},
@@ -326,7 +320,7 @@ def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation() -> None:
         assert choices(half=False, rotate=False, backward=backward)["masked_rows"] == "0"
 
 
-def test_the_switch_for_masked_rows_changes_nothing_else() -> None:
+def test_the_switch_for_masked_rows_changes_nothing_else():
     for stride in (1, 2, 4, 16):
         for backward in (False, True):
             here = {"selection_stride": stride, "backward": backward}
@@ -339,8 +333,8 @@ def test_the_switch_for_masked_rows_changes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> None:
-    def found(length: int, queries: int, group: int = 8) -> list[str]:
+def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride):
+    def found(length, queries, group=8):
         sizes = (1, length, queries, 4 * group, 4, 128, 128)
         return layers(sizes, selection_stride=stride, rotate=False)
 
@@ -352,7 +346,7 @@ def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> 
     assert found(32_832, 64) == ["dense", "shared_gather"]
     assert found(131_073, 131_073) == ["dense", "shared_gather", "masked_rows|shared_gather"]
     assert found(20_000, 20_000, group=6) == ["shared_gather", "masked_rows"]
-    own: dict[str, int | bool] = {
+    own = {
         "selection_stride": 2,
         "max_top_nodes": 127,
         "rotate": False,
@@ -362,8 +356,8 @@ def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride: int) -> 
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_gradients_of_masked_rows_take_the_place_of_the_gathers_at_the_tokens(stride: int) -> None:
-    def found(length: int, queries: int, group: int = 8, **options: int) -> tuple[str | None, str | None]:
+def test_gradients_of_masked_rows_take_the_place_of_the_gathers_at_the_tokens(stride):
+    def found(length, queries, group=8, **options):
         sizes = (1, length, queries, 4 * group, 4, 128, 128)
         taken = choices(sizes, selection_stride=stride, rotate=False, backward=True, **options)
         return taken.get("token_dQ"), taken.get("token_dK_dV")
@@ -380,7 +374,7 @@ def test_gradients_of_masked_rows_take_the_place_of_the_gathers_at_the_tokens(st
     assert odd == row_behind_the_last_whole_list
 
 
-def test_masked_rows_leave_the_chunks_of_a_model_as_they_are() -> None:
+def test_masked_rows_leave_the_chunks_of_a_model_as_they_are():
     """The query side of a chunk fits into the memory of the partial sums of the top."""
     for length in (32_768, 131_072):
         sizes = (1, length, length, 32, 4, 128, 128)
@@ -399,7 +393,7 @@ def gradients(
 
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("length", [700, 32_768, 1_048_576])
-def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int) -> None:
+def test_gradients_of_lists_with_many_rows_take_a_block(length, width):
     for group in (1, 2, 3, 4, 8, 16):
         for stride in (1, 2, 4, 8, 16):
             found = gradients((1, length, length, 2 * group, 2, width, width), selection_stride=stride)
@@ -414,7 +408,7 @@ def test_gradients_of_lists_with_many_rows_take_a_block(length: int, width: int)
 
 
 @pytest.mark.parametrize("length", [700, 32_768, 1_048_576])
-def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
+def test_gradients_of_the_top_take_a_block_of_neighbours(length):
     for group in (1, 2, 3, 4, 6, 8, 16):
         for stride in (1, 2, 4, 8, 16):
             sizes = (1, length, length, 2 * group, 2, 128, 128)
@@ -435,7 +429,7 @@ def test_gradients_of_the_top_take_a_block_of_neighbours(length: int) -> None:
     ],
     ids=["ampere", "not_compiled", "blackwell", "little_shared_memory", "on_request"],
 )
-def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool]) -> None:
+def test_other_gradients_are_made_for_each_query(options):
     for stride in (1, 16):
         for top in (False, True):
             of_parents = ("per_query", "parent_gradient")
@@ -448,7 +442,7 @@ def test_other_gradients_are_made_for_each_query(options: dict[str, int | bool])
 
 @pytest.mark.parametrize("length", [32_768, 131_072, 1_048_576])
 @pytest.mark.parametrize(("stride", "share"), [(1, 800), (16, 272)])
-def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int) -> None:
+def test_the_backward_keeps_to_its_scratch(length, stride, share):
     """The rows of a chunk fit into what the partial sums leave of 1856 MiB."""
     sizes = (1, length, length, 32, 4, 128, 128)
     queries = int(choices(sizes, selection_stride=stride, backward=True)["query_chunk"])
@@ -460,7 +454,7 @@ def test_the_backward_keeps_to_its_scratch(length: int, stride: int, share: int)
 @pytest.mark.parametrize("num_sms", [132, 114, 78, 1])
 @pytest.mark.parametrize("stride", [1, 3, 4, 16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (64, 4), (16, 2), (24, 3)])
-def test_chunks_of_blocks_are_whole_waves(heads: int, kv_heads: int, stride: int, num_sms: int) -> None:
+def test_chunks_of_blocks_are_whole_waves(heads, kv_heads, stride, num_sms):
     """The kernels per list run a task per SM and wave, and the tasks of a chunk fill whole waves."""
     if heads // kv_heads == 16 and stride < 4:  # its call has twice as many K/V heads
         kv_heads *= 2
@@ -480,7 +474,7 @@ STEP = 4096  # queries of a piece
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("starts", [[2, 3], [0, 1, 2, 3], [4, 5, 6]])
-def test_a_sequence_in_neighbouring_pieces_is_one_piece(starts: list[int], backward: bool) -> None:
+def test_a_sequence_in_neighbouring_pieces_is_one_piece(starts, backward):
     sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
     found, expected = (
         choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in places])
@@ -493,7 +487,7 @@ def test_a_sequence_in_neighbouring_pieces_is_one_piece(starts: list[int], backw
     ("starts", "longest"),
     [([2, 3, 6], 2 * STEP), ([0, 4, 5, 6], 3 * STEP), ([0, 1, 2, 3, 7], 4 * STEP - 8192), ([3, 2], STEP)],
 )
-def test_chunks_fit_the_longest_run_of_neighbouring_pieces(starts: list[int], longest: int) -> None:
+def test_chunks_fit_the_longest_run_of_neighbouring_pieces(starts, longest):
     sizes = (1, 131_072, len(starts) * STEP, 32, 4, 128, 128)
     for backward in (False, True):
         found = choices(sizes, selection_stride=16, backward=backward, starts=[i * STEP for i in starts])
@@ -510,7 +504,7 @@ def score_times(rows: int, heads: int, tiles: int, block: int, parts: int) -> tu
 @pytest.mark.parametrize("heads", [1, 4, 8, 64])
 @pytest.mark.parametrize("rows", [8, 300, 512, 2048, 8448, 10_296, 94_000])
 @pytest.mark.parametrize("tiles", [4, 31, 64])
-def test_scores_of_few_lists_take_more_blocks(rows: int, heads: int, tiles: int) -> None:
+def test_scores_of_few_lists_take_more_blocks(rows, heads, tiles):
     block, parts = host.tree_top_scores(rows, heads, tiles)
     assert block in (128, 256)
     assert parts in (1, 2, 4, 8)

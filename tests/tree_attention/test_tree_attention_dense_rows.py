@@ -1,7 +1,5 @@
 """The rows before max_top_nodes, which Hopper computes as dense causal attention, beside the kernels that gather."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -19,7 +17,7 @@ import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
 from tests.support.graphs import assert_stream_and_graph
-from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
+from tests.support.tree_attention_cases import frequencies
 from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +52,7 @@ CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in (torch.bfloat1
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_output_log_sums_and_lists(case: TreeAttentionCase, nan_memory: None) -> None:
+def test_output_log_sums_and_lists(case, nan_memory):
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
@@ -68,9 +66,7 @@ def test_output_log_sums_and_lists(case: TreeAttentionCase, nan_memory: None) ->
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_the_lists_are_those_of_the_other_kernels(
-    case: TreeAttentionCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lists_are_those_of_the_other_kernels(case, monkeypatch):
     """A dense row stores the lists that its selection would have found: every parent up to its own."""
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -85,7 +81,7 @@ def test_the_lists_are_those_of_the_other_kernels(
 
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
+def test_a_row_has_the_same_bits_in_every_call(group, stride):
     case = model("rows", T=1500, B=2, H=2 * group, K=128, V=128, M=1024, top_k=64, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -100,9 +96,7 @@ def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
 
 @pytest.mark.parametrize(("length", "width"), [(40, 128), (130, 32), (200, 64), (300, 128)])
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16])
-def test_a_sequence_among_many_has_the_bits_of_the_sequence_alone(
-    group: int, length: int, width: int
-) -> None:
+def test_a_sequence_among_many_has_the_bits_of_the_sequence_alone(group, length, width):
     """A block takes ten tasks or more. A sequence alone is first in its block, its queries rotated by other warps."""
     runs = -(-length // (128 // 2 ** (group - 1).bit_length()))
     sequences = -(-10 * torch.cuda.get_device_properties("cuda").multi_processor_count // (2 * runs))
@@ -121,7 +115,7 @@ def test_a_sequence_among_many_has_the_bits_of_the_sequence_alone(
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) -> None:
+def test_what_is_not_finite_reaches_its_readers_alone(group, value):
     case = model("poisoned", T=500, H=2 * group, K=128, V=128, M=512, top_k=32)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -142,7 +136,7 @@ def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("stride", [1, 16])
-def test_a_row_has_the_same_bits_whatever_its_block_did_before(group: int, stride: int) -> None:
+def test_a_row_has_the_same_bits_whatever_its_block_did_before(group, stride):
     """Blocks with many tasks, whose neighbours need powers of two or have values that are not finite."""
     case = model(
         "tasks", T=2048, B=6, H=4 * group, H_kv=4, K=128, V=128, M=2048, top_k=128, selection_stride=stride
@@ -171,12 +165,12 @@ def test_a_row_has_the_same_bits_whatever_its_block_did_before(group: int, strid
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_rows_that_are_not_aligned_have_the_same_bits(width: int) -> None:
+def test_rows_that_are_not_aligned_have_the_same_bits(width):
     case = model("aligned", T=1024, B=4, H=32, H_kv=4, K=width, V=width, M=1024, top_k=64)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
 
-    def moved(x: torch.Tensor) -> torch.Tensor:
+    def moved(x):
         """The same numbers in rows that start at odd multiples of 2 bytes."""
         wider = x.new_full((*x.shape[:-1], width + 1), math.nan)
         wider[..., 1:] = x
@@ -189,7 +183,7 @@ def test_rows_that_are_not_aligned_have_the_same_bits(width: int) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_gradients(case: TreeAttentionCase, stored: bool, nan_memory: None) -> None:
+def test_gradients(case, stored, nan_memory):
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
@@ -209,13 +203,13 @@ def test_gradients(case: TreeAttentionCase, stored: bool, nan_memory: None) -> N
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_gradients_of_a_batch_have_the_bits_it_has_alone(group: int) -> None:
+def test_gradients_of_a_batch_have_the_bits_it_has_alone(group):
     case = model("rows", T=1100, B=3, H=2 * group, K=128, V=128, M=1024, top_k=64)
     assert_batch_like_alone(case, slice(1, 2))
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int) -> None:
+def test_dq_of_a_row_has_the_same_bits_in_every_call(group):
     """Its power of two follows from the row and from the tokens that it sees."""
     case = model("rows", T=1000, H=2 * group, K=128, V=128, M=1024, top_k=64)
     q, k, v = case.make_qkv("cuda")
@@ -223,7 +217,7 @@ def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int) -> None:
     options = case.reference_options()
     dout = torch.randn(q.shape, device="cuda", dtype=q.dtype)
 
-    def query_gradient(start: int, end: int) -> torch.Tensor:
+    def query_gradient(start, end):
         inputs = (q[:, start:end], k[:, :end], v[:, :end])
         saved = op.attention_forward(*inputs, **options)
         return op.attention_backward(dout[:, start:end], *inputs, *saved, **options)[0]
@@ -235,14 +229,14 @@ def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int) -> None:
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_reach_their_tokens_alone(group: int, value: float) -> None:
+def test_gradients_that_are_not_finite_reach_their_tokens_alone(group, value):
     """A row of dO reaches dk and dv of the tokens up to its own, and a key or a value no dq of an earlier row."""
     case = model("poisoned", T=500, H=2 * group, K=128, V=128, M=512, top_k=32)
     inputs = case.make_qkv("cuda")
     options = case.reference_options()
     dout = torch.randn_like(inputs[0])
 
-    def gradients(dout: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def gradients(dout, *inputs):
         return op.attention_backward(dout, *inputs, *op.attention_forward(*inputs, **options), **options)
 
     for token in (0, 1, 7, 127, 128, 200, 383, 499):
@@ -266,17 +260,17 @@ def test_gradients_that_are_not_finite_reach_their_tokens_alone(group: int, valu
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_gradients_of_rows_whose_sizes_differ(width: int, nan_memory: None) -> None:
+def test_gradients_of_rows_whose_sizes_differ(width, nan_memory):
     case = model("sizes", T=700, H=16, K=width, V=width, M=640, top_k=40)
     assert_errors_of_sizes(*case.make_qkv("cuda"), case.reference_options())
 
 
-def test_many_batches_of_dense_rows_are_laid_out_in_parts() -> None:
+def test_many_batches_of_dense_rows_are_laid_out_in_parts():
     case = model("parts", B=6, T=8192, H=32, H_kv=4, K=128, V=128, M=8192, top_k=512)
     assert_batch_like_alone(case, slice(5, None))
 
 
-def test_a_graph_replays_dense_rows() -> None:
+def test_a_graph_replays_dense_rows():
     case = model("graph", T=700, K=128, V=128, M=1024, top_k=64, selection_stride=16)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()

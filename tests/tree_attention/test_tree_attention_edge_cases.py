@@ -1,7 +1,5 @@
 """Whole tree attention over the case list (docs/semantics §1.11) and the edge cases of §1.3, §1.7 and §1.9."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -4,8 +4,6 @@ r = 16, half types, K = V in {32, 64, 128}, up to 16 query heads per kv head and
 dense top and to the shared-gather, per-list and per-query kernels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Per-head and fused ops, and the merging of states, against their references."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The gathers of tree attention's tensor-core path: those that queries share (Hopper), and one for each query."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -13,7 +11,7 @@ from tree_attention_fast import model as fast_model
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
-from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
+from tests.support.tree_attention_cases import frequencies
 from tests.support.tree_attention_checks import assert_lists, forced
 
 pytestmark = pytest.mark.gpu
@@ -45,13 +43,13 @@ CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch
 
 
 @pytest.fixture(params=["auto", "gathered", "private"])
-def gather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def gather(request, monkeypatch):
     monkeypatch.setenv("HTREE_TREE_GATHER", request.param)
     return str(request.param)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_forward_under_its_own_selection(case: TreeAttentionCase, gather: str, nan_memory: None) -> None:
+def test_forward_under_its_own_selection(case, gather, nan_memory):
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
@@ -65,7 +63,7 @@ def test_forward_under_its_own_selection(case: TreeAttentionCase, gather: str, n
 
 
 @pytest.mark.parametrize("length", [65_537, 140_000])
-def test_lists_over_several_windows(length: int, gather: str) -> None:
+def test_lists_over_several_windows(length, gather):
     """Lists go over several windows of parents; the last queries agree with the reference, a repeat with all."""
     case = model("windows", T=length, H=4, K=32, V=32, top_k=32, M=512)
     q, k, v = case.make_qkv("cuda")
@@ -81,7 +79,7 @@ def test_lists_over_several_windows(length: int, gather: str) -> None:
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("top_k", "top_nodes"), [(64, 1024), (16, 128)], ids=["two_layers", "three_layers"])
-def test_the_gathers_agree(stride: int, top_k: int, top_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gathers_agree(stride, top_k, top_nodes, monkeypatch):
     case = model(
         "agree",
         T=16_000,
@@ -107,7 +105,7 @@ def test_the_gathers_agree(stride: int, top_k: int, top_nodes: int, monkeypatch:
 
 @pytest.mark.parametrize("group", [1, 8, 16])
 @pytest.mark.parametrize("stride", [1, 2, 4])
-def test_the_future_changes_nothing(stride: int, group: int, gather: str) -> None:
+def test_the_future_changes_nothing(stride, group, gather):
     case = model("causal", H=group, K=128, V=128, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -119,7 +117,7 @@ def test_the_future_changes_nothing(stride: int, group: int, gather: str) -> Non
         assert torch.equal(op.attention(*changed, **options)[:, : t + 1], out[:, : t + 1])
 
 
-def test_an_unknown_gather_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_gather_is_refused(monkeypatch):
     case = model("unknown", T=64)
     q, k, v = case.make_qkv("cuda")
     monkeypatch.setenv("HTREE_TREE_GATHER", "shared")

@@ -1,7 +1,5 @@
 """Lists that a caller gives to the ops and that break the rules of docs/semantics §1.3: defined, and in bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Tree attention on the GPU at the shapes of real models: tensor-core paths, large tensors, streams, graphs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,7 @@ import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
 from tests.support.graphs import assert_stream_and_graph
-from tests.support.tree_attention_cases import TreeAttentionCase, frequencies
+from tests.support.tree_attention_cases import frequencies
 from tests.support.tree_attention_checks import (
     GRADIENT_FACTOR,
     assert_epsilon_optimal,
@@ -99,7 +97,7 @@ CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_forward_under_its_own_selection(case: TreeAttentionCase, nan_memory: None) -> None:
+def test_forward_under_its_own_selection(case, nan_memory):
     q, k, v = case.make_qkv("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())
     assert_lists(parents, case.T_q, case.T, case.reference_options())
@@ -118,7 +116,7 @@ def test_forward_under_its_own_selection(case: TreeAttentionCase, nan_memory: No
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_backward_under_the_same_selection(case: TreeAttentionCase, nan_memory: None) -> None:
+def test_backward_under_the_same_selection(case, nan_memory):
     q, k, v = case.make_qkv("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())
     dout = torch.randn_like(out)
@@ -143,7 +141,7 @@ def test_backward_under_the_same_selection(case: TreeAttentionCase, nan_memory: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 2, 8, 16])
-def test_the_future_changes_nothing(dtype: torch.dtype, stride: int, group: int) -> None:
+def test_the_future_changes_nothing(dtype, stride, group):
     case = model("causal", dtype, T=4500, H=2 * group, K=128, V=128, top_k=32, M=512, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     out = op.attention(q, k, v, **case.reference_options())
@@ -160,7 +158,7 @@ def test_the_future_changes_nothing(dtype: torch.dtype, stride: int, group: int)
 
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("size", [2.0**-66, 2.0**-12, 2.0**14, 2.0**60, 2.0**100])
-def test_the_range_of_bfloat16(size: float, stride: int) -> None:
+def test_the_range_of_bfloat16(size, stride):
     """Rows in half-precision scratch are scaled by powers of two, so any size of q and k is as accurate as 1."""
     case = model("range", T=3000, K=128, V=128, top_k=16, M=256, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -176,7 +174,7 @@ def test_the_range_of_bfloat16(size: float, stride: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("size", [2.0**24, 2.0**28, 2.0**31, 2.0**34, 2.0**60])
-def test_scores_with_steps_of_many_powers_of_two(dtype: torch.dtype, stride: int, size: float) -> None:
+def test_scores_with_steps_of_many_powers_of_two(dtype, stride, size):
     """Half a step beyond the largest score is no weight: outputs stay finite and within the values."""
     case = model("steep", dtype, T=2100, H=16, K=128, V=128, M=256, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -188,7 +186,7 @@ def test_scores_with_steps_of_many_powers_of_two(dtype: torch.dtype, stride: int
     assert out.abs().max() <= v.abs().max() * (1 + 2**-6)
 
 
-def test_mixed_sizes_of_keys_and_queries() -> None:
+def test_mixed_sizes_of_keys_and_queries():
     """Rows of q and of k stand next to rows of far different sizes."""
     case = model("mixed", T=3000, K=128, V=128, top_k=16, M=256)
     q, k, v = case.make_qkv("cuda")
@@ -203,7 +201,7 @@ def test_mixed_sizes_of_keys_and_queries() -> None:
 
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["ties", "nan"])
 @pytest.mark.parametrize("stride", [1, 16])
-def test_equal_importances_go_by_position(value: float, stride: int) -> None:
+def test_equal_importances_go_by_position(value, stride):
     case = model("ties", T=6000, K=64, V=64, top_k=32, M=512, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     parents = op.attention_forward(q * value, k, v, **case.reference_options())[3]
@@ -216,7 +214,7 @@ def test_equal_importances_go_by_position(value: float, stride: int) -> None:
 
 @pytest.mark.parametrize(("query", "plain", "guarded"), [(8, -7, -10), (-14, 12, 15)], ids=["small", "large"])
 @pytest.mark.parametrize("stride", [1, 16])
-def test_keys_of_mixed_size(query: int, plain: int, guarded: int, stride: int, nan_memory: None) -> None:
+def test_keys_of_mixed_size(query, plain, guarded, stride, nan_memory):
     """Key rows that need a power of two stand beside others that need none and beside rows of zeros."""
     case = model("mixed", T=1100, H=16, K=128, V=128, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -233,7 +231,7 @@ def test_keys_of_mixed_size(query: int, plain: int, guarded: int, stride: int, n
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("stride", [1, 4, 16])
-def test_values_that_are_not_finite_reach_their_readers_alone(value: float, stride: int) -> None:
+def test_values_that_are_not_finite_reach_their_readers_alone(value, stride):
     case = model("poisoned", T=700, H=16, K=64, V=64, M=1024, top_k=64, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -250,7 +248,7 @@ def test_values_that_are_not_finite_reach_their_readers_alone(value: float, stri
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("inv_freq", [None, frequencies(64)], ids=["base", "inv_freq"])
-def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None) -> None:
+def test_stream_and_graph(dtype, inv_freq):
     case = model("graph", dtype, T=600, K=64, V=64, inv_freq=inv_freq)
     q, k, v = case.make_qkv("cuda")
     assert_stream_and_graph(lambda: op.attention(q, k, v, **case.reference_options()), q)
@@ -258,7 +256,7 @@ def test_stream_and_graph(dtype: torch.dtype, inv_freq: tuple[float, ...] | None
 
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
-def test_bits_do_not_depend_on_the_length(group: int, stride: int) -> None:
+def test_bits_do_not_depend_on_the_length(group, stride):
     """In sequences with as many layers; with more of them before M, and if no top is dense everywhere (§1.14)."""
     case = model("lengths", T=5200, H=2 * group, top_k=13, M=200, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -277,7 +275,7 @@ def test_bits_do_not_depend_on_the_length(group: int, stride: int) -> None:
 
 
 @pytest.mark.parametrize(("length", "stride"), [(65_536, 1), (524_288, 16)])
-def test_temporary_memory_is_bounded(length: int, stride: int) -> None:
+def test_temporary_memory_is_bounded(length, stride):
     """Beyond the output and one packed copy of K and V, at most 1 GB (docs/semantics §1.8)."""
     case = model("memory", T=length, H=32, H_kv=4, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")

@@ -1,7 +1,5 @@
 """Tree attention on the tensor cores at every short length and beyond 2^31 elements."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -20,7 +18,7 @@ op = torch.ops.htree
 
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("group", [1, 8, 16])
-def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> None:
+def test_every_length_up_to_64(group, stride, nan_memory):
     """The tree has one to four nodes of 16 tokens, in one layer and in two."""
     kinds = itertools.product((32, 64, 128), (torch.bfloat16, torch.float16), (16, 64))
     for length, (width, dtype, top_nodes) in zip(range(1, 65), itertools.cycle(kinds)):
@@ -44,7 +42,7 @@ def test_every_length_up_to_64(group: int, stride: int, nan_memory: None) -> Non
 
 
 @pytest.mark.parametrize(("stride", "span"), [(1, None), (16, None), (16, 4)])
-def test_more_than_2_31_elements(stride: int, span: int | None) -> None:
+def test_more_than_2_31_elements(stride, span):
     """The last rows of a long call equal those of a call that has no other rows, forward and backward."""
     case = model("large", selection_stride=stride, selection_span=span, **LARGE)
     assert case.T * case.H * case.K > 2**31
@@ -77,7 +75,7 @@ def test_more_than_2_31_elements(stride: int, span: int | None) -> None:
         assert_small_error(gradient, expected, f"{name} of all")
 
 
-def test_a_layer_of_more_than_2_31_elements() -> None:
+def test_a_layer_of_more_than_2_31_elements():
     keys = torch.randn(1, 2**24 + 160, 1, 130, device="cuda", dtype=torch.bfloat16)
     assert keys.numel() > 2**31
     parent_keys, _ = op.tree_build(keys, keys, 16)

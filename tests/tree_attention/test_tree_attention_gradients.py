@@ -1,7 +1,5 @@
 """Gradients of tree attention (docs/semantics §1.10): gradcheck, the reference, masks and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Which packed documents run together (csrc/ops/tree_attention/plan/varlen.h): pure functions, tested on the CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 
@@ -32,7 +30,7 @@ def candidates(num_keys: int, r: int = 16, M: int = 8192, k: int = 512) -> float
 
 
 @given(keys=lengths, data=st.data())
-def test_groups_by_length_hold_every_document_once(keys: list[int], data: st.DataObject) -> None:
+def test_groups_by_length_hold_every_document_once(keys, data):
     """Each is padded to the longest of its group, and to no deeper tree."""
     queries = [data.draw(st.sampled_from((n, n, (n + 1) // 2, 1))) for n in keys]
     groups = host.varlen_groups(queries, keys, "length")
@@ -59,7 +57,7 @@ def test_groups_by_length_hold_every_document_once(keys: list[int], data: st.Dat
 
 
 @given(keys=lengths)
-def test_groups_by_rank_hold_any_lengths_of_as_many_rows(keys: list[int]) -> None:
+def test_groups_by_rank_hold_any_lengths_of_as_many_rows(keys):
     """Document of rank i, longest first, fits the bound of its group, and all of them take few rows."""
     groups = host.varlen_groups(keys, keys, "rank")
     bounds = [num_keys for count, _, num_keys, _ in groups for _ in range(count)]
@@ -72,20 +70,20 @@ def test_groups_by_rank_hold_any_lengths_of_as_many_rows(keys: list[int]) -> Non
 
 
 @given(keys=st.lists(st.integers(1, 4), max_size=40))
-def test_equal_neighbours_run_together_where_they_lie(keys: list[int]) -> None:
+def test_equal_neighbours_run_together_where_they_lie(keys):
     groups = host.varlen_groups(keys, keys, "document")
     assert [n for count, _, n, _ in groups for _ in range(count)] == keys
     assert all(in_place for *_, in_place in groups)
     assert all(a[2] != b[2] for a, b in pairwise(groups))
 
 
-def test_equal_documents_are_one_batch_without_copies() -> None:
+def test_equal_documents_are_one_batch_without_copies():
     assert host.varlen_groups([8192] * 8, [8192] * 8, "length") == [(8, 8192, 8192, True)]
     assert host.varlen_groups([8192] * 8, [8192] * 8, "rank") == [(8, 8192, 8192, False)]
     assert host.varlen_groups([16384] * 8, [16384] * 8, "length") == [(4, 16384, 16384, True)] * 2
 
 
-def test_padding_of_very_different_documents_costs_little() -> None:
+def test_padding_of_very_different_documents_costs_little():
     case = BENCHMARK_CASES["cuda"][0]
     keys = list(case.lengths)
     groups = host.varlen_groups(keys, keys, "length", num_heads=case.H)
@@ -97,25 +95,25 @@ def test_padding_of_very_different_documents_costs_little() -> None:
 
 
 @pytest.mark.parametrize("keys", [[16384, 9000, 8000, 5000], [9000, 9001, 9002], [4200] * 2 + [300] + [4200]])
-def test_long_documents_run_where_they_lie(keys: list[int]) -> None:
+def test_long_documents_run_where_they_lie(keys):
     """Their copies would take longer than a batch of their own, however alike they are."""
     groups = host.varlen_groups(keys, keys, "length", num_heads=32)
     assert all(in_place for count, _, n, in_place in groups if n > 4096)
     assert sorted(n for count, _, n, _ in groups for _ in range(count)) == sorted(keys)
 
 
-def test_short_documents_are_copied_into_one_batch() -> None:
+def test_short_documents_are_copied_into_one_batch():
     assert host.varlen_groups([500, 495, 498], [500, 495, 498], "length") == [(3, 500, 500, False)]
 
 
-def test_equal_neighbours_among_others_are_a_batch_without_copies() -> None:
+def test_equal_neighbours_among_others_are_a_batch_without_copies():
     keys = [6000] * 3 + [100, 101] + [6000] * 2
     groups = host.varlen_groups(keys, keys, "length", num_heads=32)
     assert groups == [(3, 6000, 6000, True), (2, 6000, 6000, True), (2, 101, 101, False)]
 
 
 @given(keys=lengths)
-def test_the_longest_group_runs_first(keys: list[int]) -> None:
+def test_the_longest_group_runs_first(keys):
     groups = host.varlen_groups(keys, keys, "length")
     costs = [count * n * (candidates(n) + 256 + 32) for count, _, n, _ in groups]
     assert all(a >= b * (1 - 1e-9) for a, b in pairwise(costs))

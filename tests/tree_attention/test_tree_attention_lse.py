@@ -1,7 +1,5 @@
 """The log-sum-exp as a differentiable output (docs/semantics/tree_attention.md §1.10)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,7 +68,7 @@ def ops_of_htree(calls: list[tuple[str, tuple[Any, ...]]]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_lse_is_that_of_the_states(case: TreeAttentionCase, device: str) -> None:
+def test_lse_is_that_of_the_states(case, device):
     q, k, v = case.make_qkv(device)
     if refused(case, device, lambda: OPS._attention_lse(q, k, v, True, *case.packed())):
         return
@@ -88,7 +86,7 @@ def test_lse_is_that_of_the_states(case: TreeAttentionCase, device: str) -> None
 @by_small_case
 @by_use
 @pytest.mark.parametrize("store_parents", [True, False])
-def test_gradcheck(case: TreeAttentionCase, uses: str, store_parents: bool) -> None:
+def test_gradcheck(case, uses, store_parents):
     inputs = leaves_of(case.make_separated("cpu"))
     assert torch.autograd.gradcheck(
         lambda *x: used(OPS._attention_lse(*x, store_parents, *case.packed()), uses), inputs
@@ -97,9 +95,7 @@ def test_gradcheck(case: TreeAttentionCase, uses: str, store_parents: bool) -> N
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 @pytest.mark.parametrize("uses", ["lse", "both"])
-def test_gradients_are_the_reference_under_the_same_lists(
-    case: TreeAttentionCase, uses: str, device: str
-) -> None:
+def test_gradients_are_the_reference_under_the_same_lists(case, uses, device):
     tensors = case.make_qkv(device)
     if refused(case, device, lambda: OPS._attention_lse(*tensors, True, *case.packed())):
         return
@@ -123,7 +119,7 @@ def check_against_reference(
 
 
 @given(data=st.data(), seed=seeds)
-def test_gradients_of_drawn_problems(data: Any, seed: int, device: str) -> None:
+def test_gradients_of_drawn_problems(data, seed, device):
     case = data.draw(problems(dtypes_of(device), importances=EVERY_IMPORTANCE, max_length=60))
     tensors = case.make_qkv(device, seed)
     uses = data.draw(st.sampled_from(["lse", "both"]))
@@ -131,7 +127,7 @@ def test_gradients_of_drawn_problems(data: Any, seed: int, device: str) -> None:
 
 
 @by_small_case
-def test_the_formula_of_the_reference(case: TreeAttentionCase) -> None:
+def test_the_formula_of_the_reference(case):
     """D less the gradient of the lse, beside autograd."""
     q, k, v = case.make_qkv("cpu")
     options = case.reference_options()
@@ -146,7 +142,7 @@ def test_the_formula_of_the_reference(case: TreeAttentionCase) -> None:
 
 
 @pytest.mark.parametrize("store_parents", [True, False])
-def test_a_gradient_of_out_alone_has_the_bits_of_attention(store_parents: bool, device: str) -> None:
+def test_a_gradient_of_out_alone_has_the_bits_of_attention(store_parents, device):
     for case in (x for x in CASES if x.dtype in (torch.float32, torch.bfloat16)):
         leaves = leaves_of(case.make_qkv(device))
         out = OPS._attention(*leaves, store_parents, *case.packed())
@@ -155,7 +151,7 @@ def test_a_gradient_of_out_alone_has_the_bits_of_attention(store_parents: bool, 
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-def test_zeros_for_one_output_change_no_gradient(device: str) -> None:
+def test_zeros_for_one_output_change_no_gradient(device):
     """An output that is not used is not filled with zeros, and that gives the same."""
     leaves = leaves_of(qkv(device))
     for place in (0, 1):
@@ -170,9 +166,9 @@ def test_zeros_for_one_output_change_no_gradient(device: str) -> None:
 
 @by_use
 @pytest.mark.parametrize("documents", [False, True])
-def test_one_forward_and_only_gradients_that_came(uses: str, documents: bool, device: str) -> None:
+def test_one_forward_and_only_gradients_that_came(uses, documents, device):
     leaves = leaves_of(qkv(device, B=1))
-    calls: list[tuple[str, tuple[Any, ...]]] = []
+    calls = []
     with ops_of_htree(calls):
         if documents:
             cu = torch.tensor([0, 15, 40], dtype=torch.int32, device=device)
@@ -191,7 +187,7 @@ def test_one_forward_and_only_gradients_that_came(uses: str, documents: bool, de
 
 
 @by_use
-def test_frozen_inputs_get_no_gradient(uses: str, device: str) -> None:
+def test_frozen_inputs_get_no_gradient(uses, device):
     tensors = qkv(device)
     full = torch.autograd.grad(
         [x.sum() for x in used(tree_attention(*tensors, **OPTIONS, return_lse=True), uses)], tensors
@@ -203,7 +199,7 @@ def test_frozen_inputs_get_no_gradient(uses: str, device: str) -> None:
         assert torch.equal(found, full[wanted])
 
 
-def test_merging_with_another_branch(device: str) -> None:
+def test_merging_with_another_branch(device):
     """Two attentions over parts of the keys, merged by their lse, are the attention over all of them."""
     T, half = 24, 12
     exact = {"compression_rate": 4, "max_top_nodes": 32, "top_k": 8, "rope_base": None}
@@ -227,11 +223,11 @@ def test_merging_with_another_branch(device: str) -> None:
 
 
 @by_use
-def test_gradcheck_of_packed_documents(uses: str) -> None:
+def test_gradcheck_of_packed_documents(uses):
     leaves = leaves_of(tuple(normal((17, heads, 4), torch.float64, "cpu", heads) for heads in (2, 1, 1)))
     cu = torch.tensor([0, 11, 11, 15], dtype=torch.int32)
 
-    def call(*x: Tensor) -> tuple[Tensor, ...]:
+    def call(*x):
         out, lse = tree_attention_varlen(
             *x, cu, cu, 11, 11, compression_rate=3, max_top_nodes=4, top_k=2, return_lse=True
         )
@@ -241,7 +237,7 @@ def test_gradcheck_of_packed_documents(uses: str) -> None:
 
 
 @pytest.mark.parametrize("grouping", ["auto", "length", "rank"])
-def test_rows_that_see_nothing_have_no_gradient(grouping: str, device: str) -> None:
+def test_rows_that_see_nothing_have_no_gradient(grouping, device):
     leaves = leaves_of(tuple(normal((40, heads, 8), torch.float32, device, heads) for heads in (4, 2, 2)))
     cu = torch.tensor([0, 9, 30], dtype=torch.int32, device=device)
     out, lse = OPS._attention_varlen(*leaves, None, None, cu, cu, 21, 21, grouping, *packed(4, 8, 2))
@@ -259,10 +255,10 @@ def test_rows_that_see_nothing_have_no_gradient(grouping: str, device: str) -> N
 
 @by_use
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(uses: str, dynamic: bool, device: str) -> None:
+def test_compile(uses, dynamic, device):
     torch._dynamo.reset()
 
-    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def model(q, k, v):
         return used(tree_attention(q * 2, k, v, **OPTIONS, return_lse=True), uses)
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
@@ -289,7 +285,7 @@ class Loss(torch.nn.Module):
 
 
 @by_use
-def test_export_takes_lengths_of_every_depth(uses: str, device: str) -> None:
+def test_export_takes_lengths_of_every_depth(uses, device):
     T = torch.export.Dim("T", min=2, max=300)
     model = Loss(uses)
     forward = torch.export.export(model, qkv(device), dynamic_shapes=({1: T},) * 3)
@@ -312,7 +308,7 @@ def names_of(graph: torch.fx.Graph) -> list[str]:
 
 
 @by_use
-def test_compiled_autograd(uses: str, device: str) -> None:
+def test_compiled_autograd(uses, device):
     from torch._dynamo import compiled_autograd
 
     found = []
@@ -330,7 +326,7 @@ def test_compiled_autograd(uses: str, device: str) -> None:
 
 
 @by_use
-def test_double_backward_is_refused(uses: str, device: str) -> None:
+def test_double_backward_is_refused(uses, device):
     leaves = qkv(device)
     results = used(tree_attention(*leaves, **OPTIONS, return_lse=True), uses)
     (dk,) = torch.autograd.grad(sum(x.square().sum() for x in results), leaves[1], create_graph=True)
@@ -338,7 +334,7 @@ def test_double_backward_is_refused(uses: str, device: str) -> None:
         dk.sum().backward()
 
 
-def test_autocast(device: str) -> None:
+def test_autocast(device):
     leaves = qkv(device)
     with torch.autocast(device, torch.bfloat16):
         out, lse = tree_attention(*leaves, **OPTIONS, return_lse=True)
@@ -369,7 +365,7 @@ FAMILIES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 @by_use
-def test_gradients_of_every_family(name: str, uses: str, nan_memory: None) -> None:
+def test_gradients_of_every_family(name, uses, nan_memory):
     case = FAMILIES[name]
     tensors = case.make_qkv("cuda")
     got = gradients(case, tensors, uses)
@@ -388,7 +384,7 @@ def test_gradients_of_every_family(name: str, uses: str, nan_memory: None) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**20, 2.0**60])
 @pytest.mark.parametrize("stride", [1, 4, 16])
-def test_gradients_of_the_lse_of_any_size(stride: int, size: float) -> None:
+def test_gradients_of_the_lse_of_any_size(stride, size):
     """dS is brought to fp16 by powers of two that follow from D, which holds the gradient of the lse."""
     case = replace(MODEL, selection_stride=stride)
     leaves = leaves_of(case.make_qkv("cuda"))

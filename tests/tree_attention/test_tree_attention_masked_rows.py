@@ -1,7 +1,5 @@
 """Rows without rotations that multiply whole tiles of tokens under the bits of their lists, and those that gather."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -63,9 +61,7 @@ GRADIENT_CASES = [case for case in CASES if case.T * case.top_k <= 100_000]
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_output_log_sums_and_lists(
-    case: TreeAttentionCase, nan_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_log_sums_and_lists(case, nan_memory, monkeypatch):
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
@@ -86,7 +82,7 @@ def test_output_log_sums_and_lists(
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_row_has_the_same_bits_in_every_call(dtype: torch.dtype, group: int, stride: int) -> None:
+def test_a_row_has_the_same_bits_in_every_call(dtype, group, stride):
     """Of a run that a call cuts, the other rows are missing, and so may be tiles that they alone need."""
     case = model(
         "rows", dtype, T=1000, B=2, H=2 * group, K=128, V=128, top_k=8, M=64, selection_stride=stride
@@ -105,7 +101,7 @@ def test_a_row_has_the_same_bits_in_every_call(dtype: torch.dtype, group: int, s
 
 
 @pytest.mark.parametrize("group", [1, 8])
-def test_tiles_that_no_query_needs_change_nothing(group: int) -> None:
+def test_tiles_that_no_query_needs_change_nothing(group):
     """All queries want the same few parents, so most tiles are left out, in front, between and behind."""
     case = model("alike", T=1000, H=group, H_kv=1, K=64, V=64)
     q, k, v = case.make_qkv("cuda")
@@ -121,7 +117,7 @@ def test_tiles_that_no_query_needs_change_nothing(group: int) -> None:
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_the_future_changes_nothing(stride: int, group: int) -> None:
+def test_the_future_changes_nothing(stride, group):
     case = model("causal", T=900, H=group, H_kv=1, K=128, V=128, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -135,7 +131,7 @@ def test_the_future_changes_nothing(stride: int, group: int) -> None:
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) -> None:
+def test_what_is_not_finite_reaches_its_readers_alone(group, value):
     """An infinite value reaches every later row, in its list or through a mean; where it has the weight 0 it is NaN."""
     case = model("poisoned", T=500, H=2 * group, K=128, V=128)
     q, k, v = case.make_qkv("cuda")
@@ -159,7 +155,7 @@ def test_what_is_not_finite_reaches_its_readers_alone(group: int, value: float) 
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_a_row_has_the_same_bits_whatever_its_block_did_before(group: int) -> None:
+def test_a_row_has_the_same_bits_whatever_its_block_did_before(group):
     """Blocks with many tasks, whose neighbours need powers of two or have values that are not finite."""
     case = model("tasks", T=1000, B=6, H=4 * group, H_kv=4, K=128, V=128, M=128)
     q, k, v = case.make_qkv("cuda")
@@ -182,7 +178,7 @@ def test_a_row_has_the_same_bits_whatever_its_block_did_before(group: int) -> No
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_powers_of_two_of_keys_are_those_of_the_tiles_that_are_left(width: int) -> None:
+def test_powers_of_two_of_keys_are_those_of_the_tiles_that_are_left(width):
     """Keys of a few tokens need a power of two, and the tiles of a task are not the first ones of the sequence."""
     case = model("sizes", T=1000, H=8, H_kv=1, K=width, V=width)
     q, k, v = case.make_qkv("cuda")
@@ -195,7 +191,7 @@ def test_powers_of_two_of_keys_are_those_of_the_tiles_that_are_left(width: int) 
 
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
-def test_gradients(case: TreeAttentionCase, nan_memory: None) -> None:
+def test_gradients(case, nan_memory):
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
@@ -211,7 +207,7 @@ def test_gradients(case: TreeAttentionCase, nan_memory: None) -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_every_row_has_its_own_gradient(group: int, stride: int) -> None:
+def test_every_row_has_its_own_gradient(group, stride):
     """Rows whose dO is far above that of the others, so that a single row or tile that is wrong shows."""
     case = model("single", T=1100, H=group, H_kv=1, K=64, V=64, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -233,7 +229,7 @@ def test_every_row_has_its_own_gradient(group: int, stride: int) -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
+def test_dq_of_a_row_has_the_same_bits_in_every_call(group, stride):
     """As long as all powers of two are the same: rows of q and of dO have one size, the first value is the largest."""
     case = model("rows", T=1000, H=2 * group, K=128, V=128, top_k=8, M=64, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
@@ -242,7 +238,7 @@ def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int, stride: int) ->
     options = case.reference_options()
     dout = torch.randn_like(q).sign()
 
-    def query_gradient(start: int, end: int) -> torch.Tensor:
+    def query_gradient(start, end):
         inputs = (q[:, start:end], k[:, :end], v[:, :end])
         saved = op.attention_forward(*inputs, **options)
         return op.attention_backward(dout[:, start:end], *inputs, *saved, **options)[0]
@@ -262,13 +258,13 @@ def test_dq_of_a_row_has_the_same_bits_in_every_call(group: int, stride: int) ->
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_gradients_of_a_batch_have_the_bits_it_has_alone(group: int) -> None:
+def test_gradients_of_a_batch_have_the_bits_it_has_alone(group):
     case = model("rows", T=1100, B=3, H=2 * group, K=128, V=128)
     assert_batch_like_alone(case, slice(1, 2))
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_gradients_where_tiles_are_left_out(group: int) -> None:
+def test_gradients_where_tiles_are_left_out(group):
     """All queries want the same few parents."""
     case = model("alike", T=1000, H=group, H_kv=1, K=64, V=64)
     q, k, v = case.make_qkv("cuda")
@@ -279,21 +275,21 @@ def test_gradients_where_tiles_are_left_out(group: int) -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64, 128])
-def test_gradients_of_rows_whose_sizes_differ(width: int, nan_memory: None) -> None:
+def test_gradients_of_rows_whose_sizes_differ(width, nan_memory):
     case = model("sizes", T=1000, H=16, K=width, V=width)
     assert_errors_of_sizes(*case.make_qkv("cuda"), case.reference_options())
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_reach_their_tokens_alone(group: int, value: float) -> None:
+def test_gradients_that_are_not_finite_reach_their_tokens_alone(group, value):
     """A row of dO reaches its own dq and the tokens up to its own, and a key or a value no dq of an earlier row."""
     case = model("poisoned", T=500, H=2 * group, K=128, V=128)
     inputs = case.make_qkv("cuda")
     options = case.reference_options()
     dout = torch.randn_like(inputs[0])
 
-    def gradients(dout: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    def gradients(dout, *inputs):
         return op.attention_backward(dout, *inputs, *op.attention_forward(*inputs, **options), **options)
 
     for token in (128, 130, 200, 255, 256, 383, 499):
@@ -320,7 +316,7 @@ def test_gradients_that_are_not_finite_reach_their_tokens_alone(group: int, valu
 @pytest.mark.parametrize(
     "mask", [[True, False, False], [False, True, False], [False, False, True], [False, True, True]]
 )
-def test_some_of_the_gradients(mask: list[bool], nan_memory: None) -> None:
+def test_some_of_the_gradients(mask, nan_memory):
     case = model("some", T=1100, H=8, H_kv=1, K=128, V=128)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -331,7 +327,7 @@ def test_some_of_the_gradients(mask: list[bool], nan_memory: None) -> None:
         assert not wanted or torch.equal(gradient, full)
 
 
-def test_a_graph_replays_masked_rows_and_their_gradients() -> None:
+def test_a_graph_replays_masked_rows_and_their_gradients():
     case = model("graph", T=1500, H=8, H_kv=1, K=128, V=128)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
@@ -343,9 +339,7 @@ def test_a_graph_replays_masked_rows_and_their_gradients() -> None:
 
 @pytest.mark.parametrize("heads", [(32, 4), (8, 8), (32, 2)], ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
-def test_gradients_of_a_sequence_of_many_chunks(
-    stride: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_a_sequence_of_many_chunks(stride, heads, monkeypatch):
     """Chunks that begin anywhere in the sequence, and rows on both sides of the bound, beside kernels that gather."""
     H, H_kv = heads
     case = model("chunks", T=40_000, H=H, H_kv=H_kv, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
@@ -365,7 +359,7 @@ def test_gradients_of_a_sequence_of_many_chunks(
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_sequence_of_many_chunks(stride: int) -> None:
+def test_a_sequence_of_many_chunks(stride):
     """Chunks that begin anywhere in the sequence, and one that ends at the bound."""
     case = model("chunks", T=40_000, H=32, H_kv=4, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")

@@ -1,8 +1,6 @@
 """The scratch of a chunk on the tensor cores, as plan/ lays it out: every piece holds what the kernels write into it,
 none overlaps another, and all of them together keep to the budgets of docs/semantics/tree_attention.md §1.8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -251,7 +249,7 @@ def check_pieces(found: dict[str, int], needs: dict[str, int], base: int) -> Non
     assert end <= found["end"], "the last piece"
 
 
-def test_the_forward_holds_what_it_writes_within_its_budget() -> None:
+def test_the_forward_holds_what_it_writes_within_its_budget():
     base = 1 << 40
     for call in calls():
         plan = call.plan
@@ -264,7 +262,7 @@ def test_the_forward_holds_what_it_writes_within_its_budget() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
-def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) -> None:
+def test_the_backward_holds_what_it_writes_within_its_budget(recompute):
     base = 1 << 40
     for call in calls():
         plan = call.plan
@@ -297,7 +295,7 @@ def test_the_backward_holds_what_it_writes_within_its_budget(recompute: bool) ->
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("heads", [(32, 4, 128), (64, 4, 64), (8, 8, 128)], ids=str)
-def test_a_gigabyte_holds_the_forward_but_a_copy_of_the_keys(heads: tuple[int, int, int], gpu: str) -> None:
+def test_a_gigabyte_holds_the_forward_but_a_copy_of_the_keys(heads, gpu):
     """Counts scratch, layers above the tokens with their copies, tiles of a dense top, scales, log-sums, tables."""
     lengths = (9000, 32_768, 131_072, 262_144, 524_288, 1_000_000)
     for length, stride, rotate in product(lengths, STRIDES, (True, False)):

@@ -1,7 +1,5 @@
 """HTreeAttention with padding and with packed documents (docs/semantics/tree_attention.md §1.16)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st
@@ -52,9 +50,7 @@ def gradients_of(layer: torch.nn.Module, x: Tensor, real: Tensor, **more: Any) -
     scope=st.sampled_from(("kv_head", "q_head")),
     garbage=st.sampled_from((0.0, torch.nan, torch.inf)),
 )
-def test_padding_at_both_ends_changes_nothing(
-    lengths: list[int], data: st.DataObject, stride: int, scope: str, garbage: float, device: str
-) -> None:
+def test_padding_at_both_ends_changes_nothing(lengths, data, stride, scope, garbage, device):
     """Each row of the batch is a sequence of its own, whatever is in the padding, and packed documents are the same."""
     T = max(lengths) + data.draw(st.integers(0, 5))
     lefts = [data.draw(st.integers(0, T - n)) for n in lengths]
@@ -89,7 +85,7 @@ def test_padding_at_both_ends_changes_nothing(
         assert (documents.flatten(0, -2)[int(cu[-1]) :] == 0).all()
 
 
-def test_garbage_in_packed_padding_reaches_no_parameter(device: str) -> None:
+def test_garbage_in_packed_padding_reaches_no_parameter(device):
     layer = layer_of(device)
     x = normal((20, WIDTH), width_of(device), device, 1)
     cu, real = offsets((9, 4), device), torch.arange(20, device=device) < 13
@@ -100,14 +96,14 @@ def test_garbage_in_packed_padding_reaches_no_parameter(device: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_lengths_alone_do_not_recompile(packed: bool, device: str) -> None:
+def test_lengths_alone_do_not_recompile(packed, device):
     torch._dynamo.reset()
     layer = layer_of(device)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for step, lengths in enumerate(([20, 5, 11], [1, 0, 20], [20, 20, 20])):
         T = 20 + step
         x = normal((3, T, WIDTH), width_of(device), device, step)
-        more: dict[str, Any] = {"key_padding_mask": mask_of(lengths, [0, T - 20, 0], T, device)}
+        more = {"key_padding_mask": mask_of(lengths, [0, T - 20, 0], T, device)}
         if packed:
             x = x.flatten(0, 1)
             more = {"cu_seqlens": offsets(tuple(lengths), device), "max_seqlen": T}
@@ -115,7 +111,7 @@ def test_lengths_alone_do_not_recompile(packed: bool, device: str) -> None:
             torch.testing.assert_close(compiled(x, **more), layer(x, **more), rtol=1e-5, atol=1e-6)
 
 
-def test_a_mask_with_holes_is_refused_or_nan(device: str) -> None:
+def test_a_mask_with_holes_is_refused_or_nan(device):
     layer = layer_of(device)
     x = normal((2, 9, WIDTH), width_of(device), device, 1)
     mask = mask_of([9, 6], [0, 3], 9, device)
@@ -153,7 +149,7 @@ def test_a_mask_with_holes_is_refused_or_nan(device: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_bad_masks_are_named(call: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_masks_are_named(call, kind, message):
     x = torch.zeros(2, 5, WIDTH, dtype=torch.float64)
     with pytest.raises(kind, match=f"HTreeAttention: {message}"):
         layer_of("cpu")(x, **call)
@@ -170,13 +166,13 @@ def test_bad_masks_are_named(call: dict[str, Any], kind: type[Exception], messag
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_bad_documents_are_named(call: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_documents_are_named(call, kind, message):
     x = torch.zeros(1, 5, WIDTH, dtype=torch.float64)
     with pytest.raises(kind, match=f"HTreeAttention: {message}"):
         layer_of("cpu")(x, **({"cu_seqlens": offsets((4, 1), "cpu")} | call))
 
 
-def test_a_mask_needs_a_causal_importance() -> None:
+def test_a_mask_needs_a_causal_importance():
     layer = layer_of("cpu", importance="lse")
     x = torch.zeros(2, 5, WIDTH, dtype=torch.float64)
     with pytest.raises(ValueError, match="key_padding_mask must be None where importance is 'lse'"):
@@ -186,7 +182,7 @@ def test_a_mask_needs_a_causal_importance() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_the_mask_on_the_device() -> None:
+def test_a_graph_follows_the_mask_on_the_device():
     layer = layer_of("cuda")
     x = normal((2, 40, WIDTH), torch.float32, "cuda", 1)
     mask = mask_of([40, 30], [0, 10], 40, "cuda")

@@ -1,7 +1,5 @@
 """Properties H1-H13 of tree attention (docs/semantics/tree_attention.md §1.11) on drawn problems."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """`htree_ops.tree_attention` and `HTreeAttention`: options, log-sum-exp, gradients, error classes."""
 
-from __future__ import annotations
-
 import ast
 import math
 import warnings
@@ -153,7 +151,7 @@ def test_the_stage_functions_return_the_tensors_that_the_ops_change(device):
     assert (state[1] == 2).all()
 
 
-def test_factories_without_a_device_compile_and_follow_the_default() -> None:
+def test_factories_without_a_device_compile_and_follow_the_default():
     torch._dynamo.reset()
 
     def tables(x):
@@ -171,7 +169,7 @@ def test_factories_without_a_device_compile_and_follow_the_default() -> None:
         assert stages.rope_cache(8, 8, device="cpu").device.type == "cpu"
 
 
-def test_dtypes_of_options_and_lists_have_the_classes_of_the_package() -> None:
+def test_dtypes_of_options_and_lists_have_the_classes_of_the_package():
     with pytest.raises(
         UnsupportedDtypeError, match=r"rope_cache: dtype must be torch\.float32 or torch\.float64"
     ):
@@ -213,7 +211,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_the_options_of_a_stage_are_named(name: str) -> None:
+def test_the_options_of_a_stage_are_named(name):
     call = getattr(stages, name)
     given = stage_arguments(call)
     call(**given)
@@ -241,7 +239,7 @@ def test_the_options_of_a_stage_are_named(name: str) -> None:
                 call(**given | {option: value})
 
 
-def test_a_table_beyond_every_memory_is_refused_by_name() -> None:
+def test_a_table_beyond_every_memory_is_refused_by_name():
     with pytest.raises(
         ValueError, match="rope_cache: size must be between 0 and 2147483647, got 9223372036854775807"
     ):
@@ -263,7 +261,7 @@ def test_a_table_beyond_every_memory_is_refused_by_name() -> None:
         ({"importance": None}, TypeError, "importance must be a str, got NoneType"),
     ],
 )
-def test_the_options_of_forward_and_backward_are_named(options, kind, message) -> None:
+def test_the_options_of_forward_and_backward_are_named(options, kind, message):
     q, k, v = torch.randn(3, 1, 10, 2, 8)
     out, gmax, gsum, parents = family.attention_forward(q, k, v)
     with pytest.raises(kind, match=f"attention_forward: {message}"):
@@ -274,7 +272,7 @@ def test_the_options_of_forward_and_backward_are_named(options, kind, message) -
         family.attention_forward(q, k, v, store_parents=1)
 
 
-def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch):
     q, k = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8)  # [B, H, T, K]
     with pytest.raises(
         ShapeMismatchError, match=r"as many rows as k .*would fit \[B, H, T, K\].*transpose\(1, 2\)"
@@ -299,7 +297,7 @@ def test_heads_and_tokens_in_the_wrong_order_are_pointed_out(monkeypatch: pytest
         htree_ops.tree_attention(q, q, q)
 
 
-def test_what_a_type_checker_sees() -> None:
+def test_what_a_type_checker_sees():
     """One overload per value of return_lse, with the keywords of the function, and words as literals."""
     tree = ast.parse(Path(attention.__file__).read_text())
     found = [

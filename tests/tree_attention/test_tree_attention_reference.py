@@ -1,7 +1,5 @@
 """The reference of tree attention against docs/semantics/tree_attention.md §1, written out as scalar loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

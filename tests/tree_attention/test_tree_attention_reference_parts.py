@@ -1,7 +1,5 @@
 """Selection, states, tree and gradients of the reference, by hand-computed examples."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

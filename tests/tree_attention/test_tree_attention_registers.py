@@ -4,12 +4,9 @@ Needs nvcc and no GPU. A spill in its loops, or warpgroup products that ptxas ru
 of the time and changes no result, so no other test sees it.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from tree_attention_instances import CSRC, write_instance
@@ -42,9 +39,7 @@ KERNEL = re.compile(
         ("sparse_attention_backward_masked_rows_gradients_bfloat16_d64", 2),
     ],
 )
-def test_kernels_spill_nothing_and_overlap_their_products(
-    instance: str, num_kernels: int, tmp_path: Path
-) -> None:
+def test_kernels_spill_nothing_and_overlap_their_products(instance, num_kernels, tmp_path):
     assert NVCC is not None
     command = [NVCC, "-std=c++17", "-O3", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v"]
     done = subprocess.run(

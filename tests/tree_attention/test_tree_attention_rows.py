@@ -1,7 +1,5 @@
 """_attention_rows: queries anywhere in the sequence have the bits of a call with all of them (docs/semantics §1.8)."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -94,7 +92,7 @@ def qkv(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -> None:
+def test_rows_are_those_of_the_whole(name, device, nan_memory):
     sizes, dtype, cuts, options = CASES[name]
     q, k, v, dout = qkv(sizes, dtype, device)
     stride, tree = options[6] if len(options) > 6 else 1, packed(*options)
@@ -129,7 +127,7 @@ def test_rows_are_those_of_the_whole(name: str, device: str, nan_memory: None) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_share_a_tree(name: str, device: str) -> None:
+def test_pieces_share_a_tree(name, device):
     """Rows from several places in one call are those of a call for each place."""
     sizes, dtype, _, options = CASES[name]
     q, k, v, dout = qkv(sizes, dtype, device)
@@ -163,7 +161,7 @@ def test_pieces_share_a_tree(name: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("importance", ["lse_causal", "exp_joint"])
 @pytest.mark.parametrize("heads", [4, 32])
-def test_a_chunk_of_a_long_sequence_has_the_rows_of_the_whole(importance: str, heads: int) -> None:
+def test_a_chunk_of_a_long_sequence_has_the_rows_of_the_whole(importance, heads):
     """The scores of few lists take other thread blocks at the top than those of many (tree/plan/problem.h)."""
     q, k, v, _ = qkv((1, 24_576, heads, 4, 64, 64), torch.bfloat16, "cuda")
     tree = packed(16, 2048, 128, importance=importance, selection_stride=4)
@@ -176,12 +174,12 @@ def test_a_chunk_of_a_long_sequence_has_the_rows_of_the_whole(importance: str, h
             assert torch.equal(found, expected[:, begin:end])
 
 
-def test_lists_are_one_tensor_for_autograd(device: str) -> None:
+def test_lists_are_one_tensor_for_autograd(device):
     """What autograd keeps: q, k, v, out, gmax, gsum and the lists."""
     q, k, v, _ = qkv((1, 40, 4, 2, 6, 5), torch.float32, device)
-    kept: list[Tensor] = []
+    kept = []
 
-    def keep(x: Tensor) -> Tensor:
+    def keep(x):
         kept.append(x)
         return x
 
@@ -192,7 +190,7 @@ def test_lists_are_one_tensor_for_autograd(device: str) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
+def test_lists_of_one_row_have_a_second_one(stride, device):
     """A size that may be 1 would bind a compiled graph to lengths where it is or is not."""
     q, k, v, dout = qkv((2, 4, 4, 2, 6, 5), torch.float32, device)
     options = (4, 8, 2, None, 10000.0, "lse_causal", stride)
@@ -209,7 +207,7 @@ def test_lists_of_one_row_have_a_second_one(stride: int, device: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_no_row(device: str) -> None:
+def test_no_row(device):
     q, k, v, dout = qkv((1, 8, 2, 1, 4, 4), torch.float32, device)
     out, gmax, gsum, lists = OPS._attention_rows(q[:, :0], k, v, [4], True, *packed(4, 8, 2))
     assert out.shape == (1, 0, 2, 4)

@@ -1,7 +1,5 @@
 """Each staged and fused op of tree attention against its reference (docs/semantics §1.2-§1.8, §1.11)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tree_attention_helpers import (

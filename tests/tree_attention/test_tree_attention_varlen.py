@@ -4,8 +4,6 @@
 and "length" and "rank", which pad, are those of CUDA.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -103,7 +101,7 @@ def assert_equal_documents(case: VarlenCase, device: str, grouping: str, seed: i
 
 @by_grouping
 @by_case
-def test_equal_to_a_call_per_document(case: VarlenCase, grouping: str, device: str) -> None:
+def test_equal_to_a_call_per_document(case, grouping, device):
     if refused(case, device, lambda: packed(case, case.make_inputs(device), grouping)):
         return
     if grouping in groupings_of(case):
@@ -114,7 +112,7 @@ def test_equal_to_a_call_per_document(case: VarlenCase, grouping: str, device: s
 
 
 @by_case
-def test_equal_to_the_reference(case: VarlenCase, device: str) -> None:
+def test_equal_to_the_reference(case, device):
     case = replace(case, dtype=torch.float64 if device == "cpu" else torch.float32)
     inputs = case.make_inputs(device)
     options = {("top_k_per_layer" if name == "top_k" else name): x for name, x in case.options().items()}
@@ -162,14 +160,14 @@ def batches(draw: Any, device: str, importances: tuple[str, ...] = CAUSAL) -> Va
 
 
 @given(data=st.data(), seed=seeds)
-def test_any_batch_equals_a_call_per_document(data: st.DataObject, seed: int, device: str) -> None:
+def test_any_batch_equals_a_call_per_document(data, seed, device):
     case = data.draw(batches(device, EVERY_IMPORTANCE))
     grouping = data.draw(st.sampled_from(groupings_of(case)))
     assert_equal_documents(case, device, grouping, seed)
 
 
 @given(data=st.data(), seed=seeds)
-def test_a_broken_document_reaches_no_other(data: st.DataObject, seed: int, device: str) -> None:
+def test_a_broken_document_reaches_no_other(data, seed, device):
     """NaN in one document: its rows may become NaN, and every other row and gradient keeps its bits."""
     case = data.draw(batches(device).filter(lambda case: any(case.queries_of)))
     grouping = data.draw(st.sampled_from(GROUPINGS))
@@ -190,7 +188,7 @@ def test_a_broken_document_reaches_no_other(data: st.DataObject, seed: int, devi
 
 
 @by_grouping
-def test_thousands_of_short_documents(grouping: str, device: str) -> None:
+def test_thousands_of_short_documents(grouping, device):
     lengths = tuple(1 + (i * 7) % 5 for i in range(2000))
     case = VarlenCase(name="short", dtype=torch.float32, lengths=lengths, H=2, H_kv=1, K=4, V=3)
     inputs = case.make_inputs(device)
@@ -208,7 +206,7 @@ def test_thousands_of_short_documents(grouping: str, device: str) -> None:
 
 
 @by_case
-def test_as_many_offsets_as_rows_give_the_same_bits(case: VarlenCase, device: str) -> None:
+def test_as_many_offsets_as_rows_give_the_same_bits(case, device):
     """As one gives them who does not know how many documents there are; "length" reads them, as "auto" does on CUDA."""
     if case.dtype == torch.float64 and device == "cuda":
         case = replace(case, dtype=torch.float32)
@@ -227,13 +225,13 @@ def test_as_many_offsets_as_rows_give_the_same_bits(case: VarlenCase, device: st
 
 
 @by_grouping
-def test_one_huge_document_among_tiny_ones(grouping: str, device: str) -> None:
+def test_one_huge_document_among_tiny_ones(grouping, device):
     lengths = (3,) * 20 + (1500,) + (2,) * 20
     case = VarlenCase(name="huge", dtype=torch.float32, lengths=lengths, M=32, top_k=8)
     assert_equal_documents(case, device, grouping)
 
 
-def test_results_of_stored_and_of_packed_views_agree(device: str) -> None:
+def test_results_of_stored_and_of_packed_views_agree(device):
     """Slices of one projection, heads in another order, and rows off the grid of 16 bytes give the same bits."""
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
@@ -249,7 +247,7 @@ def test_results_of_stored_and_of_packed_views_agree(device: str) -> None:
         assert torch.equal(packed(case, (*last, *rest), grouping)[0], wanted)
 
 
-def test_gradcheck() -> None:
+def test_gradcheck():
     case = replace(CASES[1], lengths=(3, 0, 9), spare=1, H=2, H_kv=1, K=2, V=2, top_k=3, M=12)
     q, k, v, *rest = case.make_inputs("cpu")
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
@@ -257,7 +255,7 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradcheck(lambda *x, g=grouping: packed(case, (*x, *rest), g)[0], leaves)
 
 
-def test_frozen_inputs_cost_no_gradient(device: str) -> None:
+def test_frozen_inputs_cost_no_gradient(device):
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
     out, lse = packed(case, (q, k.requires_grad_(), v, *rest))
@@ -272,7 +270,7 @@ def test_frozen_inputs_cost_no_gradient(device: str) -> None:
     assert [x is not None for x in found] == [True, False, True]
 
 
-def test_double_backward_is_refused(device: str) -> None:
+def test_double_backward_is_refused(device):
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
     out, _ = packed(case, (q.requires_grad_(), k, v, *rest))
@@ -309,7 +307,7 @@ def broken_call(change: dict[str, Any], device: str, grouping: str) -> tuple[Any
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_document_that_breaks_the_rules_is_named_on_the_cpu(name: str) -> None:
+def test_a_document_that_breaks_the_rules_is_named_on_the_cpu(name):
     change, _, message = BROKEN[name]
     with pytest.raises(ValueError, match=f"attention_varlen_forward: {message}"):
         broken_call(change, "cpu", "auto")
@@ -317,7 +315,7 @@ def test_a_document_that_breaks_the_rules_is_named_on_the_cpu(name: str) -> None
 
 @pytest.mark.parametrize("grouping", ["length", "rank"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_document_that_breaks_the_rules_is_nan_elsewhere(name: str, grouping: str, device: str) -> None:
+def test_a_document_that_breaks_the_rules_is_nan_elsewhere(name, grouping, device):
     change, document, _ = BROKEN[name]
     found = broken_call(change, device, grouping)
     if grouping == "length" and device == "cuda":
@@ -337,7 +335,7 @@ def test_a_document_that_breaks_the_rules_is_nan_elsewhere(name: str, grouping: 
 
 
 @pytest.mark.parametrize("first", [5, 99])
-def test_offsets_that_all_begin_too_late_break_the_first_document(first: int, device: str) -> None:
+def test_offsets_that_all_begin_too_late_break_the_first_document(first, device):
     """Also where the documents behind it are empty, as those that are cut off at the end."""
     q = normal((8, 2, 8), torch.float32, device, 0)
     k, v = (normal((8, 1, 8), torch.float32, device, seed) for seed in (1, 2))
@@ -359,14 +357,7 @@ def test_offsets_that_all_begin_too_late_break_the_first_document(first: int, de
     grouping=st.sampled_from(("auto", "length", "rank")),
     stride=st.sampled_from((1, 2)),
 )
-def test_any_offsets_stay_in_bounds(
-    offsets_q: list[int],
-    data: st.DataObject,
-    bounds: tuple[int, int],
-    grouping: str,
-    stride: int,
-    device: str,
-) -> None:
+def test_any_offsets_stay_in_bounds(offsets_q, data, bounds, grouping, stride, device):
     """Numbers without sense are refused or give NaN, and touch no other memory; the result repeats."""
     offsets_k = data.draw(st.lists(st.integers(-70, 70), min_size=len(offsets_q), max_size=len(offsets_q)))
     q, k, v = (normal(size, torch.float32, device, 1) for size in ((30, 2, 4), (33, 1, 4), (33, 1, 3)))
@@ -374,12 +365,12 @@ def test_any_offsets_stay_in_bounds(
     cu = [torch.tensor(x, dtype=torch.int32, device=device) for x in (offsets_q, offsets_k)]
     options = packed_options(4, 8, 2, selection_stride=stride)
 
-    def run() -> tuple[Tensor, ...]:
+    def run():
         with poisoned_memory():
             out, lse = OPS._attention_varlen(*leaves, None, None, *cu, *bounds, grouping, *options)
             return out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    def complaint() -> str:
+    def complaint():
         """What the CPU says about offsets that it does not run."""
         if grouping == "auto" and device == "cpu":
             try:
@@ -418,7 +409,7 @@ def test_any_offsets_stay_in_bounds(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_bad_input_is_named(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_bad_input_is_named(change, kind, message):
     call = {
         "query": torch.zeros(9, 4, 8),
         "key": torch.zeros(9, 2, 8),
@@ -432,7 +423,7 @@ def test_bad_input_is_named(change: dict[str, Any], kind: type[Exception], messa
         tree_attention_varlen(**(call | change))
 
 
-def test_return_lse_and_defaults() -> None:
+def test_return_lse_and_defaults():
     q, k, v = (normal((9, heads, 8), torch.float32, "cpu", heads) for heads in (4, 2, 2))
     cu = offsets((4, 5), "cpu")
     out, lse = tree_attention_varlen(q, k, v, cu, cu, 5, 5, return_lse=True)
@@ -448,7 +439,7 @@ CHECKED = ("ragged", "span", "stride", "empty_documents", "half", "inv_freq")
 
 
 @pytest.mark.parametrize("case", [x for x in CASES if x.name in CHECKED], ids=case_id)
-def test_opcheck(case: VarlenCase, device: str) -> None:
+def test_opcheck(case, device):
     q, k, v, *rest = without_index(case.make_inputs(device))
     options = ("auto", *case.packed())
     opcheck(OPS._attention_varlen_forward.default, (q, k, v, *rest, *options))
@@ -461,13 +452,13 @@ def test_opcheck(case: VarlenCase, device: str) -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
+def test_lengths_alone_do_not_recompile(grad, device):
     torch._dynamo.reset()
     case = CASES[0]
     names = ("compression_rate", "max_top_nodes", "top_k")
     options = {name: case.options()[name] for name in names}
 
-    def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
+    def model(q, k, v, cu, longest):
         out = tree_attention_varlen(q * 2, k, v, cu, cu, longest, longest, **options)
         assert isinstance(out, Tensor)
         return out.cos()
@@ -488,7 +479,7 @@ def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
                 assert all(x.grad is not None for x in leaves)
 
 
-def test_autocast(device: str) -> None:
+def test_autocast(device):
     case = CASES[0]
     inputs = case.make_inputs(device)
     with torch.autocast(device, torch.bfloat16):
@@ -498,12 +489,12 @@ def test_autocast(device: str) -> None:
     assert torch.equal(out, wanted[0])
 
 
-def test_compiled_autograd(device: str) -> None:
+def test_compiled_autograd(device):
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def gradients(traced: bool) -> list[Tensor]:
+    def gradients(traced):
         from contextlib import nullcontext
 
         from torch._dynamo import compiled_autograd
@@ -524,7 +515,7 @@ def test_compiled_autograd(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_lengths_on_the_device() -> None:
+def test_a_graph_follows_lengths_on_the_device():
     case = VarlenCase(
         name="graph", dtype=torch.bfloat16, lengths=(300, 200, 12), spare=88, K=32, V=32, M=64, top_k=16
     )
@@ -533,7 +524,7 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     dout = normal((600, 4, 32), torch.bfloat16, "cuda", 5)
 
-    def step() -> tuple[Tensor, ...]:
+    def step():
         out, lse = OPS._attention_varlen(*leaves, None, None, cu, cu, *longest, "auto", *case.packed())
         return out, lse, *torch.autograd.grad(out, leaves, dout)
 
@@ -559,7 +550,7 @@ def test_a_graph_follows_lengths_on_the_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 16])
 @pytest.mark.parametrize("grouping", GROUPINGS)
-def test_tensor_cores_give_the_rows_of_a_call_per_document(grouping: str, stride: int) -> None:
+def test_tensor_cores_give_the_rows_of_a_call_per_document(grouping, stride):
     """Bit for bit where every document runs with its own depth, on the kernels of models."""
     lengths = (700, 2048, 300, 1900, 1, 2048, 16, 640)
     case = VarlenCase(
@@ -579,7 +570,7 @@ def test_tensor_cores_give_the_rows_of_a_call_per_document(grouping: str, stride
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 16])
-def test_long_documents_on_cuda_run_where_they_lie(stride: int) -> None:
+def test_long_documents_on_cuda_run_where_they_lie(stride):
     """Alone, and as equal neighbours, at rows that no power of two divides, beside short ones that are copied."""
     lengths = (5001, 4990, 37, 12, 4990, 4990, 700)
     case = VarlenCase(
@@ -597,7 +588,7 @@ def test_long_documents_on_cuda_run_where_they_lie(stride: int) -> None:
 
 
 @pytest.mark.gpu
-def test_scratch_is_that_of_one_sequence() -> None:
+def test_scratch_is_that_of_one_sequence():
     lengths = (4096, 3900, 1000, 7000, 128, 256, 8192, 8192)
     case = VarlenCase(
         name="scratch", dtype=torch.bfloat16, lengths=lengths, H=8, H_kv=2, K=64, V=64, r=16, top_k=64, M=1024

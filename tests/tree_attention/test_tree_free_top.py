@@ -5,8 +5,6 @@ test_tree_attention_varlen.py. Queries anywhere in the sequence: test_tree_atten
 scalar loops: test_tree_attention_reference.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -23,7 +21,7 @@ from htree_ops.correctness import fault_of_lists
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
 from tests.support.tree_attention_calls import calls
-from tests.support.tree_attention_cases import FREE_SHAPES, SHAPES, TreeAttentionCase
+from tests.support.tree_attention_cases import FREE_SHAPES, SHAPES
 from tests.support.tree_attention_checks import (
     assert_epsilon_optimal,
     assert_gradients,
@@ -321,9 +319,7 @@ def test_shapes_of_the_tensor_cores(case):
 @pytest.mark.parametrize("top_k", [8, 16])
 def test_long_sequences_of_the_tensor_cores(stride, top_k):
     """20 000 queries, three layers: any of them equal those of a call with few queries, and of a shorter sequence."""
-    case: TreeAttentionCase = model(
-        "long", T=20_000, H=8, H_kv=1, K=128, V=128, top_k=top_k, M=1000, selection_stride=stride
-    )
+    case = model("long", T=20_000, H=8, H_kv=1, K=128, V=128, top_k=top_k, M=1000, selection_stride=stride)
     q, k, v = case.make_qkv("cuda")
     options = case.reference_options()
     out, gmax, gsum, parents = forward(q, k, v, case)

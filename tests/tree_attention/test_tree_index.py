@@ -1,7 +1,5 @@
 """Tree attention whose nodes an index chooses (docs/semantics/tree_attention.md §1.17)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,20 +191,20 @@ def assert_equal_to_reference(case: IndexCase, device: str, seed: int = 0) -> No
 
 
 @given(data=st.data(), seed=seeds)
-def test_a_flat_choice_is_that_of_the_walk(data: st.DataObject, seed: int, device: str) -> None:
+def test_a_flat_choice_is_that_of_the_walk(data, seed, device):
     """The theorem of the maximum over whole trees: ties, the diagonal node and open_next included."""
     case = data.draw(cases(device))
     q, k, _ = case.make_qkv(device, seed)
     index = case.make_index(device, seed)
     if not case.levels:  # sums of products that round differently may order differently
-        index = tuple((4 * x).round() / 4 for x in index)  # type: ignore[assignment]
+        index = tuple((4 * x).round() / 4 for x in index)
     found = lists_of(case, q, k, index)
     for layer, wanted in enumerate(case.reference_lists(index)):
         assert torch.equal(found[layer], wanted), layer
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_lists_above_the_tokens_are_those_of_select_blocks(name: str, device: str) -> None:
+def test_the_lists_above_the_tokens_are_those_of_select_blocks(name, device):
     case = CASES[name]
     q, k, _ = case.make_qkv(device)
     index = case.make_index(device)
@@ -226,12 +224,12 @@ def test_the_lists_above_the_tokens_are_those_of_select_blocks(name: str, device
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_the_reference(name: str, device: str) -> None:
+def test_equal_to_the_reference(name, device):
     assert_equal_to_reference(CASES[name], device)
 
 
 @given(data=st.data(), seed=seeds)
-def test_any_call_equals_the_reference(data: st.DataObject, seed: int, device: str) -> None:
+def test_any_call_equals_the_reference(data, seed, device):
     with poisoned_memory():
         assert_equal_to_reference(data.draw(cases(device)), device, seed)
 
@@ -240,9 +238,7 @@ def test_any_call_equals_the_reference(data: st.DataObject, seed: int, device: s
     seed=seeds, k=st.integers(1, 4), M=st.integers(4, 60), T=st.integers(5, 130), H_i=st.sampled_from((1, 2)),
     s=st.sampled_from((1, 2, 4)),
 )  # fmt: skip
-def test_listed_tokens_merged_with_the_means_of_what_stays_closed(
-    seed: int, k: int, M: int, T: int, H_i: int, s: int, device: str
-) -> None:
+def test_listed_tokens_merged_with_the_means_of_what_stays_closed(seed, k, M, T, H_i, s, device):
     """By structure: sparse_attention over the lists and plain attention over the closed nodes, joined by their lse."""
     r = 16 if device == "cuda" else 4
     case = IndexCase(T=T * r // 4, r=r, k=k, M=M, s=s, H_i=H_i, rope_base=None, B=2)
@@ -293,7 +289,7 @@ def test_listed_tokens_merged_with_the_means_of_what_stays_closed(
     torch.testing.assert_close(out.double().cpu(), joined, rtol=2e-5, atol=2e-5)
 
 
-def test_a_short_sequence_is_dense_attention_whatever_the_index(device: str) -> None:
+def test_a_short_sequence_is_dense_attention_whatever_the_index(device):
     case = CASES["dense"]
     qkv = case.make_qkv(device)
     index = tuple(torch.full_like(x, torch.nan) for x in case.make_index(device))
@@ -303,7 +299,7 @@ def test_a_short_sequence_is_dense_attention_whatever_the_index(device: str) -> 
 @pytest.mark.parametrize(
     "name", ["plain", "stride", "bfloat16", "open_next", "free", "free_stride", "free_bfloat16"]
 )
-def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name: str, device: str) -> None:
+def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name, device):
     case = replace(CASES[name], T_q=0, B=2)
     qkv, index = case.make_qkv(device), case.make_index(device)
     out, lse = attend(case, index)(*qkv)
@@ -315,14 +311,14 @@ def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name: str, device: st
 
 
 @pytest.mark.parametrize("name", ["plain", "deep", "one_head", "stride", "free", "free_deep"])
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name):
     case = replace(CASES[name], dtype=torch.float64, T=min(CASES[name].T, 40), T_q=0)
     leaves = tuple(x.requires_grad_() for x in case.make_qkv("cpu"))
     assert torch.autograd.gradcheck(attend(case, case.make_index("cpu")), leaves)
 
 
 @pytest.mark.parametrize("name", ["free", "free_stride", "free_open_next"])
-def test_a_row_keeps_its_bits_when_the_sequence_grows(name: str) -> None:
+def test_a_row_keeps_its_bits_when_the_sequence_grows(name):
     """M > k*r: its tree is that of its own prefix. On a GPU kernels may round elsewhere (§1.14)."""
     case = replace(CASES[name], T_q=0)
     qkv, index = case.make_qkv("cpu"), case.make_index("cpu")
@@ -333,7 +329,7 @@ def test_a_row_keeps_its_bits_when_the_sequence_grows(name: str) -> None:
         assert torch.equal(short[1], lse[:, :T])
 
 
-def test_the_index_has_no_gradient(device: str) -> None:
+def test_the_index_has_no_gradient(device):
     case = CASES["plain"]
     q, k, v = (x.requires_grad_() for x in case.make_qkv(device))
     index = tuple(x.requires_grad_() for x in case.make_index(device))
@@ -342,7 +338,7 @@ def test_the_index_has_no_gradient(device: str) -> None:
     assert all(x.grad is not None for x in (q, k, v))
 
 
-def test_pieces_of_queries(device: str) -> None:
+def test_pieces_of_queries(device):
     """Queries that stand anywhere have the lists and rows of the whole call: what ranks of a sequence compute."""
     case = CASES["stride"]
     case = replace(case, T=160, T_q=0)
@@ -361,7 +357,7 @@ def test_pieces_of_queries(device: str) -> None:
         assert torch.equal(ours, theirs[:, rows])
 
 
-def test_empty(device: str) -> None:
+def test_empty(device):
     for sizes in ({"T": 0}, {"B": 0}, {"T_q": -1}):
         case = replace(IndexCase(), **{name: max(0, size) for name, size in sizes.items()})
         qkv, index = case.make_qkv(device), case.make_index(device)
@@ -376,7 +372,7 @@ def test_empty(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "stride", "one_head", "bfloat16", "free", "free_stride"])
-def test_opcheck(name: str, device: str) -> None:
+def test_opcheck(name, device):
     case = replace(CASES[name], T=90 if CASES[name].r == 4 else 300, T_q=0)
     (q, k, v), index = case.make_qkv(device), case.make_index(device)
     packed = case.packed()
@@ -389,10 +385,10 @@ def test_opcheck(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("M", [8, 20])
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compiled_with_views(dynamic: bool, backend: str, M: int, device: str) -> None:
+def test_compiled_with_views(dynamic, backend, M, device):
     case = replace(CASES["plain"], T=60, M=M)
 
-    def call(qkv: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def call(qkv, index):
         q, k, v = qkv[..., :4, :], qkv[..., 4:6, :], qkv[..., 6:, :]
         return tree_attention(
             q, k, v, index=(index[..., :16], index[..., 16:]), return_lse=True, **case.options()
@@ -422,7 +418,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", ["plain", "free"])
-def test_export_takes_lengths_of_every_depth(name: str, device: str) -> None:
+def test_export_takes_lengths_of_every_depth(name, device):
     case = replace(CASES[name], T=60)
     T = torch.export.Dim("T", min=2, max=600)
     layer = Layer(case)
@@ -442,7 +438,7 @@ def test_export_takes_lengths_of_every_depth(name: str, device: str) -> None:
             assert torch.equal(ours, theirs)
 
 
-def test_aot_inductor(device: str, tmp_path: Any) -> None:
+def test_aot_inductor(device, tmp_path):
     case = CASES["free"]
     layer, tensors = Layer(case), (*case.make_qkv(device), *case.make_index(device))
     path = torch._inductor.aoti_compile_and_package(
@@ -462,9 +458,7 @@ def test_aot_inductor(device: str, tmp_path: Any) -> None:
         ({"importance": "exp_joint"}, ValueError, "importance must be lse_causal beside an index"),
     ],
 )
-def test_options_that_an_index_excludes(
-    changes: dict[str, Any], kind: Any, message: str, device: str
-) -> None:
+def test_options_that_an_index_excludes(changes, kind, message, device):
     case = CASES["plain"]
     with pytest.raises(kind, match=message):
         tree_attention(*case.make_qkv(device), index=case.make_index(device), **(case.options() | changes))
@@ -484,16 +478,16 @@ def test_options_that_an_index_excludes(
         ),
     ],
 )
-def test_an_index_that_does_not_fit(change: Any, message: str, device: str) -> None:
+def test_an_index_that_does_not_fit(change, message, device):
     case = CASES["plain"]
     with pytest.raises((ValueError, TypeError), match=message):
         tree_attention(*case.make_qkv(device), index=change(*case.make_index(device)), **case.options())
 
 
-def test_an_index_is_a_pair(device: str) -> None:
+def test_an_index_is_a_pair(device):
     case = CASES["plain"]
     with pytest.raises((TypeError, ValueError), match="index"):
-        tree_attention(*case.make_qkv(device), index=case.make_index(device)[0], **case.options())  # type: ignore[arg-type]
+        tree_attention(*case.make_qkv(device), index=case.make_index(device)[0], **case.options())
 
 
 @pytest.mark.parametrize(
@@ -503,9 +497,7 @@ def test_an_index_is_a_pair(device: str) -> None:
         (4, 2, "T - T_q must be a multiple of selection_stride"),
     ],
 )
-def test_queries_that_are_no_suffix_are_refused_as_without_an_index(
-    rows: int, stride: int, message: str, device: str
-) -> None:
+def test_queries_that_are_no_suffix_are_refused_as_without_an_index(rows, stride, message, device):
     q, index_query = torch.randn(1, rows, 2, 16, device=device), torch.randn(1, rows, 2, 16, device=device)
     k, index_key = torch.randn(1, 5, 2, 16, device=device), torch.randn(1, 5, 2, 16, device=device)
     with pytest.raises(ValueError, match=message) as without_an_index:
@@ -520,7 +512,7 @@ def test_queries_that_are_no_suffix_are_refused_as_without_an_index(
     [((2, 8), (2, 8)), ((3, 16), (3, 16)), ((2, 16), (1, 16))],
     ids=["d", "H_i", "H_i of the key"],
 )
-def test_sizes_of_an_index_are_named(query: tuple[int, int], key: tuple[int, int], device: str) -> None:
+def test_sizes_of_an_index_are_named(query, key, device):
     q = torch.randn(1, 5, 2, 16, device=device)
     index = torch.randn(1, 5, *query, device=device), torch.randn(1, 5, *key, device=device)
     with pytest.raises(htree_ops.ShapeMismatchError, match="index_"):

@@ -1,7 +1,5 @@
 """Tree attention over packed documents whose nodes an index chooses (docs/semantics/tree_attention.md §1.17)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,7 +182,7 @@ def assert_close(
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
 @pytest.mark.parametrize("name", CASES)
-def test_documents_are_calls_of_their_own(name: str, grouping: str, device: str) -> None:
+def test_documents_are_calls_of_their_own(name, grouping, device):
     case = CASES[name]
     tensors = case.tensors(device)
     with poisoned_memory():
@@ -194,9 +192,7 @@ def test_documents_are_calls_of_their_own(name: str, grouping: str, device: str)
 
 
 @given(data=st.data(), seed=st.integers(0, 2**20), grouping=st.sampled_from(GROUPINGS))
-def test_any_documents_are_calls_of_their_own(
-    data: st.DataObject, seed: int, grouping: str, device: str
-) -> None:
+def test_any_documents_are_calls_of_their_own(data, seed, grouping, device):
     case = data.draw(problems(device))
     tensors = case.tensors(device, seed)
     with poisoned_memory():
@@ -205,7 +201,7 @@ def test_any_documents_are_calls_of_their_own(
     assert_close(case, found, wanted, grouping, device)
 
 
-def test_nothing_of_a_document_reaches_another(device: str) -> None:
+def test_nothing_of_a_document_reaches_another(device):
     case = CASES["plain"]
     tensors = case.tensors(device)
     before = with_gradients(lambda x: attend(case, x), tensors)
@@ -218,7 +214,7 @@ def test_nothing_of_a_document_reaches_another(device: str) -> None:
     assert torch.equal(lse[60:], before[1][60:])
 
 
-def test_the_function_and_the_index_that_has_no_gradient(device: str) -> None:
+def test_the_function_and_the_index_that_has_no_gradient(device):
     case = CASES["stride"]
     tensors = tuple(x.requires_grad_() for x in case.tensors(device))
     call = {"index": tensors[3:], "options": case.options()}
@@ -233,12 +229,12 @@ def test_the_function_and_the_index_that_has_no_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "stride", "one_index_head"])
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name):
     case = replace(CASES[name], dtype=torch.float64, lengths=(13, 5), queries=None)
     *leaves, index_query, index_key = case.tensors("cpu")
     leaves = [x.requires_grad_() for x in leaves]
 
-    def call(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def call(*qkv):
         out, lse = attend(case, (*qkv, index_query, index_key))
         return out, lse[:18]
 
@@ -246,7 +242,7 @@ def test_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "suffix", "bfloat16"])
-def test_opcheck(name: str, device: str) -> None:
+def test_opcheck(name, device):
     case = CASES[name]
     tensors = case.tensors(device)
     rest = (*case.bounds(device), "auto", *case.options().packed())
@@ -272,12 +268,12 @@ def test_opcheck(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compiled(dynamic: bool, backend: str, device: str) -> None:
+def test_compiled(dynamic, backend, device):
     case = CASES["plain"]
     tensors = case.tensors(device)
     bounds = case.bounds(device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, *index: Tensor) -> Tensor:
+    def call(q, k, v, *index):
         return tree_attention_varlen(q * 2, k, v, *bounds, index=index, options=case.options())
 
     leaves = tuple(x.requires_grad_() for x in tensors[:3])
@@ -289,7 +285,7 @@ def test_compiled(dynamic: bool, backend: str, device: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_autocast_and_the_count_of_work(device: str) -> None:
+def test_autocast_and_the_count_of_work(device):
     case = CASES["plain"]
     tensors = case.tensors(device)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -317,7 +313,7 @@ def test_autocast_and_the_count_of_work(device: str) -> None:
         ({"importance": "exp_joint"}, "importance must be lse_causal beside an index"),
     ],
 )
-def test_bad_input(change: dict[str, Any], message: str, device: str) -> None:
+def test_bad_input(change, message, device):
     case = CASES["plain"]
     q, k, v, *index = case.tensors(device)
     make = change.pop("index", lambda q, k: (q, k)) if "index" in change else (lambda q, k: (q, k))
@@ -327,7 +323,7 @@ def test_bad_input(change: dict[str, Any], message: str, device: str) -> None:
         )
 
 
-def test_a_broken_document(device: str) -> None:
+def test_a_broken_document(device):
     """An error on the CPU; NaN rows on CUDA, and the other documents keep theirs."""
     case = replace(CASES["suffix"], lengths=(40, 25, 33), queries=(41, 25, 0))
     tensors = case.tensors(device)
@@ -340,7 +336,7 @@ def test_a_broken_document(device: str) -> None:
     assert out[41:66].isfinite().all()
 
 
-def test_half_an_index_is_refused(device: str) -> None:
+def test_half_an_index_is_refused(device):
     case = CASES["plain"]
     *qkv, index_query, _ = case.tensors(device)
     with pytest.raises(ValueError, match="index_query and index_key must be given together"):

@@ -1,7 +1,5 @@
 """A top_k far above what a sequence can hold: memory follows the length (docs/semantics/tree_attention.md §1.8)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -34,18 +32,18 @@ def results(call: Any, leaves: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_it_gives_what_the_number_of_nodes_gives(name: str, device: str) -> None:
+def test_it_gives_what_the_number_of_nodes_gives(name, device):
     """Everything is opened by both."""
     options = OPTIONS | WAYS[name]
     by_index = options.pop("index", False)
     *qkv, index_query, index_key = tensors(90, device)
     cu = torch.tensor([0, 40, 90], dtype=torch.int32, device=device)
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, top_k: int) -> Any:
+    def whole(q, k, v, top_k):
         index = (index_query[None], index_key[None]) if by_index else None
         return tree_attention(q[None], k[None], v[None], index=index, return_lse=True, top_k=top_k, **options)
 
-    def packed(q: Tensor, k: Tensor, v: Tensor, top_k: int) -> Any:
+    def packed(q, k, v, top_k):
         index = (index_query, index_key) if by_index else None
         bounds = (cu, cu, 50, 50)
         return tree_attention_varlen(q, k, v, *bounds, index=index, return_lse=True, top_k=top_k, **options)
@@ -68,7 +66,7 @@ def test_it_gives_what_the_number_of_nodes_gives(name: str, device: str) -> None
         (50, 1, 4096, 2000, 1025),
     ],
 )
-def test_the_width_of_lists(T: int, stride: int, rate: int, top_k: int, width: int) -> None:
+def test_the_width_of_lists(T, stride, rate, top_k, width):
     options = TreeOptions(compression_rate=rate, top_k=top_k, max_top_nodes=HUGE, selection_stride=stride)
     q = torch.empty(1, T, 1, 16, device="meta")
     for lists in (
@@ -78,10 +76,10 @@ def test_the_width_of_lists(T: int, stride: int, rate: int, top_k: int, width: i
         assert lists.shape[3] == width
 
 
-def test_a_compiled_call_of_any_length(device: str) -> None:
+def test_a_compiled_call_of_any_length(device):
     options = TreeOptions(top_k=2000, **OPTIONS)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def call(q, k, v):
         return tree_attention(q[None], k[None], v[None], return_lse=True, options=options)
 
     torch._dynamo.reset()

@@ -1,7 +1,5 @@
 """TreeOptions, the one list of the options in Python, agrees with the schema in C++."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json
@@ -44,7 +42,7 @@ OTHERS = {
 }
 
 
-def test_the_options_are_those_of_the_schema() -> None:
+def test_the_options_are_those_of_the_schema():
     declared = {
         arg.name: arg.default_value for arg in torch.ops.htree.attention.default._schema.arguments[3:]
     }
@@ -61,7 +59,7 @@ def test_the_options_are_those_of_the_schema() -> None:
 @pytest.mark.parametrize(
     "function", [tree_attention, tree_attention_varlen, HTreeAttention.__init__, TreeKVCache.__init__]
 )
-def test_every_keyword_is_explained(function: Any) -> None:
+def test_every_keyword_is_explained(function):
     assert inspect.get_annotations(function)["keywords"] == "Unpack[TreeKeywords]"
     for name in TreeKeywords.__annotations__:
         assert re.search(rf"^        {name}: ", tree_attention.__doc__ or "", re.M)
@@ -102,7 +100,7 @@ class Packed(TorchDispatchMode):
 
 
 @given(options=drawn_options())
-def test_python_packs_as_the_library_does(options: TreeOptions) -> None:
+def test_python_packs_as_the_library_does(options):
     names = {"top_k": "top_k_per_layer"}
     by_name = {
         names.get(name, name): getattr(options, name) for name, _, _ in OP_KWARGS if name != "max_top_nodes"
@@ -128,7 +126,7 @@ def test_python_packs_as_the_library_does(options: TreeOptions) -> None:
         lambda ints, floats: ([], []),
     ],
 )
-def test_numbers_that_are_no_packed_options_are_refused(change: Any) -> None:
+def test_numbers_that_are_no_packed_options_are_refused(change):
     packed = TreeOptions(inv_freq=(1.0, 0.5)).packed()
     x = torch.zeros(1, 4, 2, 4)
     assert torch.ops.htree._attention(x, x, x, True, *packed).shape == x.shape
@@ -136,7 +134,7 @@ def test_numbers_that_are_no_packed_options_are_refused(change: Any) -> None:
         torch.ops.htree._attention(x, x, x, True, *change(*packed))
 
 
-def test_options_beside_keywords() -> None:
+def test_options_beside_keywords():
     q, k, v = torch.randn(3, 1, 50, 2, 8)
     options = TreeOptions(top_k=2, max_top_nodes=8, compression_rate=4)
     wanted = tree_attention(q, k, v, top_k=3, max_top_nodes=8, compression_rate=4)
@@ -144,11 +142,11 @@ def test_options_beside_keywords() -> None:
     assert tree_options("f", None, {}) == TreeOptions()
     assert tree_options("f", options, {}) is options
     with pytest.raises(TypeError, match=r"^tree_attention: options must be TreeOptions or None, got dict$"):
-        tree_attention(q, k, v, options=options.to_dict())  # type: ignore[arg-type]
+        tree_attention(q, k, v, options=options.to_dict())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_wrong_keyword_is_named_with_those_that_there_are(compiled: bool) -> None:
+def test_a_wrong_keyword_is_named_with_those_that_there_are(compiled):
     torch._dynamo.reset()
     x = torch.zeros(1, 4, 2, 4)
     function = torch.compile(tree_attention, backend="eager", fullgraph=True) if compiled else tree_attention
@@ -161,7 +159,7 @@ def test_a_wrong_keyword_is_named_with_those_that_there_are(compiled: bool) -> N
             make(topk=3)
 
 
-def test_numbers_that_change_are_not_remembered() -> None:
+def test_numbers_that_change_are_not_remembered():
     q, k, v = torch.randn(3, 1, 30, 2, 4)
     numbers = torch.tensor([1.0, 0.5])
     before = tree_attention(q, k, v, inv_freq=numbers)
@@ -172,14 +170,14 @@ def test_numbers_that_change_are_not_remembered() -> None:
     assert not torch.equal(tree_attention(q, k, v, inv_freq=numbers), before)
 
 
-def test_they_are_saved_and_loaded() -> None:
+def test_they_are_saved_and_loaded():
     options = TreeOptions(**OTHERS)
     assert TreeOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
     assert TreeOptions.from_dict({"top_k": 600}) == replace(TreeOptions(), top_k=600)
     with pytest.raises(ValueError, match=r"among compression_rate, .*, got 'topk'"):
         TreeOptions.from_dict({"topk": 600})
     with pytest.raises(FrozenInstanceError):
-        options.top_k = 5  # type: ignore[misc]
+        options.top_k = 5
 
 
 @pytest.mark.parametrize(
@@ -214,12 +212,12 @@ def test_they_are_saved_and_loaded() -> None:
     ],
     ids=str,
 )
-def test_wrong_ones_are_named(wrong: dict[str, object], error: type[Exception], message: str) -> None:
+def test_wrong_ones_are_named(wrong, error, message):
     with pytest.raises(error, match=message):
-        TreeOptions(**wrong)  # type: ignore[arg-type]
+        TreeOptions(**wrong)
 
 
-def test_a_layer_keeps_them() -> None:
+def test_a_layer_keeps_them():
     torch.manual_seed(1)
     layer = HTreeAttention.from_documents(32, 4, 2, **OTHERS)
     assert layer.options == TreeOptions(**OTHERS)
@@ -237,7 +235,7 @@ def test_a_layer_keeps_them() -> None:
     assert "options" not in layer.state_dict()
 
 
-def test_a_recommended_layer_is_one_with_the_options_of_its_goal() -> None:
+def test_a_recommended_layer_is_one_with_the_options_of_its_goal():
     quality, speed = (HTreeAttention.recommended(128, 4, 2, goal=goal) for goal in RECOMMENDED)
     assert quality.options == TreeOptions(top_k=128, max_top_nodes=8192)
     assert speed.options == TreeOptions(top_k=128, max_top_nodes=8192, selection_stride=4)
@@ -257,7 +255,7 @@ def test_a_recommended_layer_is_one_with_the_options_of_its_goal() -> None:
 
     assert type(Other.recommended(32, 4)) is Other
     with pytest.raises(ValueError, match=r"goal must be one of quality, speed, got 'fast'"):
-        HTreeAttention.recommended(32, 4, goal="fast")  # type: ignore[arg-type]
+        HTreeAttention.recommended(32, 4, goal="fast")
     with pytest.raises(TypeError, match="topk"):
         HTreeAttention.recommended(32, 4, topk=3)
     with pytest.raises(TypeError, match="options must be given one by one, as keywords, got options"):
@@ -274,7 +272,7 @@ def test_a_recommended_layer_is_one_with_the_options_of_its_goal() -> None:
     ],
     ids=str,
 )
-def test_max_top_nodes_is_what_top_k_allows(options: dict[str, int], M: int) -> None:
+def test_max_top_nodes_is_what_top_k_allows(options, M):
     torch.manual_seed(2)
     q, k, v = torch.randn(3, 1, 300, 2, 8)
     wanted = tree_attention(q, k, v, **options, max_top_nodes=M)
@@ -291,10 +289,10 @@ def test_max_top_nodes_is_what_top_k_allows(options: dict[str, int], M: int) -> 
     assert torch.equal(layer(x), before)
 
 
-def test_max_top_nodes_beside_an_index_is_8192() -> None:
+def test_max_top_nodes_beside_an_index_is_8192():
     """Whatever top_k is: of the function, of packed documents, of a layer and of a cache."""
     torch.manual_seed(2)
-    options: dict[str, Any] = {"top_k": 2, "compression_rate": 4}
+    options = {"top_k": 2, "compression_rate": 4}
     assert TreeOptions(**options).beside_index() == TreeOptions(**options, max_top_nodes=MOST_TOP_NODES)
     given = TreeOptions(**options, max_top_nodes=7)
     assert given.beside_index() is given

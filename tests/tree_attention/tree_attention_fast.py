@@ -1,7 +1,5 @@
 """Shapes and tolerances of the tensor-core path of tree attention, for the tests that run it on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +30,7 @@ def model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> Tr
         "top_k": 16,
         "M": 128,
     }
-    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})  # type: ignore[arg-type]
+    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})
 
 
 def assert_fast_output(out: torch.Tensor, expected: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,7 +1,5 @@
 """What the tests of the stages of tree attention share: inputs, refusals, comparisons."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The generated instances of tree attention's kernels, for tests that compile one of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small inputs and comparisons shared by the tests of tree attention's compile and autograd behaviour."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

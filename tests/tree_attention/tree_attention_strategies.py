@@ -1,7 +1,5 @@
 """Hypothesis strategies for problems of tree attention, small enough for hundreds of examples."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

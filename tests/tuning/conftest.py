@@ -1,7 +1,5 @@
 """Every test of the tuner has a cache of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from htree_ops.tuning import forget

@@ -1,14 +1,11 @@
 """The search over a space (docs/semantics §3.4); the other files of this folder test the use of its results."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +43,7 @@ def rmsnorm_rope(x: torch.Tensor, **_: int) -> torch.Tensor:
 # ---- spaces
 
 
-def test_the_spaces_have_the_documented_values() -> None:
+def test_the_spaces_have_the_documented_values():
     assert dict(RMSNORM_ROPE) == {
         "BLOCK_SIZE": (64, 128, 256, 512, 1024),
         "num_warps": (2, 4, 8),
@@ -74,7 +71,7 @@ def test_the_spaces_have_the_documented_values() -> None:
     ]
 
 
-def test_the_product_goes_in_key_order() -> None:
+def test_the_product_goes_in_key_order():
     assert config_search({"a": (1, 2), "b": "xy"}) == [
         {"a": 1, "b": "x"},
         {"a": 1, "b": "y"},
@@ -90,17 +87,17 @@ def test_the_product_goes_in_key_order() -> None:
 # ---- the search
 
 
-def test_defaults_of_a_search() -> None:
+def test_defaults_of_a_search():
     parameters = inspect.signature(AutoTuner).parameters
     assert list(parameters)[:4] == ["kernel_fn", "config_space", "warmup_runs", "benchmark_runs"]
     assert [parameters[name].default for name in ("warmup_runs", "benchmark_runs")] == [10, 100]
     assert AutoTuner(sleeping, {"wait_ms": (0.0,)}).benchmark_runs == 100
 
 
-def test_the_fastest_configuration_wins() -> None:
+def test_the_fastest_configuration_wins():
     assert TritonAutoTuner is AutoTuner
     space = {"wait_ms": (120.0, 0.0, 60.0), "fail": (False, True)}
-    seen: list[tuple[int, int]] = []
+    seen = []
     search = AutoTuner(sleeping, space, **QUICK, num_bytes=1e3, progress=lambda *state: seen.append(state))
     x = torch.zeros(4, 6, dtype=torch.float16)
     result = search.tune(x)
@@ -121,8 +118,8 @@ def test_the_fastest_configuration_wins() -> None:
 
 @pytest.mark.parametrize("values", [[1, True], [True, 1], [1, 1.0], [0.0, False]], ids=repr)
 @pytest.mark.parametrize("fastest", [0, 1])
-def test_equal_values_of_different_kinds_are_kept_apart(values: list[Any], fastest: int) -> None:
-    def kernel(value: Any) -> None:
+def test_equal_values_of_different_kinds_are_kept_apart(values, fastest):
+    def kernel(value):
         time.sleep(0.0 if type(value) is type(values[fastest]) else 0.02)
 
     for dtype in (torch.float32, None):  # of this dtype, and of any
@@ -134,7 +131,7 @@ def test_equal_values_of_different_kinds_are_kept_apart(values: list[Any], faste
         assert type(again["value"]) is type(best)
 
 
-def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch):
     """The tuner was given no device and measured on a GPU; here the meta device stands for one."""
     monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
     monkeypatch.setattr(tuner, "check_runs_on", lambda *_: None)
@@ -152,7 +149,7 @@ def test_a_result_is_found_on_the_device_where_it_was_measured(monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_a_result_of_a_gpu_is_found() -> None:
+def test_a_result_of_a_gpu_is_found():
     search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
     result = search.tune(torch.zeros(5, device="cuda"))
     assert result.device == torch.cuda.get_device_name()
@@ -161,13 +158,13 @@ def test_a_result_of_a_gpu_is_found() -> None:
     assert AutoTuner(sleeping, search.config_space).get_cached_config((5,)) is None
 
 
-def test_ties_go_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_go_to_the_first(monkeypatch):
     monkeypatch.setattr(tuner, "benchmark", lambda *_: 1.0)
     result = AutoTuner(lambda **_: None, {"a": (1, 2), "b": (3, 4)}).tune()
     assert result.best_config == {"a": 1, "b": 3}
 
 
-def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_median_counts(monkeypatch):
     calls = []
 
     class Clock:
@@ -180,7 +177,7 @@ def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [7] * 5
 
 
-def test_nothing_runs() -> None:
+def test_nothing_runs():
     search = AutoTuner(sleeping, {"wait_ms": (1.0, 2.0), "fail": (True,)}, problem_size=(3, 5))
     with pytest.raises(TuningFailedError, match="none of 2 configurations of sleeping") as error:
         search.tune(torch.zeros(2))
@@ -191,8 +188,8 @@ def test_nothing_runs() -> None:
     assert search.get_cached_config((3, 5), "cpu") is None
 
 
-def test_only_exceptions_are_skipped() -> None:
-    def interrupted(**_: int) -> None:
+def test_only_exceptions_are_skipped():
+    def interrupted(**_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -216,15 +213,15 @@ def test_only_exceptions_are_skipped() -> None:
         ({"problem_size": (-1, 2)}, ValueError, "problem_size must have sizes of at least 0"),
     ],
 )
-def test_wrong_arguments_are_named(wrong: dict[str, object], kind: type[Exception], complaint: str) -> None:
+def test_wrong_arguments_are_named(wrong, kind, complaint):
     with pytest.raises(kind, match=complaint):
-        AutoTuner(**{"kernel_fn": sleeping, "config_space": {"a": (1,)}, **wrong})  # type: ignore[arg-type]
+        AutoTuner(**{"kernel_fn": sleeping, "config_space": {"a": (1,)}, **wrong})
 
 
 @pytest.mark.parametrize("name", ["meta", "absent GPU"])
-def test_a_device_that_cannot_be_timed_is_refused_at_once(name: str) -> None:
+def test_a_device_that_cannot_be_timed_is_refused_at_once(name):
     device = f"cuda:{torch.cuda.device_count()}" if name == "absent GPU" else name
-    called: list[int] = []
+    called = []
     search = AutoTuner(lambda a: called.append(a), {"a": (1,)}, device=device)
     for call in (search.tune, lambda: tuner.benchmark(called.clear, device)):
         with pytest.raises(DeviceError, match=f"device must be one that can be timed, got {device}: "):
@@ -236,7 +233,7 @@ def test_a_device_that_cannot_be_timed_is_refused_at_once(name: str) -> None:
     assert called == []
 
 
-def test_a_result_that_cannot_be_stored_is_returned(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_stored_is_returned(tmp_path):
     (tmp_path / "file").write_text("")
     search = AutoTuner(lambda a: None, {"a": (1, 2)}, **QUICK, cache_dir=tmp_path / "file")
     with pytest.warns(RuntimeWarning, match="of <lambda> is not stored"):
@@ -249,7 +246,7 @@ def test_a_result_that_cannot_be_stored_is_returned(tmp_path: Path) -> None:
     assert search.get_cached_config((), "cpu") is None
 
 
-def test_functions_of_one_name_do_not_share_results() -> None:
+def test_functions_of_one_name_do_not_share_results():
     first = AutoTuner(lambda x, A: 1, {"A": [1]}, **QUICK)
     first.tune(torch.zeros(3))
     assert first.get_cached_config((3,)) == {"A": 1}
@@ -266,7 +263,7 @@ def test_functions_of_one_name_do_not_share_results() -> None:
     assert AutoTuner(lambda A: 2, {"A": [2]}, **named).get_cached_config((3,)) is None
 
 
-def test_a_functions_key_is_the_same_in_another_process() -> None:
+def test_a_functions_key_is_the_same_in_another_process():
     code = (
         "from htree_ops.tuning import AutoTuner\n"
         "def fn(x, a):\n    return [v in {'p', 'q', 'r', a} for v in x if v in {'s', 't', 'u'}]\n"
@@ -280,7 +277,7 @@ def test_a_functions_key_is_the_same_in_another_process() -> None:
     assert runs[0] == runs[1] != ""
 
 
-def test_the_librarys_keys_are_those_of_its_calls_and_the_order_is_the_spaces() -> None:
+def test_the_librarys_keys_are_those_of_its_calls_and_the_order_is_the_spaces():
     search = AutoTuner(sleeping, RMSNORM_ROPE, kernel_type="rmsnorm_rope", dtype=torch.bfloat16)
     key = CacheKey.of("rmsnorm_rope", (1, 2), "bfloat16", "contiguous", "cpu")
     config = {"num_warps": 2, "num_stages": 3, "BLOCK_SIZE": 64}
@@ -304,10 +301,10 @@ def test_the_librarys_keys_are_those_of_its_calls_and_the_order_is_the_spaces() 
     )
     for wrong in (3, "12", (1.9, 2)):
         with pytest.raises(TypeError, match="problem_size must be a sequence of ints"):
-            search.get_cached_config(wrong)  # type: ignore[arg-type]
+            search.get_cached_config(wrong)
 
 
-def test_no_search_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_inside_a_compiler(monkeypatch):
     search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(RuntimeError, match=r"cannot tune while torch\.compile is tracing"):
@@ -315,7 +312,7 @@ def test_no_search_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_no_search_inside_a_capture() -> None:
+def test_no_search_inside_a_capture():
     search = AutoTuner(sleeping, {"wait_ms": (0.0,)}, **QUICK)
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(2, device="cuda")

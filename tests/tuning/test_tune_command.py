@@ -1,10 +1,6 @@
 """``python -m htree_ops tune``: what it searches and stores, and every refusal."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +11,12 @@ from htree_ops.tuning.cache import FILE_NAME, cache_dir
 
 
 @pytest.fixture
-def cpu_stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_stands_for_a_gpu(monkeypatch):
     """Turns off the command's refusal of a CPU, so that it searches without a GPU."""
     monkeypatch.setattr(command, "nothing_to_tune", lambda place: None)
 
 
-def test_a_search_of_the_command(
-    cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_search_of_the_command(cpu_stands_for_a_gpu, capsys, tmp_path):
     target = tmp_path / "out.json"
     arguments = ["tune", "--kernel", "rmsnorm_rope", "--sizes", "1", "2", "64", "32", "--device", "cpu"]
     status = PROGRAM.main([*arguments, "--runs", "2", "--warmup", "0", "--export", str(target)])
@@ -53,13 +47,8 @@ def test_a_search_of_the_command(
     ids=["no gpu", "cpu", "cpu build"],
 )
 def test_where_there_is_nothing_to_tune_nothing_is_stored(
-    flags: list[str],
-    facts: dict[str, Any],
-    complaint: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    flags, facts, complaint, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: facts.get("gpu", True))
     monkeypatch.setattr(command, "build_info", lambda: {"cuda": None, "reason": facts.get("reason")})
     monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
@@ -98,12 +87,8 @@ ONE = ["--device", "cpu", "--kernel", "gated_mlp", "--sizes", "4", "64", "64"]
     ],
 )
 def test_bad_use_is_one_line_and_status_two_before_the_search(
-    flags: list[str],
-    complaint: str,
-    cpu_stands_for_a_gpu: None,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    flags, complaint, cpu_stands_for_a_gpu, capsys, monkeypatch
+):
     monkeypatch.setattr(command, "AutoTuner", lambda *_, **__: pytest.fail("searched"))
     try:
         status = PROGRAM.main(["tune", *ONE, *flags])
@@ -116,9 +101,7 @@ def test_bad_use_is_one_line_and_status_two_before_the_search(
     assert captured.out == ""
 
 
-def test_sizes_are_checked_for_every_op_before_the_first_search(
-    cpu_stands_for_a_gpu: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_are_checked_for_every_op_before_the_first_search(cpu_stands_for_a_gpu, capsys):
     assert PROGRAM.main(["tune", "--device", "cpu", "--sizes", "1", "1", "64", "64"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -126,11 +109,8 @@ def test_sizes_are_checked_for_every_op_before_the_first_search(
 
 
 def test_a_cache_that_cannot_be_written_is_found_before_the_search(
-    cpu_stands_for_a_gpu: None,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    cpu_stands_for_a_gpu, capsys, tmp_path, monkeypatch
+):
     newer = tmp_path / "tuning.json"
     newer.write_text('{"format": 2}')
     assert PROGRAM.main(["tune", *ONE, "--cache-dir", str(tmp_path)]) == 2
@@ -144,7 +124,7 @@ def test_a_cache_that_cannot_be_written_is_found_before_the_search(
 
 
 @pytest.mark.parametrize("kernel", sorted(SPACES))
-def test_the_bytes_of_the_inputs(kernel: str) -> None:
+def test_the_bytes_of_the_inputs(kernel):
     sizes = (2, 3, 256, 64) if kernel == "rmsnorm_rope" else (5, 64, 48)
     problem = problems.make_problem(kernel, sizes, torch.bfloat16, "cpu")
     inputs = {id(t): t for t in problem.arguments if isinstance(t, torch.Tensor) and t.dtype != torch.float32}

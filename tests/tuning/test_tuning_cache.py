@@ -1,7 +1,5 @@
 """The tuner's cache: keys, damage, many writers, the results of the package (docs/semantics/python.md §3.4, §3.5)."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -52,7 +50,7 @@ configs = st.dictionaries(names, scalars, max_size=4)
 
 
 @given(entries=st.dictionaries(keys, configs, min_size=1, max_size=5), other=keys)
-def test_property_7_what_was_stored_comes_back(tmp_path_factory, entries, other) -> None:
+def test_property_7_what_was_stored_comes_back(tmp_path_factory, entries, other):
     """Feature: tuner, Property 7: set and get agree, also after a reload; keys are isolated; copies come out."""
     folder = tmp_path_factory.mktemp("cache")
     cache = TuningCache(folder, bundled=None)
@@ -69,7 +67,7 @@ def test_property_7_what_was_stored_comes_back(tmp_path_factory, entries, other)
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(CacheKey)])
-def test_every_field_of_the_key_counts(field: str, tmp_path: Path) -> None:
+def test_every_field_of_the_key_counts(field, tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     cache.set(KEY, {"a": 1})
     changed = replace(KEY, **{field: (1,) if field == "problem" else "other"})
@@ -77,7 +75,7 @@ def test_every_field_of_the_key_counts(field: str, tmp_path: Path) -> None:
     assert cache.get(replace(KEY)) == {"a": 1}
 
 
-def test_a_stored_config_is_not_the_callers(tmp_path: Path) -> None:
+def test_a_stored_config_is_not_the_callers(tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     config = {"a": 1}
     cache.set(KEY, config)
@@ -95,10 +93,10 @@ def test_a_stored_config_is_not_the_callers(tmp_path: Path) -> None:
     )
     for wrong in wrongs:
         with pytest.raises(TypeError, match="JSON scalars"):
-            cache.set(KEY, wrong)  # type: ignore[arg-type]
+            cache.set(KEY, wrong)
     for call in (lambda: cache.set("key", {}), lambda: cache.get("key"), lambda: cache.get_any_dtype("key")):
         with pytest.raises(TypeError, match="key must be a CacheKey, got str"):
-            call()  # type: ignore[no-untyped-call]
+            call()
     cache.clear()
     assert cache.get(KEY) is None
 
@@ -107,7 +105,7 @@ DAMAGE = [b"", b"{", b"[]", b"\xff\x00", b'{"format": "2", "records": {}}', b'{"
 
 
 @pytest.mark.parametrize("content", DAMAGE, ids=lambda content: repr(content[:12]))
-def test_a_damaged_file_is_moved_aside(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_moved_aside(content, tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     cache.path.write_bytes(content)
     with pytest.warns(RuntimeWarning, match="cannot be read"):
@@ -118,7 +116,7 @@ def test_a_damaged_file_is_moved_aside(content: bytes, tmp_path: Path) -> None:
     assert TuningCache(tmp_path, bundled=None).get(KEY) == {"a": 1}
 
 
-def test_the_same_damage_is_kept_once_and_other_damage_beside_it(tmp_path: Path) -> None:
+def test_the_same_damage_is_kept_once_and_other_damage_beside_it(tmp_path):
     for content in (b"{", b"[", b"{"):
         (tmp_path / "tuning.json").write_bytes(content)
         with pytest.warns(RuntimeWarning, match=r"it is now tuning\.json\.damaged-"):
@@ -126,13 +124,13 @@ def test_the_same_damage_is_kept_once_and_other_damage_beside_it(tmp_path: Path)
     assert sorted(path.read_bytes() for path in tmp_path.glob("*.damaged-*")) == [b"[", b"{"]
 
 
-def test_only_what_was_read_is_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_was_read_is_moved_aside(tmp_path, monkeypatch):
     """Between the reading of damaged content and its move another process stores a result."""
     writer, reader = (TuningCache(tmp_path, bundled=None) for _ in range(2))
     reader.path.write_bytes(b"{")
     true = cache_module.locked
 
-    def late(target: Path):
+    def late(target):
         monkeypatch.setattr(cache_module, "locked", true)
         reader.path.unlink()
         writer.set(KEY, {"a": 1})
@@ -151,9 +149,7 @@ def _fail(number: int):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
-def test_a_file_that_cannot_be_read_stays(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_file_that_cannot_be_read_stays(number, tmp_path, monkeypatch, recwarn):
     cache = TuningCache(tmp_path, bundled=None)
     cache.set(KEY, {"a": 1})
     before = cache.path.read_bytes()
@@ -178,7 +174,7 @@ def test_a_file_that_cannot_be_read_stays(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_regular_file_is_a_miss(kind: str, tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_a_miss(kind, tmp_path):
     """Runs in a process of its own, because one that opened a pipe would wait for a writer for ever."""
     path = tmp_path / "tuning.json"
     {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda to: os.symlink("/dev/zero", to)}[kind](path)
@@ -200,7 +196,7 @@ for warning, word in zip(caught, ("cannot be read", "is not stored"), strict=Tru
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_of_a_newer_version_stays(tmp_path: Path) -> None:
+def test_a_file_of_a_newer_version_stays(tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     content = b'{"format": 2, "entries": []}'
     cache.path.write_bytes(content)
@@ -214,7 +210,7 @@ def test_a_file_of_a_newer_version_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["file/below", "x" * 300], ids=["below a file", "long"])
-def test_an_unusable_folder_is_a_miss(folder: str, tmp_path: Path) -> None:
+def test_an_unusable_folder_is_a_miss(folder, tmp_path):
     (tmp_path / "file").write_text("")
     cache = TuningCache(tmp_path / folder, bundled=None)
     with pytest.warns(RuntimeWarning, match="cannot be read") as caught:
@@ -226,7 +222,7 @@ def test_an_unusable_folder_is_a_miss(folder: str, tmp_path: Path) -> None:
         cache.check_writable()
 
 
-def test_a_folder_can_be_shared(tmp_path: Path) -> None:
+def test_a_folder_can_be_shared(tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     before = os.umask(0o002)
     try:
@@ -241,7 +237,7 @@ def test_a_folder_can_be_shared(tmp_path: Path) -> None:
     assert TuningCache(tmp_path, bundled=None).get(KEY) == {"a": 2}
 
 
-def test_a_link_is_written_through(tmp_path: Path) -> None:
+def test_a_link_is_written_through(tmp_path):
     real = tmp_path / "real" / "results.json"
     cache = TuningCache(tmp_path / "own", bundled=None)
     cache.folder.mkdir()
@@ -262,7 +258,7 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key", ["junk", "3", "null", "{}", '{"problem": 1}', "[" * 100_000], ids=lambda k: k[:9]
 )
-def test_a_record_under_a_key_that_is_none_is_a_miss(key: str, tmp_path: Path) -> None:
+def test_a_record_under_a_key_that_is_none_is_a_miss(key, tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     cache.set(KEY, {"a": 1})
     content = json.loads(cache.path.read_text())
@@ -272,7 +268,7 @@ def test_a_record_under_a_key_that_is_none_is_a_miss(key: str, tmp_path: Path) -
         assert cache.get_any_dtype(replace(KEY, dtype="")) == {"a": 1}
 
 
-def test_a_damaged_record_is_a_miss_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_damaged_record_is_a_miss_and_the_others_stay(tmp_path):
     cache = TuningCache(tmp_path, bundled=None)
     other = replace(KEY, kernel="gated_mlp")
     cache.set(KEY, {"a": 1})
@@ -291,7 +287,7 @@ def _write_many(folder: str, worker: int, count: int) -> None:
         cache.set(replace(KEY, problem=(worker, i)), {"worker": worker, "i": i})
 
 
-def test_eight_writers_lose_nothing(tmp_path: Path) -> None:
+def test_eight_writers_lose_nothing(tmp_path):
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_write_many, args=(str(tmp_path), w, 12)) for w in range(8)]
     reader = TuningCache(tmp_path, bundled=None)
@@ -310,12 +306,12 @@ def test_eight_writers_lose_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     cache = TuningCache(tmp_path, bundled=None)
     cache.set(KEY, {"a": 1})
     before = cache.path.read_bytes()
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -325,7 +321,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.glob(".tuning*"))
 
 
-def test_a_write_makes_a_new_file_and_renames_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_makes_a_new_file_and_renames_it(tmp_path, monkeypatch):
     """A reader that has the old file open can still read all of it."""
     cache = TuningCache(tmp_path, bundled=None)
     cache.set(KEY, {"a": 1})
@@ -336,7 +332,7 @@ def test_a_write_makes_a_new_file_and_renames_it(tmp_path: Path, monkeypatch: py
         assert reader.read() == before
     before = cache.path.read_bytes()
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError("no rename")
 
     monkeypatch.setattr(Path, "replace", refuse)
@@ -346,7 +342,7 @@ def test_a_write_makes_a_new_file_and_renames_it(tmp_path: Path, monkeypatch: py
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tuning.json", "tuning.json.lock"]
 
 
-def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_cache_lies(tmp_path, monkeypatch):
     assert cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("HTREE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -360,7 +356,7 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert cache_dir() == Path.home() / ".cache" / "htree_ops"
 
 
-def test_results_that_come_with_the_package(tmp_path: Path) -> None:
+def test_results_that_come_with_the_package(tmp_path):
     """They serve every build, and a build's own results go before them."""
     shipped, own = tmp_path / "shipped", TuningCache(tmp_path / "own", bundled=tmp_path / "shipped")
     source = TuningCache(tmp_path / "source", bundled=None)
@@ -375,7 +371,7 @@ def test_results_that_come_with_the_package(tmp_path: Path) -> None:
     assert (own.get(later), own.get(KEY)) == ({"a": 2}, {"a": 1})
 
 
-def test_any_dtype(tmp_path: Path) -> None:
+def test_any_dtype(tmp_path):
     shipped = TuningCache(tmp_path / "source", bundled=None)
     shipped.set(KEY, {"a": 1})
     shipped.export(tmp_path / "shipped" / "h200.json")
@@ -390,7 +386,7 @@ def test_any_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.json")), ids=lambda path: path.stem)
-def test_the_packages_own_results(path: Path, tmp_path: Path) -> None:
+def test_the_packages_own_results(path, tmp_path):
     cache = TuningCache(tmp_path / "none")
     records = json.loads(path.read_text())["records"]
     assert records
@@ -403,7 +399,7 @@ def test_the_packages_own_results(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_every_configuration_of_the_package_is_compiled(tmp_path: Path) -> None:
+def test_every_configuration_of_the_package_is_compiled(tmp_path):
     wanted = {
         (record["key"]["kernel"], tuple(record["key"]["problem"]), tuple(record["config"].items()))
         for path in BUNDLED.glob("*.json")
@@ -415,7 +411,7 @@ def test_every_configuration_of_the_package_is_compiled(tmp_path: Path) -> None:
         assert bool(problem.call(**dict(config)).isfinite().all())
 
 
-def test_the_build_says_what_its_kernels_are() -> None:
+def test_the_build_says_what_its_kernels_are():
     hashes = build_info()["source_hashes"]
     assert {"rmsnorm_rope", "fp8"} <= set(hashes)
     assert CacheKey.of("fp8_gemm", (1,), "", "", "cpu").source == hashes["fp8"]

@@ -1,7 +1,5 @@
 """The metrics that a search reports, and TensorSpec (docs/semantics/python.md §3.4)."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
@@ -12,7 +10,7 @@ from htree_ops.tuning import KernelMetrics, TuningResult, gated_mlp_flops, gemm_
 from htree_ops.tuning.metrics import compute_metrics
 
 
-def test_metrics_and_their_fields() -> None:
+def test_metrics_and_their_fields():
     assert [f.name for f in fields(KernelMetrics)] == [
         "latency_ms",
         "throughput_tflops",
@@ -35,7 +33,7 @@ def test_metrics_and_their_fields() -> None:
     ]
 
 
-def test_tensor_spec() -> None:
+def test_tensor_spec():
     assert TensorSpec((2,), torch.float32) == TensorSpec((2,), torch.float32, "cuda", True)
     for spec in (
         TensorSpec((3, 4), torch.bfloat16, "cpu"),
@@ -56,7 +54,7 @@ def test_tensor_spec() -> None:
         ([1.0], TypeError),
     ):
         with pytest.raises(kind, match="weight must be|weight must have"):  # noqa: RUF043
-            spec.validate(wrong, "weight")  # type: ignore[arg-type]
+            spec.validate(wrong, "weight")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +67,6 @@ def test_tensor_spec() -> None:
         (((2,), torch.float32, "gpu"), ValueError, "device must be one of torch, got 'gpu'"),
     ],
 )
-def test_a_spec_that_no_tensor_has_is_refused(
-    arguments: tuple[object, ...], kind: type[Exception], complaint: str
-) -> None:
+def test_a_spec_that_no_tensor_has_is_refused(arguments, kind, complaint):
     with pytest.raises(kind, match=f"TensorSpec: {complaint}"):
-        TensorSpec(*arguments)  # type: ignore[arg-type]
+        TensorSpec(*arguments)

@@ -1,10 +1,7 @@
 """``HTREE_TUNE``: which configuration a call without one runs with (docs/semantics/python.md §3.4)."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from htree_ops.tuning import (
 from htree_ops.tuning.cache import cache_dir
 
 
-def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes(monkeypatch):
     assert tuning_mode() == "read"
     for given, mode in (("", "read"), ("OFF", "off"), (" Tune ", "tune")):
         monkeypatch.setenv("HTREE_TUNE", given)
@@ -47,9 +44,7 @@ CALLS = {
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_mode_is_refused_at_the_first_call_on_every_device(
-    name: str, traced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_mode_is_refused_at_the_first_call_on_every_device(name, traced, monkeypatch):
     """As the library refuses a wrong HTREE_CPU_ISA; nothing else would say on a CPU that the variable has no effect."""
     torch._dynamo.reset()
     call = torch.compile(CALLS[name], fullgraph=True, backend="eager") if traced else CALLS[name]
@@ -68,8 +63,8 @@ def pick(call=lambda config: None, problem=(1, 2, 3, 4)):
     return select.choose("rmsnorm_rope", problem, torch.bfloat16, "contiguous", torch.device("cpu"), call)
 
 
-def test_nothing_is_searched_unasked_or_inside_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[list[int] | None] = []
+def test_nothing_is_searched_unasked_or_inside_a_compiler(monkeypatch):
+    tried = []
     assert pick(tried.append) is None
     forget()
     monkeypatch.setenv("HTREE_TUNE", "tune")
@@ -81,14 +76,14 @@ def test_nothing_is_searched_unasked_or_inside_a_compiler(monkeypatch: pytest.Mo
     assert tried
 
 
-def test_tuning_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_at_the_first_call(monkeypatch):
     def call(config):
         tried.append(config)
         if config is not None and config != [128, 4, 2]:
             raise NotImplementedError
         time.sleep(2e-3 if config is None else 0)
 
-    tried: list[list[int] | None] = []
+    tried = []
     monkeypatch.setenv("HTREE_TUNE", "tune")
     assert pick(call) == [128, 4, 2]
     assert {tuple(config) for config in tried if config} == {
@@ -108,7 +103,7 @@ def test_tuning_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tried) == searched
 
 
-def test_what_is_known_is_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_is_bounded_and_checked(monkeypatch):
     monkeypatch.setattr(select, "MAX_CHOSEN", 3)
     for i in range(10):
         assert pick(problem=(i,)) is None
@@ -121,7 +116,7 @@ def test_what_is_known_is_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -
     assert pick(problem=(7, 7)) is None
 
 
-def test_the_kernels_own_choice_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_own_choice_may_win(monkeypatch):
     monkeypatch.setenv("HTREE_TUNE", "tune")
     assert pick(lambda config: time.sleep(0 if config is None else 1e-3), problem=(5, 5, 5, 5)) is None
 
@@ -130,7 +125,7 @@ def test_the_kernels_own_choice_may_win(monkeypatch: pytest.MonkeyPatch) -> None
             raise NotImplementedError
         counted.append(1)
 
-    counted: list[int] = []
+    counted = []
     assert pick(never, problem=(6, 6, 6, 6)) is None
     before = len(counted)
     forget()
@@ -138,9 +133,7 @@ def test_the_kernels_own_choice_may_win(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(counted) == before
 
 
-def test_a_folder_that_cannot_be_used_does_not_stop_a_call(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_used_does_not_stop_a_call(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HTREE_CACHE_DIR", str(tmp_path / "file" / "below"))
     with pytest.warns(RuntimeWarning, match="cannot be read"):
@@ -152,7 +145,7 @@ def test_a_folder_that_cannot_be_used_does_not_stop_a_call(
         assert pick(lambda config: time.sleep(0 if config is None else 1e-3)) is None
 
 
-def test_ops_take_configurations_as_lists(device: str) -> None:
+def test_ops_take_configurations_as_lists(device):
     problem = problems.make_problem("rmsnorm_rope", (2, 3, 256, 64), torch.bfloat16, device)
     own = problem.call()
     for config in (
@@ -188,7 +181,7 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("kernel", SPACES)
-def test_functions_and_ops_know_the_same_configurations(kernel: str) -> None:
+def test_functions_and_ops_know_the_same_configurations(kernel):
     compiled, call = COMPILED[kernel]
     accepted = []
     for config in config_search(SPACES[kernel]):
@@ -201,7 +194,7 @@ def test_functions_and_ops_know_the_same_configurations(kernel: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tuned_call_on_the_gpu(monkeypatch):
     from htree_ops import rmsnorm_rope
 
     x = torch.randn(2, 64, 1024, device="cuda", dtype=torch.bfloat16)
@@ -225,14 +218,14 @@ def test_a_tuned_call_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(captured, wanted)
 
 
-def test_functions_ask_with_the_keys_of_the_command(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_functions_ask_with_the_keys_of_the_command(monkeypatch, device):
     """What ``python -m htree_ops tune`` stores for a problem is what a call of that problem looks up."""
     import htree_ops
     from htree_ops.ops.fp8 import gemm, linear
     from htree_ops.ops.gated_mlp import function as gated_mlp
     from htree_ops.ops.rmsnorm_rope import function as rmsnorm_rope
 
-    asked: list[tuple[str, tuple[int, ...], str, str]] = []
+    asked = []
 
     def record(kernel, problem, tensor, call, layout="contiguous"):
         asked.append((kernel, tuple(problem), str(tensor.dtype), layout))

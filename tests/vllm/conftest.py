@@ -1,10 +1,7 @@
 """Tests in a real engine, in an environment that has vLLM: `make test-vllm`. Elsewhere there is nothing to collect."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
@@ -21,6 +18,6 @@ os.environ.update(
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     """Where small models are saved."""
     return tmp_path_factory.mktemp("models")

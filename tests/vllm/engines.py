@@ -1,7 +1,5 @@
 """Engines of vLLM on small random models, and what transformers generates with the same weights."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -191,11 +189,11 @@ def recorded_steps(name: str, max_tokens: int) -> Iterator[None]:
         )
         return plain(self, num_rows, max_rows, *tensors)
 
-    steps.Steps.make = record  # type: ignore[method-assign]
+    steps.Steps.make = record
     try:
         yield
     finally:
-        steps.Steps.make = plain  # type: ignore[method-assign]
+        steps.Steps.make = plain
     record = {"page_size": page_size, "max_tokens": max_tokens, "num_pages": len(numbers), "steps": found}
     path = Path(os.environ["HTREE_RECORD_STEPS"], f"{name}.json")
     path.write_text(json.dumps(record, separators=(",", ":")).replace('{"num_rows"', '\n{"num_rows"') + "\n")

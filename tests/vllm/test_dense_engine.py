@@ -1,13 +1,9 @@
 """With the plug-in installed and not asked for, an engine is what it was."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.vllm.engines import assert_generated, engine, generate, load_model, prompts, save_model, tokens_of
 
 
-def test_dense_attention_is_left_alone(models: Path) -> None:
+def test_dense_attention_is_left_alone(models):
     """Of a checkpoint with an index too, which dense attention leaves out."""
     options = {"compression_rate": 4, "top_k": 8, "max_top_nodes": 32, "index_dim": 16}
     path = save_model(models, "Llama", htree=options)

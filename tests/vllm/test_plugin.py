@@ -1,7 +1,5 @@
 """What vLLM finds of the plug-in, and what it is told where it cannot serve (no engine starts here)."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib.metadata import entry_points
@@ -22,11 +20,7 @@ from htree_ops.integrations.vllm import SUPPORTED, register
 from htree_ops.integrations.vllm.versions import is_supported
 
 register()
-from htree_ops.integrations.vllm.backend import (  # noqa: E402
-    HTreeBackend,
-    HTreeImpl,
-    HTreeMetadataBuilder,
-)
+from htree_ops.integrations.vllm.backend import HTreeBackend, HTreeImpl, HTreeMetadataBuilder  # noqa: E402
 
 OURS = "htree_ops.integrations.vllm.backend.HTreeBackend"
 LAYER = AttentionSelectorConfig(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=256)
@@ -37,12 +31,12 @@ def choose(backend: Any, **changes: Any) -> str:
     return CpuPlatform.get_attn_backend_cls(backend, attn_selector_config=LAYER._replace(**changes))
 
 
-def test_the_entry_point_is_found() -> None:
+def test_the_entry_point_is_found():
     (found,) = (x for x in entry_points(group="vllm.general_plugins") if x.name == "htree")
     assert found.load() is register
 
 
-def test_commands_of_the_page_are_those_of_vllm() -> None:
+def test_commands_of_the_page_are_those_of_vllm():
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     commands = re.findall(r"^vllm serve (.*)$", page, re.M)
     assert len(commands) > 1
@@ -55,11 +49,11 @@ def test_commands_of_the_page_are_those_of_vllm() -> None:
         assert flag in parser.format_help(), flag
 
 
-def test_the_version_is_in_the_range() -> None:
+def test_the_version_is_in_the_range():
     assert is_supported(vllm.__version__), (vllm.__version__, SUPPORTED)
 
 
-def test_it_is_taken_where_it_is_asked_for_alone() -> None:
+def test_it_is_taken_where_it_is_asked_for_alone():
     register()  # once more
     assert choose(AttentionBackendEnum.CUSTOM) == OURS
     assert AttentionBackendEnum.CUSTOM.get_class() is HTreeBackend
@@ -82,7 +76,7 @@ def test_it_is_taken_where_it_is_asked_for_alone() -> None:
     ],
     ids=str,
 )
-def test_layers_are_refused_with_the_reason(changes: dict[str, Any], words: str) -> None:
+def test_layers_are_refused_with_the_reason(changes, words):
     with pytest.raises(ValueError, match=f"^htree: .*{words}"):
         choose(AttentionBackendEnum.CUSTOM, **changes)
 
@@ -98,12 +92,12 @@ def test_layers_are_refused_with_the_reason(changes: dict[str, Any], words: str)
     ],
     ids=str,
 )
-def test_impl_refuses_before_it_looks_at_the_engine(changes: dict[str, Any], words: str) -> None:
+def test_impl_refuses_before_it_looks_at_the_engine(changes, words):
     with pytest.raises(NotImplementedError, match=words):
         HTreeImpl(4, 64, 0.125, 2, **changes)
 
 
-def test_capabilities() -> None:
+def test_capabilities():
     """Batch invariance is promised, also where vLLM is told to insist on it; graphs serve uniform batches."""
     assert HTreeBackend.supports_batch_invariance()
     assert choose(AttentionBackendEnum.CUSTOM, use_batch_invariant=True) == OURS

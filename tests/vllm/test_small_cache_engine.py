@@ -1,9 +1,5 @@
 """An engine whose cache is too small, which decodes speculatively and selects by span means in strides."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.vllm.engines import (
     assert_generated,
     engine,
@@ -27,7 +23,7 @@ OPTIONS = {
 }
 
 
-def test_preemption_and_drafts(models: Path) -> None:
+def test_preemption_and_drafts(models):
     path = save_model(models, "Qwen3", vocab_size=64, htree=OPTIONS)
     asked = prompts(600, 90, 450, 300, 520, 33, vocabulary=64)
     with engine(

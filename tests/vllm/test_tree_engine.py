@@ -1,14 +1,9 @@
 """One engine with tree attention: chunked prompts, prefix hits, many requests at once, an abort (docs/vllm.md)."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 from vllm import LLM
 
 from htree_ops.integrations.vllm.pages import page_sizes
@@ -34,7 +29,7 @@ INDEX_DIM = 16
 
 
 @pytest.fixture(scope="module")
-def started(models: Path) -> Iterator[tuple[LLM, Path]]:
+def started(models):
     """An engine of a model with an index."""
     path = save_model(models, "Mistral", sliding_window=None, htree=OPTIONS | {"index_dim": INDEX_DIM})
     with engine(path, attention_backend="CUSTOM", block_size=PAGE) as llm:
@@ -42,7 +37,7 @@ def started(models: Path) -> Iterator[tuple[LLM, Path]]:
 
 
 @pytest.fixture(scope="module", params=["index", "scores"])
-def served(started: tuple[LLM, Path], request: pytest.FixtureRequest) -> tuple[LLM, PreTrainedModel]:
+def served(started, request):
     """The engine, and the model of transformers that says what is right.
 
     Without the index the layers become what an engine with ``index_dim = 0`` makes of them, but for larger pages.
@@ -56,7 +51,7 @@ def served(started: tuple[LLM, Path], request: pytest.FixtureRequest) -> tuple[L
     return llm, load_model(path, "htree", htree=OPTIONS | {"index_dim": width})
 
 
-def test_the_index_chooses(started: tuple[LLM, Path]) -> None:
+def test_the_index_chooses(started):
     """The tokens of the tests below tell a choice by the index from one by scores, and both from dense attention."""
     _, path = started
     ids = torch.tensor(prompts(1300))
@@ -68,7 +63,7 @@ def test_the_index_chooses(started: tuple[LLM, Path]) -> None:
         assert (of_index != other)[0, 300:].float().mean() > 0.1
 
 
-def test_tokens_are_those_of_transformers(served: tuple[LLM, PreTrainedModel]) -> None:
+def test_tokens_are_those_of_transformers(served):
     """Mixed lengths, prompts in chunks, then the same ones behind prefixes that are cached."""
     llm, model = served
     asked = prompts(700, 33, 1300, 1)
@@ -86,7 +81,7 @@ def test_tokens_are_those_of_transformers(served: tuple[LLM, PreTrainedModel]) -
     assert_generated(model, other[0], tokens_of(request))
 
 
-def test_a_prefix_of_the_same_step(served: tuple[LLM, PreTrainedModel]) -> None:
+def test_a_prefix_of_the_same_step(served):
     """The second request begins behind blocks that the first one fills in the same step."""
     llm, model = served
     llm.reset_prefix_cache()
@@ -100,7 +95,7 @@ def test_a_prefix_of_the_same_step(served: tuple[LLM, PreTrainedModel]) -> None:
         assert_generated(model, prompt, tokens_of(request))
 
 
-def test_requests_at_once_are_those_alone(served: tuple[LLM, PreTrainedModel]) -> None:
+def test_requests_at_once_are_those_alone(served):
     """Tokens of eight requests, and bits of attention for the same queries, keys and values."""
     llm, _ = served
     asked = prompts(300, 1, 64, 31, 700, 128, 257, 90, seed=11)
@@ -123,7 +118,7 @@ def test_requests_at_once_are_those_alone(served: tuple[LLM, PreTrainedModel]) -
         assert torch.equal(_alone(options, query, key, value, index), out)
 
 
-def test_an_abort_leaves_the_others_alone(served: tuple[LLM, PreTrainedModel]) -> None:
+def test_an_abort_leaves_the_others_alone(served):
     """Blocks of a request that is gone serve others."""
     llm, model = served
     llm.reset_prefix_cache()
@@ -131,7 +126,7 @@ def test_an_abort_leaves_the_others_alone(served: tuple[LLM, PreTrainedModel]) -
     core = llm.llm_engine
     for i, prompt in enumerate(asked):
         core.add_request(str(i), {"prompt_token_ids": prompt}, greedy(20))
-    finished: dict[str, Any] = {}
+    finished = {}
     for step in range(200):
         if step == 3:
             core.abort_request(["1"])
