@@ -9,11 +9,7 @@ import torch
 from htree_ops import errors
 
 FACTS = [
-    (
-        errors.ShapeMismatchError,
-        ValueError,
-        {"expected": (2, 3), "actual": (3, 2), "tensor_name": "weight"},
-    ),
+    (errors.ShapeMismatchError, ValueError, {"expected": (2, 3), "actual": (3, 2), "tensor_name": "weight"}),
     (
         errors.UnsupportedDtypeError,
         TypeError,

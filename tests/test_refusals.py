@@ -176,10 +176,7 @@ WRONG_TYPES = {
     "group float": (lambda x: htree_ops.grouped_hadamard(x, 2.0), "group must be an int, got float"),
     "group text": (lambda x: htree_ops.grouped_hadamard(x, "2"), "group must be an int, got str"),
     "scale text": (lambda x: htree_ops.hadamard_transform(x, "1"), "scale must be a number, got str"),
-    "scale complex": (
-        lambda x: hadamard_transform_(x, 1j),
-        "scale must be a number, got complex",
-    ),
+    "scale complex": (lambda x: hadamard_transform_(x, 1j), "scale must be a number, got complex"),
     "block size float": (
         lambda x: htree_ops.causal_softmax(x[0], 512.0),
         "block_size must be an int, got float",

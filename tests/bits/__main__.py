@@ -168,10 +168,7 @@ def compressed_kv(device: str) -> Iterator[Call]:
     for case in (*lists.COMPRESS_CASES, *lists.LAYOUT_CASES):
         yield f"compress-{case.id}", partial(every, case)
     for attended in lists.DECODE_CASES:
-        yield (
-            f"decode-{attended.id}",
-            partial(decode, attended),
-        )
+        yield (f"decode-{attended.id}", partial(decode, attended))
 
 
 def _model(name: str, **sizes: Any) -> TreeAttentionCase:
@@ -264,11 +261,7 @@ def _prompt(name: str, dtype: torch.dtype, **others: Any) -> TreeCacheCase:
 PROMPTS = [
     _prompt(name, dtype, **others)
     for dtype in (torch.float32, torch.bfloat16)
-    for name, others in (
-        ("plain", {}),
-        ("stride", {"selection_stride": 4}),
-        ("span", {"selection_span": 4}),
-    )
+    for name, others in (("plain", {}), ("stride", {"selection_stride": 4}), ("span", {"selection_span": 4}))
 ]
 
 

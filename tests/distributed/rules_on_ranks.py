@@ -124,11 +124,7 @@ def example(name: str) -> tuple[Any, ...]:
         ),
         "index_loss": lambda: of_loss,
         "_index_loss_forward": lambda: of_loss,
-        "_index_loss_backward": lambda: (
-            *of_loss,
-            *ops._index_loss_forward(*of_loss)[1:],
-            torch.tensor(0.7),
-        ),
+        "_index_loss_backward": lambda: (*of_loss, *ops._index_loss_forward(*of_loss)[1:], torch.tensor(0.7)),
         "rope": lambda: (q, *angles.view(2, 8, 3)[:, :, :2], torch.arange(160).view(4, 40) % 8),
         "rmsnorm_rope": lambda: (wide, weight, angles[:, :4], angles[:, 2:], 1e-5, 4),
         "rmsnorm_rope_backward": lambda: (

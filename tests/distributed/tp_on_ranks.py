@@ -46,10 +46,7 @@ def train(
 ) -> dict[str, Any]:
     """Three steps of gradient descent of a model and of its parallel copy, each called as it is or as is said."""
     losses: list[list[float]] = [[], []]
-    runs = (
-        (one, call_one or one, inputs, losses[0]),
-        (many, call_many or many, given, losses[1]),
-    )
+    runs = ((one, call_one or one, inputs, losses[0]), (many, call_many or many, given, losses[1]))
     for model, call, args, record in runs:
         # Positions are those of the first rank: the generators of odd ranks differ. They are the same in each step.
         seed = 7 if model is one else 7 + dist.get_rank() % 2

@@ -144,11 +144,7 @@ BAD = {
         ValueError,
         "positive and finite, got inf",
     ),
-    "output dtype": (
-        lambda f: f.fp8_dequantize(Q, torch.ones(()), torch.float64),
-        TypeError,
-        "dtype",
-    ),
+    "output dtype": (lambda f: f.fp8_dequantize(Q, torch.ones(()), torch.float64), TypeError, "dtype"),
 }
 
 

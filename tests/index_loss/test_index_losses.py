@@ -274,10 +274,7 @@ def test_sequences_of_one_block_add_nothing(device):
     mask = torch.zeros(2, 6, dtype=torch.bool, device=device)
     mask[:, 4:] = True
     x = tokens(device, T=6)
-    for call in (
-        (x[:, :4], {}),
-        (x, {"key_padding_mask": mask}),
-    ):
+    for call in ((x[:, :4], {}), (x, {"key_padding_mask": mask})):
         with index_losses(rows=3) as losses:
             layer(call[0], **call[1])
         losses.mean().backward()

@@ -96,13 +96,7 @@ def made_steps(record: Record, steps: Steps) -> Iterator[tuple[dict[str, Any], S
 
 
 def rows_alone(
-    options: TreeOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: int,
-    most: int,
-    index: Index | None = None,
+    options: TreeOptions, q: Tensor, k: Tensor, v: Tensor, rows: int, most: int, index: Index | None = None
 ) -> Tensor:
     """The last ``rows`` of one sequence, [rows, H, V], from a cache of its own, ``most`` of them in a call.
 

@@ -63,12 +63,7 @@ def test_what_runs_no_command_loads_none(words, status):
 
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
-    [
-        ("htree_ops info", ""),
-        ("htree_ops info", "1"),
-        ("htree_ops --help", ""),
-        ("benchmarks --help", ""),
-    ],
+    [("htree_ops info", ""), ("htree_ops info", "1"), ("htree_ops --help", ""), ("benchmarks --help", "")],
 )
 def test_a_reader_that_leaves_is_no_error(words, unbuffered):
     """The pipe is closed before the program starts, so that every write fails, at once or at the end."""

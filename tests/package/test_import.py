@@ -15,14 +15,7 @@ from htree_ops.ops.arguments import constant_in_traces
 
 PARENT = Path(htree_ops.__file__).resolve().parents[1]
 #: What a model has no use for. Dynamo takes a second and about 100 MB, triton a tenth of a second and 50 MB.
-LEFT_OUT = (
-    "torch._dynamo",
-    "torch._inductor",
-    "triton",
-    "torch.utils.flop_counter",
-    "benchmarks",
-    "tests",
-)
+LEFT_OUT = ("torch._dynamo", "torch._inductor", "triton", "torch.utils.flop_counter", "benchmarks", "tests")
 LEFT_OUT += tuple(
     f"htree_ops.{name}"
     for name in ["bench", "cli", "compat", "correctness", "distributed", "info", "integrations", "reference"]

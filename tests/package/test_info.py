@@ -70,7 +70,7 @@ def test_cpu_build_says_why(monkeypatch):
 
 def test_cuda_build_names_architectures_gpus_and_configurations(monkeypatch):
     host = SimpleNamespace(
-        kernel_configurations=lambda: {"causal_softmax": ["128x8", "1024x8"], "rope": ["8"]},
+        kernel_configurations=lambda: {"causal_softmax": ["128x8", "1024x8"], "rope": ["8"]}
     )
     built = {**BUILT, "cuda": "13.0", "reason": "toolkit and torch agree", "arch_list": "8.0+PTX;9.0a"}
     monkeypatch.setattr(info, "build_info", lambda: built)

@@ -133,11 +133,7 @@ class TestPrebuilt:
         )
         environ = {**os.environ, "HTREE_CUDA": "0", "MAX_JOBS": "2", "HTREE_PREBUILT": str(common)}
         done = subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=source,
-            capture_output=True,
-            text=True,
-            env=environ,
+            [sys.executable, "-c", script], cwd=source, capture_output=True, text=True, env=environ
         )
         assert done.returncode == 0, done.stderr
         loops = build.common_library("loops")

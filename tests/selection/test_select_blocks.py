@@ -178,11 +178,7 @@ def trees(draw: st.DrawFn) -> tuple[int, list[float], int, dict[str, Any], int]:
     scores = draw(st.lists(values, max_size=draw(st.sampled_from((12, 60, 200)))))
     count = draw(st.integers(1, 12))
     local = draw(st.integers(1, count))
-    options = {
-        "local": local,
-        "first": draw(st.integers(0, count - local)),
-        "open_next": draw(st.booleans()),
-    }
+    options = {"local": local, "first": draw(st.integers(0, count - local)), "open_next": draw(st.booleans())}
     return rate, scores, count, options, draw(st.integers(1, 4))
 
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tree_attention_problem import (
-    LAYOUTS,
-    Stage,
-    TreeAttentionBackwardCase,
-    TreeAttentionCase,
-)
+from tests.support.tree_attention_problem import LAYOUTS, Stage, TreeAttentionBackwardCase, TreeAttentionCase
 
 __all__ = [
     "BENCHMARK_BACKWARD_CASES",

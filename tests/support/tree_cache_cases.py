@@ -449,10 +449,7 @@ def op_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         ),
         "_tree_cache_append_": ((k_pool, v_pool, [], k[:5], v[:5], table, *new), case.options()),
         "_tree_cache_attention": (inputs, case.options() | dict.fromkeys(NOT_GIVEN)),
-        "_tree_cache_step_": (
-            step_arguments(case, device),
-            case.options(),
-        ),
+        "_tree_cache_step_": (step_arguments(case, device), case.options()),
         "_tree_cache_truncate_": truncate_arguments(device),
         "tree_cache_copy_": (
             (k_pool, v_pool, torch.tensor([[1, -1], [0, 0]], dtype=torch.int32, device=device)),

@@ -137,24 +137,9 @@ def test_next_parents_are_copied():
 @pytest.mark.parametrize(
     ("header", "kept", "dropped", "instance"),
     [
-        (
-            "compute_scores.cuh",
-            "sum += low[e] + high[e];",
-            "sum += low[e];",
-            "io_compute_scores_float",
-        ),
-        (
-            "compute_scores.cuh",
-            "angles += cos[e] + sin[e];",
-            "angles += cos[e];",
-            "io_compute_scores_float",
-        ),
-        (
-            "select_topk.cuh",
-            "fold_bits(values, fold);\n      } else {",
-            "      } else {",
-            "io_select_topk",
-        ),
+        ("compute_scores.cuh", "sum += low[e] + high[e];", "sum += low[e];", "io_compute_scores_float"),
+        ("compute_scores.cuh", "angles += cos[e] + sin[e];", "angles += cos[e];", "io_compute_scores_float"),
+        ("select_topk.cuh", "fold_bits(values, fold);\n      } else {", "      } else {", "io_select_topk"),
     ],
 )
 def test_a_load_that_feeds_nothing_is_missed(tmp_path, header, kept, dropped, instance):

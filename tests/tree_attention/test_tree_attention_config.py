@@ -346,11 +346,7 @@ def test_masked_rows_take_the_place_of_the_gather_at_the_tokens(stride):
     assert found(32_832, 64) == ["dense", "shared_gather"]
     assert found(131_073, 131_073) == ["dense", "shared_gather", "masked_rows|shared_gather"]
     assert found(20_000, 20_000, group=6) == ["shared_gather", "masked_rows"]
-    own = {
-        "selection_stride": 2,
-        "max_top_nodes": 127,
-        "rotate": False,
-    }
+    own = {"selection_stride": 2, "max_top_nodes": 127, "rotate": False}
     odd = layers((1, 127, 127, 32, 4, 128, 128), **own)
     assert odd == ["masked_rows"], "the one row behind the last whole list"
 

@@ -81,15 +81,7 @@ def test_lists_over_several_windows(length, gather):
 @pytest.mark.parametrize(("top_k", "top_nodes"), [(64, 1024), (16, 128)], ids=["two_layers", "three_layers"])
 def test_the_gathers_agree(stride, top_k, top_nodes, monkeypatch):
     case = model(
-        "agree",
-        T=16_000,
-        H=16,
-        H_kv=2,
-        K=128,
-        V=128,
-        top_k=top_k,
-        M=top_nodes,
-        selection_stride=stride,
+        "agree", T=16_000, H=16, H_kv=2, K=128, V=128, top_k=top_k, M=top_nodes, selection_stride=stride
     )
     q, k, v = case.make_qkv("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())

@@ -201,11 +201,7 @@ def test_they_are_saved_and_loaded():
         ({"inv_freq": []}, ValueError, r"inv_freq must have K/2 numbers, got 0$"),
         ({"inv_freq": torch.empty(0)}, ValueError, r"inv_freq must have K/2 numbers, got 0$"),
         ({"inv_freq": torch.ones(4).to_sparse()}, TypeError, "inv_freq must be a strided tensor"),
-        (
-            {"inv_freq": torch.nested.nested_tensor([torch.ones(2)])},
-            TypeError,
-            "inv_freq .* that is nested",
-        ),
+        ({"inv_freq": torch.nested.nested_tensor([torch.ones(2)])}, TypeError, "inv_freq .* that is nested"),
         ({"inv_freq": (1.0,), "rope_base": None}, ValueError, "rope_base"),
         ({"scope": "head"}, ValueError, "scope"),
         ({"scale": float("nan")}, ValueError, "scale"),
