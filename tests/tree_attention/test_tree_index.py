@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.library import opcheck
 
 import htree_ops
-from htree_ops import TreeOptions, tree_attention
+from htree_ops import tree_attention
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
+from tests.support.tree_attention_cases import TreeAttentionCase
 
 OPS = torch.ops.htree
 GRADIENTS = ("out", "lse", "dq", "dk", "dv")
@@ -23,54 +24,24 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, to
 seeds = st.integers(0, 2**20)
 
 
-@dataclass(frozen=True)
-class IndexCase:
+@dataclass(frozen=True, kw_only=True)
+class IndexCase(TreeAttentionCase):
     """A call of tree_attention with an index; ``levels``: its numbers are whole and small, so that scores tie."""
 
+    name: str = "index"
     dtype: torch.dtype = torch.float32
-    B: int = 1
     T: int = 60
-    T_q: int = 0
     H: int = 4
     H_kv: int = 2
-    H_i: int = 2
-    K: int = 8
     V: int = 6
-    d: int = 16
-    r: int = 4
     M: int = 8
-    k: int = 2
-    s: int = 1
-    open_next: bool = False
-    rope_base: float | None = 10000.0
+    H_i: int = 2
+    d: int = 16
     levels: int = 0
 
-    @property
-    def rows(self) -> int:
-        return self.T_q or self.T
-
-    def options(self) -> dict[str, Any]:
-        return {
-            "compression_rate": self.r,
-            "max_top_nodes": self.M,
-            "top_k": self.k,
-            "selection_stride": self.s,
-            "open_next": self.open_next,
-            "rope_base": self.rope_base,
-        }
-
-    def packed(self) -> tuple[list[int], list[float]]:
-        return TreeOptions(**self.options()).packed()
-
-    def make_qkv(self, device: str, seed: int = 0) -> tuple[Tensor, ...]:
-        shapes = ((self.rows, self.H, self.K), (self.T, self.H_kv, self.K), (self.T, self.H_kv, self.V))
-        return tuple(
-            normal((self.B, *shape), self.dtype, device, 7 * seed + i) for i, shape in enumerate(shapes)
-        )
-
     def make_index(self, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-        shapes = ((self.B, rows, self.H_i, self.d) for rows in (self.rows, self.T))
-        index = [normal(shape, self.dtype, device, 7 * seed + 3 + i) for i, shape in enumerate(shapes)]
+        shapes = ((self.B, rows, self.H_i, self.d) for rows in (self.T_q, self.T))
+        index = [normal(shape, self.dtype, device, 7 * seed + 1003 + i) for i, shape in enumerate(shapes)]
         if self.levels:
             index = [(x * self.levels).round().clamp(-self.levels, self.levels) for x in index]
         return index[0], index[1]
@@ -81,33 +52,45 @@ class IndexCase:
             self.H_kv,
             compression_rate=self.r,
             max_top_nodes=self.M,
-            top_k_per_layer=self.k,
-            selection_stride=self.s,
+            top_k_per_layer=self.top_k,
+            selection_stride=self.selection_stride,
             open_next=self.open_next,
         )
 
 
 CASES = {
     "plain": IndexCase(),
-    "deep": IndexCase(T=200, r=2, M=4, k=3),
-    "suffix": IndexCase(T_q=17, B=2),
-    "stride": IndexCase(T=150, r=16, M=32, k=3, s=4, T_q=70),
+    "deep": IndexCase(T=200, r=2, M=4, top_k=3),
+    "suffix": IndexCase(num_queries=17, B=2),
+    "stride": IndexCase(T=150, r=16, M=32, top_k=3, selection_stride=4, num_queries=70),
     "one_head": IndexCase(H_i=1, H=6, H_kv=3),
-    "open_next": IndexCase(T=400, r=4, M=16, k=5, open_next=True),
+    "open_next": IndexCase(T=400, r=4, M=16, top_k=5, open_next=True),
     "no_rotation": IndexCase(rope_base=None, B=2),
     "dense": IndexCase(T=8),
     "one_token": IndexCase(T=1),
     "free": IndexCase(T=333, M=20, B=2),
-    "free_deep": IndexCase(T=200, r=2, M=9, k=2, T_q=190),
-    "free_stride": IndexCase(T=301, r=16, M=70, k=2, s=4, T_q=277),
-    "free_dense_followers": IndexCase(T=11, M=10, s=4),
-    "free_open_next": IndexCase(T=333, M=50, k=5, open_next=True, H_i=1, s=2),
-    "bfloat16": IndexCase(dtype=torch.bfloat16, T=900, K=64, V=64, r=16, M=64, k=4, H=8, d=32),
-    "free_bfloat16": IndexCase(dtype=torch.bfloat16, T=1700, K=64, V=64, r=16, M=200, k=4, H=8, d=32),
+    "free_deep": IndexCase(T=200, r=2, M=9, top_k=2, num_queries=190),
+    "free_stride": IndexCase(T=301, r=16, M=70, top_k=2, selection_stride=4, num_queries=277),
+    "free_dense_followers": IndexCase(T=11, M=10, selection_stride=4),
+    "free_open_next": IndexCase(T=333, M=50, top_k=5, open_next=True, H_i=1, selection_stride=2),
+    "bfloat16": IndexCase(dtype=torch.bfloat16, T=900, K=64, V=64, r=16, M=64, top_k=4, H=8, d=32),
+    "free_bfloat16": IndexCase(dtype=torch.bfloat16, T=1700, K=64, V=64, r=16, M=200, top_k=4, H=8, d=32),
     "free_bfloat16_three_layers": IndexCase(
-        dtype=torch.bfloat16, T=2000, K=128, V=128, r=16, M=100, k=4, s=4, H=8, d=32, rope_base=None
+        dtype=torch.bfloat16,
+        T=2000,
+        K=128,
+        V=128,
+        r=16,
+        M=100,
+        top_k=4,
+        selection_stride=4,
+        H=8,
+        d=32,
+        rope_base=None,
     ),
-    "float16": IndexCase(dtype=torch.float16, T=700, K=32, V=32, r=16, M=32, k=3, H=4, H_kv=1, H_i=1, s=16),
+    "float16": IndexCase(
+        dtype=torch.float16, T=700, K=32, V=32, r=16, M=32, top_k=3, H=4, H_kv=1, H_i=1, selection_stride=16
+    ),
 }
 
 
@@ -126,7 +109,7 @@ def cases(draw: Any, device: str) -> IndexCase:
         dtype=draw(st.sampled_from((torch.bfloat16, torch.float16) if fast else wide)),
         B=draw(st.integers(1, 2)),
         T=T,
-        T_q=T - before,
+        num_queries=T - before,
         H=kv_heads * draw(st.integers(1, 4)),
         H_kv=kv_heads,
         H_i=draw(st.sampled_from((1, kv_heads))),
@@ -135,8 +118,8 @@ def cases(draw: Any, device: str) -> IndexCase:
         d=draw(st.sampled_from((16, 32))),
         r=r,
         M=draw(st.integers(1, 3 * k * r)),
-        k=k,
-        s=s,
+        top_k=k,
+        selection_stride=s,
         open_next=draw(st.booleans()),
         rope_base=draw(st.sampled_from((None, 10000.0))),
         levels=draw(st.sampled_from((0, 1, 2))),
@@ -145,8 +128,8 @@ def cases(draw: Any, device: str) -> IndexCase:
 
 def lists_of(case: IndexCase, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor]) -> list[Tensor]:
     """The lists of each layer, as the op gives them."""
-    lists = OPS._index_lists(q, k, *index, [case.T - case.rows], *case.packed())
-    rows = -(-case.rows // case.s)
+    lists = OPS._index_lists(q, k, *index, [case.T - case.T_q], *case.packed())
+    rows = -(-case.T_q // case.selection_stride)
     return list(lists.split(rows, 1)) if rows else []
 
 
@@ -159,7 +142,7 @@ def with_gradients(call: Any, leaves: tuple[Tensor, ...], seed: int) -> tuple[Te
 
 
 def attend(case: IndexCase, index: tuple[Tensor, Tensor]) -> Any:
-    return lambda q, k, v: tree_attention(q, k, v, index=index, return_lse=True, **case.options())
+    return lambda q, k, v: tree_attention(q, k, v, index=index, return_lse=True, **case.keywords())
 
 
 def assert_equal_to_reference(case: IndexCase, device: str, seed: int = 0) -> None:
@@ -168,10 +151,7 @@ def assert_equal_to_reference(case: IndexCase, device: str, seed: int = 0) -> No
     lists = [x.cpu() for x in lists_of(case, *qkv[:2], index)][: len(case.reference_lists(index))]
 
     def forced(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = reference.htree_forward_naive(
-            q, k, v, compression_rate=case.r, max_top_nodes=case.M, top_k_per_layer=case.k,
-            selection_stride=case.s, rope_base=case.rope_base, parents=lists,
-        )  # fmt: skip
+        result = reference.htree_forward_naive(q, k, v, **case.reference_options(), parents=lists)
         return result.out, result.lse
 
     wanted = with_gradients(forced, tuple(x.double().cpu() for x in qkv), seed)
@@ -209,12 +189,16 @@ def test_the_lists_above_the_tokens_are_those_of_select_blocks(name, device):
     q, k, _ = case.make_qkv(device)
     index = case.make_index(device)
     wanted, _ = htree_ops.select_blocks(
-        *index, case.k, block_size=case.r, selection_stride=case.s, open_next=case.open_next
+        *index,
+        case.top_k,
+        block_size=case.r,
+        selection_stride=case.selection_stride,
+        open_next=case.open_next,
     )
     if case.T > case.M:
-        leaders = torch.arange(case.T - case.rows, case.T, case.s, device=device)
+        leaders = torch.arange(case.T - case.T_q, case.T, case.selection_stride, device=device)
         implied = (leaders < case.M) & (
-            case.k * case.r < case.M
+            case.top_k * case.r < case.M
         )  # a dense row, whose list follows from its place
         wanted = wanted.masked_fill(implied.view(1, -1, 1, 1), -1)
         assert torch.equal(lists_of(case, q, k, index)[0], wanted.expand(-1, -1, case.H_kv, -1))
@@ -241,7 +225,7 @@ def test_any_call_equals_the_reference(data, seed, device):
 def test_listed_tokens_merged_with_the_means_of_what_stays_closed(seed, k, M, T, H_i, s, device):
     """By structure: sparse_attention over the lists and plain attention over the closed nodes, joined by their lse."""
     r = 16 if device == "cuda" else 4
-    case = IndexCase(T=T * r // 4, r=r, k=k, M=M, s=s, H_i=H_i, rope_base=None, B=2)
+    case = IndexCase(T=T * r // 4, r=r, top_k=k, M=M, selection_stride=s, H_i=H_i, rope_base=None, B=2)
     qkv, index = case.make_qkv(device, seed), case.make_index(device, seed)
     out, lse = attend(case, index)(*qkv)
     q, keys, values = (x.double().cpu() for x in qkv)
@@ -293,17 +277,17 @@ def test_a_short_sequence_is_dense_attention_whatever_the_index(device):
     case = CASES["dense"]
     qkv = case.make_qkv(device)
     index = tuple(torch.full_like(x, torch.nan) for x in case.make_index(device))
-    assert torch.equal(attend(case, index)(*qkv)[0], tree_attention(*qkv, **case.options()))
+    assert torch.equal(attend(case, index)(*qkv)[0], tree_attention(*qkv, **case.keywords()))
 
 
 @pytest.mark.parametrize(
     "name", ["plain", "stride", "bfloat16", "open_next", "free", "free_stride", "free_bfloat16"]
 )
 def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name, device):
-    case = replace(CASES[name], T_q=0, B=2)
+    case = replace(CASES[name], num_queries=None, B=2)
     qkv, index = case.make_qkv(device), case.make_index(device)
     out, lse = attend(case, index)(*qkv)
-    begin = 5 * case.s
+    begin = 5 * case.selection_stride
     q, k, v = qkv[0][1:, begin:], qkv[1][1:], qkv[2][1:]
     part = attend(case, (index[0][1:, begin:], index[1][1:]))(q, k, v)
     assert torch.equal(part[0], out[1:, begin:])
@@ -312,7 +296,7 @@ def test_rows_do_not_depend_on_the_batch_nor_on_the_suffix(name, device):
 
 @pytest.mark.parametrize("name", ["plain", "deep", "one_head", "stride", "free", "free_deep"])
 def test_gradcheck(name):
-    case = replace(CASES[name], dtype=torch.float64, T=min(CASES[name].T, 40), T_q=0)
+    case = replace(CASES[name], dtype=torch.float64, T=min(CASES[name].T, 40), num_queries=None)
     leaves = tuple(x.requires_grad_() for x in case.make_qkv("cpu"))
     assert torch.autograd.gradcheck(attend(case, case.make_index("cpu")), leaves)
 
@@ -320,7 +304,7 @@ def test_gradcheck(name):
 @pytest.mark.parametrize("name", ["free", "free_stride", "free_open_next"])
 def test_a_row_keeps_its_bits_when_the_sequence_grows(name):
     """M > k*r: its tree is that of its own prefix. On a GPU kernels may round elsewhere (§1.14)."""
-    case = replace(CASES[name], T_q=0)
+    case = replace(CASES[name], num_queries=None)
     qkv, index = case.make_qkv("cpu"), case.make_index("cpu")
     out, lse = attend(case, index)(*qkv)
     for T in (1, case.M, case.M + 1, case.T // 2, case.M * case.r, case.T - 1):
@@ -333,7 +317,7 @@ def test_the_index_has_no_gradient(device):
     case = CASES["plain"]
     q, k, v = (x.requires_grad_() for x in case.make_qkv(device))
     index = tuple(x.requires_grad_() for x in case.make_index(device))
-    tree_attention(q, k, v, index=index, **case.options()).sum().backward()
+    tree_attention(q, k, v, index=index, **case.keywords()).sum().backward()
     assert all(x.grad is None for x in index)
     assert all(x.grad is not None for x in (q, k, v))
 
@@ -341,14 +325,14 @@ def test_the_index_has_no_gradient(device):
 def test_pieces_of_queries(device):
     """Queries that stand anywhere have the lists and rows of the whole call: what ranks of a sequence compute."""
     case = CASES["stride"]
-    case = replace(case, T=160, T_q=0)
+    case = replace(case, T=160, num_queries=None)
     (q, k, v), index = case.make_qkv(device), case.make_index(device)
     packed = case.packed()
     whole = OPS._index_lists(q, k, *index, [0], *packed)
     rows = [*range(32, 64), *range(96, 128)]
     lists = OPS._index_lists(q[:, rows], k, index[0][:, rows], index[1], [32, 96], *packed)
-    of_rows = [i // case.s for i in rows[:: case.s]]
-    depth = whole.shape[1] // (case.T // case.s)
+    of_rows = [i // case.selection_stride for i in rows[:: case.selection_stride]]
+    depth = whole.shape[1] // (case.T // case.selection_stride)
     wanted = whole.unflatten(1, (depth, -1))[:, :, of_rows].flatten(1, 2)
     assert torch.equal(lists, wanted)
     results = OPS._listed_attention_rows(q, k, v, whole, [0], *packed)
@@ -358,11 +342,9 @@ def test_pieces_of_queries(device):
 
 
 def test_empty(device):
-    for sizes in ({"T": 0}, {"B": 0}, {"T_q": -1}):
-        case = replace(IndexCase(), **{name: max(0, size) for name, size in sizes.items()})
+    for sizes in ({"T": 0}, {"B": 0}, {"num_queries": 0}):
+        case = replace(IndexCase(), **sizes)
         qkv, index = case.make_qkv(device), case.make_index(device)
-        if sizes == {"T_q": -1}:
-            qkv, index = (qkv[0][:, :0], *qkv[1:]), (index[0][:, :0], index[1])
         found = with_gradients(attend(case, index), qkv, 0)
         assert all((x == 0).all() for x in found[2:])
         assert found[0].shape == (*qkv[0].shape[:3], case.V)
@@ -373,7 +355,7 @@ def test_empty(device):
 
 @pytest.mark.parametrize("name", ["plain", "stride", "one_head", "bfloat16", "free", "free_stride"])
 def test_opcheck(name, device):
-    case = replace(CASES[name], T=90 if CASES[name].r == 4 else 300, T_q=0)
+    case = replace(CASES[name], T=90 if CASES[name].r == 4 else 300, num_queries=None)
     (q, k, v), index = case.make_qkv(device), case.make_index(device)
     packed = case.packed()
     lists = OPS._index_lists(q, k, *index, [0], *packed)
@@ -391,7 +373,7 @@ def test_compiled_with_views(dynamic, backend, M, device):
     def call(qkv, index):
         q, k, v = qkv[..., :4, :], qkv[..., 4:6, :], qkv[..., 6:, :]
         return tree_attention(
-            q, k, v, index=(index[..., :16], index[..., 16:]), return_lse=True, **case.options()
+            q, k, v, index=(index[..., :16], index[..., 16:]), return_lse=True, **case.keywords()
         )
 
     qkv = normal((2, case.T, 8, case.K), torch.float32, device, 1).requires_grad_()
@@ -409,7 +391,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, case: IndexCase) -> None:
         super().__init__()
-        self.options = case.options()
+        self.options = case.keywords()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, index_query: Tensor, index_key: Tensor) -> Tensor:
         out = tree_attention(q, k, v, index=(index_query, index_key), **self.options)
@@ -461,7 +443,7 @@ def test_aot_inductor(device, tmp_path):
 def test_options_that_an_index_excludes(changes, kind, message, device):
     case = CASES["plain"]
     with pytest.raises(kind, match=message):
-        tree_attention(*case.make_qkv(device), index=case.make_index(device), **(case.options() | changes))
+        tree_attention(*case.make_qkv(device), index=case.make_index(device), **(case.keywords() | changes))
 
 
 @pytest.mark.parametrize(
@@ -481,13 +463,13 @@ def test_options_that_an_index_excludes(changes, kind, message, device):
 def test_an_index_that_does_not_fit(change, message, device):
     case = CASES["plain"]
     with pytest.raises((ValueError, TypeError), match=message):
-        tree_attention(*case.make_qkv(device), index=change(*case.make_index(device)), **case.options())
+        tree_attention(*case.make_qkv(device), index=change(*case.make_index(device)), **case.keywords())
 
 
 def test_an_index_is_a_pair(device):
     case = CASES["plain"]
     with pytest.raises((TypeError, ValueError), match="index"):
-        tree_attention(*case.make_qkv(device), index=case.make_index(device)[0], **case.options())
+        tree_attention(*case.make_qkv(device), index=case.make_index(device)[0], **case.keywords())
 
 
 @pytest.mark.parametrize(

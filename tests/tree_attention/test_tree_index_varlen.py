@@ -11,68 +11,38 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from htree_ops import TreeOptions, tree_attention, tree_attention_varlen
+from htree_ops import tree_attention, tree_attention_varlen
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
-from tests.support.tree_attention_varlen_cases import offsets
+from tests.support.tree_attention_varlen_cases import VarlenCase
 
 OPS = torch.ops.htree
 GROUPINGS = ("document", "length", "rank", "auto")
 Bounds = tuple[Tensor, Tensor, int, int]
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Documents of ``lengths`` keys, of which the last ``queries`` attend (None: all), and ``spare`` rows behind."""
+@dataclass(frozen=True, kw_only=True)
+class Documents(VarlenCase):
+    """Packed documents with an index."""
 
-    lengths: tuple[int, ...] = (60, 7, 0, 41)
-    queries: tuple[int, ...] | None = None
-    spare: int = 3
+    name: str = "documents"
     dtype: torch.dtype = torch.float32
-    H: int = 4
-    H_kv: int = 2
+    lengths: tuple[int, ...] = (60, 7, 0, 41)
+    spare: int = 3
     H_i: int = 2
-    K: int = 8
-    V: int = 6
     d: int = 16
-    r: int = 4
-    M: int = 8
-    k: int = 2
-    s: int = 1
-    open_next: bool = False
-    rope_base: float | None = 10000.0
-
-    @property
-    def queries_of(self) -> tuple[int, ...]:
-        return self.lengths if self.queries is None else self.queries
-
-    def options(self) -> TreeOptions:
-        return TreeOptions(
-            compression_rate=self.r,
-            max_top_nodes=self.M,
-            top_k=self.k,
-            selection_stride=self.s,
-            open_next=self.open_next,
-            rope_base=self.rope_base,
-        )
 
     def tensors(self, device: str, seed: int = 0) -> tuple[Tensor, ...]:
         """query, key, value, index_query and index_key."""
-        N, N_k = sum(self.queries_of) + self.spare, sum(self.lengths) + self.spare
-        shapes = (
-            (N, self.H, self.K),
-            (N_k, self.H_kv, self.K),
-            (N_k, self.H_kv, self.V),
-            (N, self.H_i, self.d),
-            (N_k, self.H_i, self.d),
-        )
-        return tuple(normal(shape, self.dtype, device, 5 * seed + i) for i, shape in enumerate(shapes))
+        qkv = self.make_qkv(device, seed)
+        shapes = [(len(x), self.H_i, self.d) for x in qkv[:2]]
+        index = (normal(shape, self.dtype, device, 5 * seed + 1003 + i) for i, shape in enumerate(shapes))
+        return (*qkv, *index)
 
-    def bounds(self, device: str) -> Bounds:
-        cu_k = offsets(self.lengths, device)
-        cu_q = cu_k if self.queries is None else offsets(self.queries, device)
-        return cu_q, cu_k, max(self.queries_of, default=0), max(self.lengths, default=0)
+    def places(self, device: str) -> Bounds:
+        """Both offsets and both bounds."""
+        return *self.make_offsets(device), *self.bounds
 
     def rows(self) -> list[tuple[slice, slice]]:
         """The rows of each document among the queries and among the keys."""
@@ -86,18 +56,27 @@ class Documents:
 CASES: dict[str, Documents] = {
     "plain": Documents(),
     "suffix": Documents(lengths=(40, 25, 33), queries=(9, 25, 0)),
-    "stride": Documents(lengths=(44, 26, 9), queries=(12, 26, 5), s=4),
+    "stride": Documents(lengths=(44, 26, 9), queries=(12, 26, 5), selection_stride=4),
     "one_index_head": Documents(H_i=1, H=6, H_kv=3),
-    "open_next": Documents(lengths=(130, 64), k=5, M=16, open_next=True),
+    "open_next": Documents(lengths=(130, 64), top_k=5, M=16, open_next=True),
     "no_rotation": Documents(rope_base=None),
     "short": Documents(lengths=(5, 8, 1)),
     "equal": Documents(lengths=(50, 50, 50), spare=0),
     "none": Documents(lengths=(), spare=2),
     "bfloat16": Documents(
-        lengths=(300, 700, 120), dtype=torch.bfloat16, H=8, K=64, V=64, d=32, r=16, M=64, k=4
+        lengths=(300, 700, 120), dtype=torch.bfloat16, H=8, K=64, V=64, d=32, r=16, M=64, top_k=4
     ),
     "float16": Documents(
-        lengths=(500, 33), dtype=torch.float16, H_kv=1, H_i=1, K=32, V=32, r=16, M=32, k=3, s=16
+        lengths=(500, 33),
+        dtype=torch.float16,
+        H_kv=1,
+        H_i=1,
+        K=32,
+        V=32,
+        r=16,
+        M=32,
+        top_k=3,
+        selection_stride=16,
     ),
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -124,16 +103,16 @@ def problems(draw: Any, device: str) -> Documents:
         V=draw(st.integers(1, 5)),
         r=r,
         M=draw(st.integers(1, 3 * k * r)),
-        k=k,
-        s=s,
+        top_k=k,
+        selection_stride=s,
         open_next=draw(st.booleans()),
         rope_base=draw(st.sampled_from((None, 10000.0))),
     )
 
 
 def attend(case: Documents, tensors: tuple[Tensor, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
-    bounds = case.bounds(tensors[0].device.type)
-    return OPS._attention_varlen(*tensors, *bounds, grouping, *case.options().packed())
+    bounds = case.places(tensors[0].device.type)
+    return OPS._attention_varlen(*tensors, *bounds, grouping, *case.packed())
 
 
 def alone(case: Documents, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -150,7 +129,7 @@ def alone(case: Documents, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]
             v[None, keys],
             index=(index_query[None, rows], index_key[None, keys]),
             return_lse=True,
-            options=case.options(),
+            **case.options(),
         )
         out = torch.cat((out[: rows.start], found[0][0], out[rows.stop :]))
         lse = torch.cat((lse[: rows.start], found[1][0], lse[rows.stop :]))
@@ -217,12 +196,12 @@ def test_nothing_of_a_document_reaches_another(device):
 def test_the_function_and_the_index_that_has_no_gradient(device):
     case = CASES["stride"]
     tensors = tuple(x.requires_grad_() for x in case.tensors(device))
-    call = {"index": tensors[3:], "options": case.options()}
-    out, lse = tree_attention_varlen(*tensors[:3], *case.bounds(device), return_lse=True, **call)
+    call = {"index": tensors[3:], **case.options()}
+    out, lse = tree_attention_varlen(*tensors[:3], *case.places(device), return_lse=True, **call)
     wanted = attend(case, tensors)
     assert torch.equal(out, wanted[0])
     assert torch.equal(lse, wanted[1])
-    assert torch.equal(tree_attention_varlen(*tensors[:3], *case.bounds(device), **call), out)
+    assert torch.equal(tree_attention_varlen(*tensors[:3], *case.places(device), **call), out)
     out.sum().backward()
     assert all(x.grad is not None for x in tensors[:3])
     assert all(x.grad is None for x in tensors[3:])
@@ -245,14 +224,14 @@ def test_gradcheck(name):
 def test_opcheck(name, device):
     case = CASES[name]
     tensors = case.tensors(device)
-    rest = (*case.bounds(device), "auto", *case.options().packed())
+    rest = (*case.places(device), "auto", *case.packed())
     leaves = tuple(x.requires_grad_() for x in tensors[:3])
     opcheck(OPS._attention_varlen.default, (*leaves, *tensors[3:], *rest))
     with torch.no_grad():
         out, gmax, gsum = OPS._attention_varlen_forward(*tensors, *rest)
     backward = (
         *tensors,
-        *case.bounds(device),
+        *case.places(device),
         out,
         gmax,
         gsum,
@@ -260,7 +239,7 @@ def test_opcheck(name, device):
         torch.ones_like(gmax),
         "auto",
         [True] * 3,
-        *case.options().packed(),
+        *case.packed(),
     )
     opcheck(OPS._attention_varlen_backward.default, tuple(
         x.detach() if isinstance(x, Tensor) else x for x in backward
@@ -271,10 +250,10 @@ def test_opcheck(name, device):
 def test_compiled(dynamic, backend, device):
     case = CASES["plain"]
     tensors = case.tensors(device)
-    bounds = case.bounds(device)
+    bounds = case.places(device)
 
     def call(q, k, v, *index):
-        return tree_attention_varlen(q * 2, k, v, *bounds, index=index, options=case.options())
+        return tree_attention_varlen(q * 2, k, v, *bounds, index=index, **case.options())
 
     leaves = tuple(x.requires_grad_() for x in tensors[:3])
     found = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)(*leaves, *tensors[3:])
@@ -318,9 +297,7 @@ def test_bad_input(change, message, device):
     q, k, v, *index = case.tensors(device)
     make = change.pop("index", lambda q, k: (q, k)) if "index" in change else (lambda q, k: (q, k))
     with pytest.raises((TypeError, ValueError), match=f"tree_attention_varlen: .*{message}"):
-        tree_attention_varlen(
-            q, k, v, *case.bounds(device), index=make(*index), options=case.options(), **change
-        )
+        tree_attention_varlen(q, k, v, *case.places(device), index=make(*index), **(case.options() | change))
 
 
 def test_a_broken_document(device):
@@ -340,4 +317,4 @@ def test_half_an_index_is_refused(device):
     case = CASES["plain"]
     *qkv, index_query, _ = case.tensors(device)
     with pytest.raises(ValueError, match="index_query and index_key must be given together"):
-        OPS._attention_varlen(*qkv, index_query, None, *case.bounds(device), "auto", *case.options().packed())
+        OPS._attention_varlen(*qkv, index_query, None, *case.places(device), "auto", *case.packed())
