@@ -32,18 +32,18 @@ def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor
     return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
 
 
-def lse_gradient(sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor:
-    """An upstream gradient of the log-sum-exps [B, T, H]."""
-    return normal(sizes[:3], torch.promote_types(dtype, torch.float32), device, 9)
+def lse_gradient(rows: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """An upstream gradient of the log-sum-exps [B, T, H], or [N, H] of documents."""
+    return normal(rows, torch.promote_types(dtype, torch.float32), device, 9)
 
 
 def index_of(
-    sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str
+    tokens: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], device: str
 ) -> tuple[Tensor, ...] | None:
-    """The index of the whole sequence where ``options`` have its heads and width; it requires grad, as in a layer."""
+    """The index of all tokens where ``options`` have its heads and width; it requires grad, as in a layer."""
     if "index" not in options:
         return None
-    shape = (*sizes[:2], *options["index"])
+    shape = (*tokens, *options["index"])
     return tuple(normal(shape, dtype, device, seed).requires_grad_() for seed in (10, 11))
 
 
@@ -53,9 +53,9 @@ def one_process(
     """out, lse and the gradients of q, k and v by one process."""
     *qkv, dout = inputs(sizes, dtype, device)
     q, k, v = (x.requires_grad_() for x in qkv)
-    options = options | {"index": index_of(sizes, dtype, options, device)}
+    options = options | {"index": index_of(sizes[:2], dtype, options, device)}
     out, lse = htree_ops.tree_attention(q, k, v, return_lse=True, **options)
-    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes, dtype, device)))
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes[:3], dtype, device)))
     return [x.detach() for x in (out, lse, *gradients)]
 
 
@@ -68,9 +68,9 @@ def many_processes(
     def share(x: Tensor) -> Tensor:
         return shard_sequence(x, group, balance=balance)
 
-    *qkv, dout, dlse = map(share, (*inputs(sizes, dtype, device), lse_gradient(sizes, dtype, device)))
+    *qkv, dout, dlse = map(share, (*inputs(sizes, dtype, device), lse_gradient(sizes[:3], dtype, device)))
     q, k, v = (x.requires_grad_() for x in qkv)
-    index = index_of(sizes, dtype, options, device)
+    index = index_of(sizes[:2], dtype, options, device)
     options = options | {"index": None if index is None else tuple(map(share, index))}
     out, lse = tree_attention_cp(q, k, v, group, balance=balance, return_lse=True, **options)
     found = (out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)))
@@ -107,7 +107,7 @@ def sums_of_ranks(
     A group of one computes the sequence as one piece.
     """
     q, k, v, dout = inputs(sizes, dtype, device)
-    dlse = lse_gradient(sizes, dtype, device)
+    dlse = lse_gradient(sizes[:3], dtype, device)
     tree = packed(**{name: options[name] for name in ("compression_rate", "max_top_nodes", "top_k")})
     totals: list[Tensor] = []
     for rank in range(size):
@@ -198,7 +198,7 @@ def counted(size: int, options: dict[str, Any]) -> tuple[int, int, int]:
     """The products of one process, those of all ranks together, and those of this rank's packed documents."""
     sizes, group = (1, 256, 4, 2, 8, 8), group_of(size)
     q, k, v, _ = inputs(sizes, torch.float32)
-    index = index_of(sizes, torch.float32, options, "cpu")
+    index = index_of(sizes[:2], torch.float32, options, "cpu")
     with FlopCounterMode(display=False) as one:
         htree_ops.tree_attention(q, k, v, **(options | {"index": index}))
     q, k, v = (shard_sequence(x, group) for x in (q, k, v))

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cp_on_ranks import index_of, lse_gradient
 from process_pool import group_of
 from torch import Tensor
 
@@ -21,21 +22,6 @@ def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor
     return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
 
 
-def lse_gradient(sizes: Sizes, dtype: torch.dtype, device: str) -> Tensor:
-    """An upstream gradient of the log-sum-exps [N, H]."""
-    return normal(sizes[:2], torch.promote_types(dtype, torch.float32), device, 9)
-
-
-def index_of(
-    sizes: Sizes, dtype: torch.dtype, options: dict[str, Any], device: str
-) -> tuple[Tensor, ...] | None:
-    """The index of all tokens where ``options`` have its heads and width; it requires grad, as in a layer."""
-    if "index" not in options:
-        return None
-    shape = (sizes[0], *options["index"])
-    return tuple(normal(shape, dtype, device, seed).requires_grad_() for seed in (10, 11))
-
-
 def one_process(
     sizes: Sizes, offsets: list[int], dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
 ) -> list[Tensor]:
@@ -44,14 +30,14 @@ def one_process(
     q, k, v = (x.requires_grad_() for x in qkv)
     ends = torch.tensor(offsets, dtype=torch.int32, device=device)
     given = {name: value for name, value in options.items() if name not in ("scope", "store_parents")}
-    given["index"] = index_of(sizes, dtype, options, device)
+    given["index"] = index_of(sizes[:1], dtype, options, device)
     wide = (k, v)
     if options.get("scope") == "q_head":
         wide = tuple(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out, lse = htree_ops.tree_attention_varlen(
         q, *wide, ends, ends, sizes[0], sizes[0], return_lse=True, **given
     )
-    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes, dtype, device)))
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, lse_gradient(sizes[:2], dtype, device)))
     return [x.detach() for x in (out, lse, *gradients)]
 
 
@@ -66,10 +52,10 @@ def many_processes(
 ) -> list[Tensor]:
     """The same with the tokens on ``size`` ranks, put together again."""
     group = group_of(size)
-    tensors = (*inputs(sizes, dtype, device), lse_gradient(sizes, dtype, device))
+    tensors = (*inputs(sizes, dtype, device), lse_gradient(sizes[:2], dtype, device))
     *qkv, dout, dlse = (shard_sequence(x, group, 0, balance=balance) for x in tensors)
     q, k, v = (x.requires_grad_() for x in qkv)
-    index = index_of(sizes, dtype, options, device)
+    index = index_of(sizes[:1], dtype, options, device)
     if index is not None:
         index = tuple(shard_sequence(x, group, 0, balance=balance) for x in index)
     options = options | {"index": index}

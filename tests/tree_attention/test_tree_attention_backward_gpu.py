@@ -1,14 +1,15 @@
 """Gradients of tree attention on the GPU where half precision could go wrong: ranges, futures, masks, memory."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 from tree_attention_fast import assert_batch_like_alone, assert_small_error, assert_small_errors
+from tree_attention_fast import model as fast_model
 
 import htree_ops
-from tests.support.tree_attention_cases import TreeAttentionCase
 from tests.support.tree_attention_checks import reference_gradients
 
 pytestmark = pytest.mark.gpu
@@ -17,18 +18,7 @@ op = torch.ops.htree
 STRIDES = [1, 4, 8, 16]
 
 
-def model(dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttentionCase:
-    defaults: dict[str, object] = {
-        "T": 900,
-        "H": 16,
-        "H_kv": 2,
-        "K": 128,
-        "V": 128,
-        "r": 16,
-        "top_k": 16,
-        "M": 128,
-    }
-    return TreeAttentionCase(name="backward", dtype=dtype, **{**defaults, **sizes})
+model = functools.partial(fast_model, "backward", T=900, H=16, K=128, V=128)
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**-12, 2.0**14, 2.0**40])

@@ -11,24 +11,20 @@ from tests.support.cases import normal
 from tests.support.tree_attention_problem import packed
 
 OPS = torch.ops.htree
+
+
+def strided(rate: int, top_nodes: int, top_k: int, stride: int, base: float | None = None) -> tuple[Any, ...]:
+    return rate, top_nodes, top_k, None, base, "lse_causal", stride
+
+
 #: B, T, H, H_kv, K, V, dtype, where the sequence is cut, and the options up to selection_stride.
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any, ...]]] = {
     "three_layers": ((2, 61, 4, 2, 6, 5), torch.float32, (0, 7, 32, 61), (4, 8, 2)),
     "deep": ((1, 130, 2, 1, 4, 4), torch.float32, (0, 128, 130), (2, 2, 1)),
-    "stride": (
-        (1, 96, 4, 2, 8, 8),
-        torch.float32,
-        (0, 16, 48, 96),
-        (8, 8, 2, None, 10000.0, "lse_causal", 4),
-    ),
+    "stride": ((1, 96, 4, 2, 8, 8), torch.float32, (0, 16, 48, 96), strided(8, 8, 2, 4, 10000.0)),
     "one_layer": ((1, 20, 2, 2, 4, 4), torch.float32, (0, 5, 20), (4, 32, 8)),
     "half": ((1, 640, 8, 2, 64, 64), torch.bfloat16, (0, 128, 320, 640), (16, 32, 4)),
-    "half_stride": (
-        (1, 608, 8, 2, 128, 128),
-        torch.bfloat16,
-        (0, 208, 608),
-        (16, 32, 4, None, 10000.0, "lse_causal", 16),
-    ),
+    "half_stride": ((1, 608, 8, 2, 128, 128), torch.bfloat16, (0, 208, 608), strided(16, 32, 4, 16, 10000.0)),
     "half_stride_4": (
         (1, 608, 16, 1, 32, 32),
         torch.float16,
@@ -36,25 +32,15 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[int, ...], tuple[Any,
         (16, 32, 4, None, None, "exp_joint", 4),
     ),
     "masked": ((1, 640, 8, 2, 64, 64), torch.bfloat16, (0, 128, 320, 640), (16, 32, 4, None, None)),
-    "masked_stride": (
-        (2, 608, 16, 1, 128, 128),
-        torch.float16,
-        (0, 208, 302, 608),
-        (16, 64, 8, None, None, "lse_causal", 2),
-    ),
+    "masked_stride": ((2, 608, 16, 1, 128, 128), torch.float16, (0, 208, 302, 608), strided(16, 64, 8, 2)),
     "free_top": ((2, 131, 4, 2, 6, 5), torch.float32, (0, 7, 32, 131), (4, 20, 2)),
-    "free_top_stride": (
-        (1, 208, 4, 2, 8, 8),
-        torch.float32,
-        (0, 16, 48, 208),
-        (8, 50, 2, None, 10000.0, "lse_causal", 4),
-    ),
+    "free_top_stride": ((1, 208, 4, 2, 8, 8), torch.float32, (0, 16, 48, 208), strided(8, 50, 2, 4, 10000.0)),
     "free_top_half": ((1, 1200, 8, 2, 64, 64), torch.bfloat16, (0, 128, 320, 1200), (16, 200, 4)),
     "free_top_half_stride": (
         (1, 2000, 8, 1, 128, 128),
         torch.bfloat16,
         (0, 208, 1600, 2000),
-        (16, 100, 4, None, None, "lse_causal", 16),
+        strided(16, 100, 4, 16),
     ),
     "dense": ((1, 400, 3, 1, 64, 64), torch.bfloat16, (0, 128, 400), (16, 512, 32)),
     "dense_below_a_top": ((1, 1200, 8, 1, 128, 128), torch.bfloat16, (0, 128, 512, 1200), (16, 512, 32)),

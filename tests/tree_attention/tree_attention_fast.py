@@ -20,17 +20,8 @@ LARGE = {"T": 2**19 + 4096, "H": 32, "H_kv": 2, "K": 128, "V": 128, "top_k": 32,
 
 
 def model(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> TreeAttentionCase:
-    defaults: dict[str, object] = {
-        "T": 1500,
-        "H": 8,
-        "H_kv": 2,
-        "K": 64,
-        "V": 64,
-        "r": 16,
-        "top_k": 16,
-        "M": 128,
-    }
-    return TreeAttentionCase(name=name, dtype=dtype, **{**defaults, **sizes})
+    usual = {"T": 1500, "H": 8, "H_kv": 2, "K": 64, "V": 64, "r": 16, "top_k": 16, "M": 128}
+    return TreeAttentionCase(name=name, dtype=dtype, **{**usual, **sizes})
 
 
 def assert_fast_output(out: torch.Tensor, expected: torch.Tensor, v: torch.Tensor) -> None:
