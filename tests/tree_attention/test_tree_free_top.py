@@ -11,7 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_attention_fast import TENSOR_CORE_DELTA, assert_fast_output, assert_small_error, model
+from tree_attention_fast import (
+    TENSOR_CORE_DELTA,
+    assert_fast_call,
+    assert_fast_output,
+    assert_small_error,
+    model,
+)
 from tree_attention_helpers import forward
 from tree_attention_strategies import CAUSAL, EVERY_IMPORTANCE, dtypes_of, problems, seeds
 
@@ -296,21 +302,9 @@ FAST = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FAST, ids=case_id)
 def test_shapes_of_the_tensor_cores(case):
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
-    out, gmax, gsum, parents = forward(q, k, v, case)
-    assert_lists(parents, case.T_q, case.T, options)
-    assert_epsilon_optimal(q, k, v, parents, options, TENSOR_CORE_DELTA[case.dtype])
-    assert_fast_output(out, forced(q, k, v, parents, options).out, v)
-    few = case.T % 16 + 48
-    assert torch.equal(ops.attention(q[:, -few:], k, v, **options), out[:, -few:])
-    dout = normal(tuple(out.shape), case.dtype, "cuda", 3)
-    stored, again = (
-        ops.attention_backward(dout, q, k, v, out, gmax, gsum, lists, **options) for lists in (parents, [])
-    )
-    assert all(torch.equal(x, y) for x, y in zip(stored, again, strict=True))
-    wanted = reference_gradients(q, k, v, dout, parents, options)
-    for name, ours, theirs in zip(("dq", "dk", "dv"), stored, wanted, strict=True):
+    qkv, (*_, parents), dout, gradients = assert_fast_call(case)
+    wanted = reference_gradients(*qkv, dout, parents, case.reference_options())
+    for name, ours, theirs in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
         assert_small_error(ours, theirs, name)
 
 

@@ -5,10 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tree_attention_helpers import forward
 
+from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
 from tests.support.tree_attention_cases import TreeAttentionCase
-from tests.support.tree_attention_checks import assert_output, reference_gradients
+from tests.support.tree_attention_checks import (
+    assert_epsilon_optimal,
+    assert_lists,
+    assert_output,
+    forced,
+    reference_gradients,
+)
 
 # Scores from half-precision tensor cores (docs/semantics §1.11); bf16 storage has the wider figure anyway.
 TENSOR_CORE_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 8e-3, torch.float32: 1e-4}
@@ -87,3 +95,26 @@ def assert_batch_like_alone(case: TreeAttentionCase, *parts: slice) -> None:
         alone = op.attention_backward(*(x[part] for x in saved), [x[part] for x in parents], **options)
         for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, alone, strict=True):
             assert torch.equal(gradient[part], expected), name
+
+
+def assert_fast_call(case: TreeAttentionCase) -> tuple[Any, ...]:
+    """Lists, output, the last rows alone, and gradients under lists that are stored and selected again.
+
+    Returns:
+        q, k and v; out, gmax, gsum and the lists; the gradient of out; dq, dk and dv.
+    """
+    __tracebackhide__ = True
+    op, options = torch.ops.htree, case.reference_options()
+    q, k, v = case.make_qkv("cuda")
+    results = out, gmax, gsum, parents = forward(q, k, v, case)
+    assert_lists(parents, case.T_q, case.T, options)
+    assert_epsilon_optimal(q, k, v, parents, options, TENSOR_CORE_DELTA[case.dtype])
+    assert_fast_output(out, forced(q, k, v, parents, options).out, v)
+    few = case.T % 16 + 48
+    assert torch.equal(op.attention(q[:, -few:], k, v, **options), out[:, -few:])
+    dout = normal(tuple(out.shape), case.dtype, "cuda", 3)
+    stored, again = (
+        op.attention_backward(dout, q, k, v, out, gmax, gsum, lists, **options) for lists in (parents, [])
+    )
+    assert all(torch.equal(x, y) for x, y in zip(stored, again, strict=True))
+    return (q, k, v), results, dout, stored
