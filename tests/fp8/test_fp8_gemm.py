@@ -28,6 +28,7 @@ from tests.support.fp8_gemm_cases import (
     assert_product,
     sum_error,
 )
+from tests.support.graphs import kernels_of
 from tests.support.opcheck import opcheck
 
 FP8 = torch.float8_e4m3fn
@@ -432,10 +433,7 @@ def test_one_kernel_on_own_paths():
     for m in (1, 64):
         inputs = FP8GemmCase(name="one", dtype=torch.float16, m=m, n=256, k=512).make_inputs("cuda")
         op(*inputs)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            op(*inputs)
-            torch.cuda.synchronize()
-        kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = kernels_of(lambda inputs=inputs: op(*inputs))
         assert len(kernels) == 1, kernels
 
 

@@ -1,7 +1,6 @@
 """The CUDA kernels of gated_mlp: which size takes which one, what a call launches, graphs and streams."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.support.gated_mlp_cases import (
     assert_forward,
     assert_gradients,
 )
-from tests.support.graphs import assert_stream_and_graph
+from tests.support.graphs import assert_stream_and_graph, kernels_of
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +24,6 @@ op = torch.ops.htree.gated_mlp
 op_forward = torch.ops.htree._gated_mlp_forward
 op_backward = torch.ops.htree.gated_mlp_backward
 op_saved_backward = torch.ops.htree._gated_mlp_saved_backward
-
-
-def kernels_of(call: Callable[[], object]) -> list[str]:
-    """Names of the kernels that a call launches."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 @pytest.mark.parametrize("case", [*WIDE_CASES, *TILE_CASES, *SWAP_AB_CASES], ids=case_id)

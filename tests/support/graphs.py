@@ -1,4 +1,4 @@
-"""Calls on another stream and in CUDA graphs."""
+"""Calls on another stream, in CUDA graphs and under a profile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["assert_stream_and_graph", "capture", "on_another_stream"]
+__all__ = ["assert_stream_and_graph", "capture", "kernels_of", "on_another_stream"]
 
 T = TypeVar("T")
 
@@ -22,6 +22,14 @@ def on_another_stream(call: Callable[[], T]) -> T:
         result = call()
     stream.synchronize()
     return result
+
+
+def kernels_of(call: Callable[[], Any]) -> list[str]:
+    """Names of the kernels that a call launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
