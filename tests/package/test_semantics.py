@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from htree_ops.info import op_names
+from tests.support.pages import ROOT, op_signatures
+from tests.support.pages import SEMANTICS as PAGES
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "semantics").glob("*.md"))}
 #: Numbers of the sections by page; a chapter counts as present where one of its sections is.
 SECTIONS = {
     name: {
@@ -23,7 +23,6 @@ SECTIONS = {
 CITED = re.compile(r"§(\d(?:\.\d+)?)(?:(?: to |-|–)§?(\d\.\d+))?")
 #: The same behind the name of its page; a comment or a docstring may break the line between them.
 CITED_OF_PAGE = re.compile(rf"docs/semantics/(\w+)\.md[\s/#]*((?:{CITED.pattern}(?:,\s*[/#]*\s*| and )?)+)")
-SIGNATURE = re.compile(r"`(\w+(?:\.\w+)?\((?:Tensor|SymInt)[^`]*\)\s+->\s+[^`]+)`")
 
 
 def cited(text: str) -> set[str]:
@@ -46,15 +45,14 @@ def test_every_registered_op_is_described():
 
 
 def test_every_signature_is_that_of_the_op():
-    signatures = [" ".join(found.split()) for text in PAGES.values() for found in SIGNATURE.findall(text)]
+    signatures = op_signatures()
     assert len(signatures) > 40
-    for signature in signatures:
-        name = signature.partition("(")[0]
+    for name, signature in signatures:
         assert name in op_names(), "described, but not registered"
         if "…" not in signature:  # "…the same arguments…"
             op, _, overload = name.partition(".")
             registered = getattr(getattr(torch.ops.htree, op), overload or "default")._schema
-            assert str(torch._C.parse_schema(f"htree::{signature}")) == str(registered)
+            assert torch._C.parse_schema(f"htree::{signature}") == registered
 
 
 def test_every_section_that_is_cited_exists():

@@ -1,4 +1,4 @@
-"""The README and the pages of docs, and the blocks of code in them."""
+"""The README and the pages of docs, the blocks of code in them, and the signatures that docs/semantics gives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import textwrap
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "blocks_of"]
+__all__ = ["PAGES", "ROOT", "SEMANTICS", "blocks_of", "op_signatures"]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The README and every page of the site; semantics is a specification, with sentences of its own.
@@ -15,6 +15,15 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.*"))]
     if path.suffix in (".md", ".rst") and "semantics" not in path.parts
 }
+#: The pages of the specification by their names.
+SEMANTICS = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "semantics").glob("*.md"))}
+SIGNATURE = re.compile(r"`(\w+(?:\.\w+)?\((?:Tensor|SymInt)[^`]*\)\s+->\s+[^`]+)`")
+
+
+def op_signatures() -> list[tuple[str, str]]:
+    """Name and signature of the ops of the specification; some leave arguments out, with "…"."""
+    found = [" ".join(x.split()) for text in SEMANTICS.values() for x in SIGNATURE.findall(text)]
+    return [(x.partition("(")[0], x) for x in found]
 
 
 def blocks_of(name: str, language: str) -> list[str]:
