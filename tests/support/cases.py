@@ -10,8 +10,6 @@ import torch
 
 from htree_ops.ops.arguments import dtype_name
 
-__all__ = ["Case", "case_id", "dtype_name", "normal"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case(abc.ABC):

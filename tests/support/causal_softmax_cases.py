@@ -13,22 +13,6 @@ import torch
 from tests.support.cases import Case, normal
 from tests.support.layouts import LAYOUTS, with_strides
 
-__all__ = [
-    "BACKWARD_CASES",
-    "BENCHMARK_BACKWARD_CASES",
-    "BENCHMARK_CASES",
-    "CASES",
-    "DTYPES",
-    "LAYOUT_CASES",
-    "CausalSoftmaxBackwardCase",
-    "CausalSoftmaxCase",
-    "backward_tolerance",
-    "masked_softmax",
-    "num_visible",
-    "tolerance",
-    "visible_mask",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 

@@ -16,8 +16,6 @@ import torch
 
 from htree_ops.tuning.verification import SEGMENT, Report, compare, mismatch
 
-__all__ = ["assert_close_spec", "assert_no_worse_than_eager"]
-
 
 def assert_close_spec(
     actual: torch.Tensor,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BACKENDS"]
-
 #: (dynamic, backend): for fixed sizes what AOTAutograd traces is enough, and for any size inductor compiles the code
 #: around the op, whose layouts it chooses. A C++ compiler takes ten seconds for each graph of inductor.
 BACKENDS = [(False, "aot_eager"), (True, "inductor")]

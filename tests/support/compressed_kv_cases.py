@@ -16,22 +16,6 @@ from tests.support.cases import Case, normal
 from tests.support.compare import assert_close_spec
 from tests.support.layouts import LAYOUTS
 
-__all__ = [
-    "BENCHMARK_COMPRESS_CASES",
-    "BENCHMARK_DECODE_CASES",
-    "COMPRESS_CASES",
-    "DECODE_CASES",
-    "DTYPES",
-    "LAYOUT_CASES",
-    "CompressCase",
-    "DecodeCase",
-    "assert_decode",
-    "assert_rows_within_bounds",
-    "decode_tolerance",
-    "in_pages",
-    "rows_with_outliers",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: What packs the rows of a decode case: the reference, or the op where the rows are many.
 Packer = Callable[[Tensor, int, int], tuple[Tensor, Tensor, Tensor]]

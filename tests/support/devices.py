@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["EVEN_CLUSTERS", "H100_CLUSTERS", "poisoned_memory", "require_cuda"]
-
 #: Clusters of 0 to 16 blocks that run at once, where a block has a multiprocessor to itself: on a card whose parts have
 #: 16 or 18 multiprocessors, and on H100s.
 EVEN_CLUSTERS = [0, 0, *(6 * (16 // blocks) + 2 * (18 // blocks) for blocks in range(2, 17))]

@@ -10,20 +10,6 @@ import torch
 from tests.support.cases import Case, normal
 from tests.support.layouts import LAYOUTS
 
-__all__ = [
-    "BENCHMARK_CASES",
-    "CASES",
-    "DTYPES",
-    "LAYOUT_CASES",
-    "FP8Case",
-    "codes_of",
-    "eager_dequantize",
-    "eager_fake_quant",
-    "eager_quantize",
-    "every_pattern",
-    "round_trip_bound",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_VALUE = 448.0
 

@@ -12,20 +12,6 @@ from htree_ops.reference import fp8 as reference
 from tests.support.cases import Case, normal
 from tests.support.compare import assert_close_spec
 
-__all__ = [
-    "ANY_SUM",
-    "BENCHMARK_CASES",
-    "CASES",
-    "EXACT_SUM",
-    "KERNEL_CASES",
-    "ONE_SIGN_SUM",
-    "OUTPUTS",
-    "TENSOR_CORE_SUM",
-    "FP8GemmCase",
-    "assert_product",
-    "sum_error",
-]
-
 FP8 = torch.float8_e4m3fn
 OUTPUTS = (torch.float16, torch.bfloat16, torch.float32)
 #: γ of property 4: the error that a sum may have, relative to the sum of magnitudes, where it is kept in fp32.

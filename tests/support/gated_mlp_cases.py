@@ -14,26 +14,6 @@ from tests.support.cases import Case, normal
 from tests.support.compare import assert_close_spec
 from tests.support.layouts import LAYOUTS
 
-__all__ = [
-    "ACTIVATIONS",
-    "BENCHMARK_BACKWARD_CASES",
-    "BENCHMARK_CASES",
-    "CASES",
-    "DTYPES",
-    "GRADIENT_CASES",
-    "LAYOUT_CASES",
-    "RTOL",
-    "SIDES",
-    "SWAP_AB_CASES",
-    "TILE_CASES",
-    "WIDE_CASES",
-    "WIDE_CONFIG",
-    "GatedMLPBackwardCase",
-    "GatedMLPCase",
-    "assert_forward",
-    "assert_gradients",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ACTIVATIONS = ("silu", "gelu")
 SIDES = ("up", "gate")

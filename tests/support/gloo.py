@@ -7,8 +7,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-__all__ = ["use_one_worker"]
-
 
 class _OneWorker(ProcessGroupGloo):
     """A group with one worker thread; ``init_process_group`` has no option for it."""

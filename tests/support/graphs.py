@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["assert_stream_and_graph", "capture", "kernels_of", "on_another_stream"]
-
 T = TypeVar("T")
 
 

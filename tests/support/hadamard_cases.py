@@ -11,23 +11,6 @@ import torch
 from tests.support.cases import Case, normal
 from tests.support.layouts import LAYOUTS
 
-__all__ = [
-    "BENCHMARK_CASES",
-    "BENCHMARK_GROUPED_CASES",
-    "CASES",
-    "DTYPES",
-    "GROUPED_CASES",
-    "GROUPED_LAYOUTS",
-    "LAYOUT_CASES",
-    "LENGTHS",
-    "GroupedHadamardCase",
-    "HadamardCase",
-    "butterflies",
-    "grouped_butterflies",
-    "grouped_tolerance",
-    "tolerance",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LENGTHS = tuple(1 << k for k in range(16))
 

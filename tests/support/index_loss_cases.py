@@ -11,8 +11,6 @@ from torch import Tensor
 from tests.support.cases import Case, normal
 from tests.support.tree_attention_varlen_cases import offsets
 
-__all__ = ["BENCHMARK_CASES", "CASES", "FAST_CASES", "IndexLossCase"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class IndexLossCase(Case):

@@ -11,16 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = [
-    "LAYOUTS",
-    "in_larger",
-    "misaligned",
-    "non_unit_last_stride",
-    "storage_span",
-    "transposed",
-    "with_strides",
-]
-
 
 def storage_span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Number of storage elements that a view of ``shape`` and non-negative ``strides`` reaches over."""

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["opcheck"]
-
 
 def opcheck(op: Any, args: Any, kwargs: Any = None, **options: Any) -> None:
     """Runs it without the cache of fake tensors, which finds little where sizes are symbols and is a third of the work.

@@ -6,8 +6,6 @@ import re
 import textwrap
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "SEMANTICS", "blocks_of", "op_signatures"]
-
 ROOT = Path(__file__).resolve().parents[2]
 #: The README and every page of the site; semantics is a specification, with sentences of its own.
 PAGES = {

@@ -15,20 +15,6 @@ from tests.support.cases import Case, normal
 from tests.support.compare import assert_close_spec
 from tests.support.layouts import LAYOUTS
 
-__all__ = [
-    "BACKWARD_CASES",
-    "BENCHMARK_BACKWARD_CASES",
-    "BENCHMARK_CASES",
-    "CASES",
-    "DTYPES",
-    "TABLES",
-    "RMSNormRoPEBackwardCase",
-    "RMSNormRoPECase",
-    "assert_forward",
-    "assert_gradients",
-    "tables",
-]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 EPS = 1e-6
 TABLES = (

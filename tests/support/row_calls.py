@@ -22,8 +22,6 @@ from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
 from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, offsets, without_index
 from tests.support.tree_cache_cases import op_calls, op_options, packed_append_call
 
-__all__ = ["row_calls"]
-
 
 def row_calls(device: str) -> list[Call]:
     """Calls of every op that is not one of tree attention over whole sequences, most of them in float32."""

@@ -11,15 +11,6 @@ from torch import Tensor
 from tests.support.cases import Case, normal
 from tests.support.tree_attention_varlen_cases import offsets
 
-__all__ = [
-    "BENCHMARK_CASES",
-    "CASES",
-    "VARLEN_CASES",
-    "SelectBlocksCase",
-    "SelectBlocksVarlenCase",
-    "integers",
-]
-
 
 def integers(
     shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, seed: int, largest: int = 1

@@ -10,17 +10,6 @@ from torch import Tensor
 
 from tests.support.cases import Case, normal
 
-__all__ = [
-    "BENCHMARK_CASES",
-    "CASES",
-    "FAST_CASES",
-    "VARLEN_CASES",
-    "SparseBackwardCase",
-    "SparseCase",
-    "SparseVarlenCase",
-    "make_blocks",
-]
-
 
 def make_blocks(
     shape: tuple[int, ...], last: Tensor, count: int, kind: str, device: str | torch.device, seed: int

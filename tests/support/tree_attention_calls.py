@@ -16,18 +16,6 @@ from tests.support.cases import normal
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_cases import TreeAttentionCase
 
-__all__ = [
-    "NAMED_CASE",
-    "Call",
-    "calls",
-    "calls_with",
-    "facts",
-    "named_calls",
-    "stage_arguments",
-    "tensors_of",
-    "to_meta",
-]
-
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors of a result or of arguments."""

@@ -10,25 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.tree_attention_problem import LAYOUTS, Stage, TreeAttentionBackwardCase, TreeAttentionCase
-
-__all__ = [
-    "BENCHMARK_BACKWARD_CASES",
-    "BENCHMARK_CASES",
-    "CASES",
-    "DTYPES",
-    "EVERY_CASE",
-    "FREE_CASES",
-    "FREE_SHAPES",
-    "GRADIENT_SHAPES",
-    "LAYOUTS",
-    "SHAPES",
-    "SPAN_CASES",
-    "SPAN_SHAPES",
-    "Stage",
-    "TreeAttentionBackwardCase",
-    "TreeAttentionCase",
-]
+from tests.support.tree_attention_problem import TreeAttentionBackwardCase, TreeAttentionCase
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -16,19 +16,6 @@ from htree_ops.correctness import GRADIENT_FACTOR, TOLERANCE, fault_of_lists, la
 from htree_ops.reference import tree_attention as reference
 from tests.support.compare import assert_close_spec
 
-__all__ = [
-    "GRADIENT_FACTOR",
-    "STATE_TOLERANCE",
-    "TOLERANCE",
-    "assert_epsilon_optimal",
-    "assert_gradients",
-    "assert_lists",
-    "assert_output",
-    "assert_state",
-    "forced",
-    "reference_gradients",
-]
-
 #: The same for states, which are fp32 whatever the inputs (fp64 for fp64).
 STATE_TOLERANCE = {
     torch.float32: TOLERANCE[torch.float32],

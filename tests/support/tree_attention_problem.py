@@ -16,16 +16,6 @@ from htree_ops.reference import tree_attention as reference
 from tests.support import layouts
 from tests.support.cases import Case, normal
 
-__all__ = [
-    "LAYOUTS",
-    "SWITCHES",
-    "OptionFields",
-    "Stage",
-    "TreeAttentionBackwardCase",
-    "TreeAttentionCase",
-    "packed",
-]
-
 #: Options by their letters in the documentation, as cases of few tokens have them.
 SHORT = {"compression_rate": "r", "max_top_nodes": "M"}
 #: Options that are on or off, which drawn problems have in every mix.

@@ -11,8 +11,6 @@ from torch import Tensor
 from tests.support.cases import Case, normal
 from tests.support.tree_attention_problem import OptionFields, TreeAttentionCase
 
-__all__ = ["BENCHMARK_CASES", "CASES", "VarlenBackwardCase", "VarlenCase", "offsets", "without_index"]
-
 
 def offsets(lengths: tuple[int, ...], device: str | torch.device) -> Tensor:
     """int32 [0, n_1, n_1 + n_2, ...]."""

@@ -21,21 +21,6 @@ from tests.support.cases import Case, normal
 from tests.support.tree_attention_cases import frequencies
 from tests.support.tree_attention_problem import OptionFields, packed
 
-__all__ = [
-    "BENCHMARK_CASES",
-    "CASES",
-    "DECODE_CASES",
-    "PACKED_CASES",
-    "TreeCacheCase",
-    "empty_packed_pools",
-    "filled_packed_pools",
-    "filled_pools",
-    "offsets",
-    "op_calls",
-    "op_options",
-    "packed_append_call",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeCacheCase(OptionFields, Case):

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tests.support.cases import Case, normal
 
-__all__ = ["BENCHMARK_STAGE_CASES", "StageCase"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageCase(Case):

@@ -11,7 +11,8 @@ from htree_ops import parallel_io_only as io
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from tests.support.cases import case_id, normal
 from tests.support.compare import assert_close_spec
-from tests.support.tree_attention_cases import LAYOUTS, SHAPES, TreeAttentionCase
+from tests.support.tree_attention_cases import SHAPES, TreeAttentionCase
+from tests.support.tree_attention_problem import LAYOUTS
 
 ops = torch.ops.htree
 

@@ -8,8 +8,9 @@ import torch
 import htree_ops.reference.tree_attention as ref
 from tests.support.cases import case_id
 from tests.support.devices import poisoned_memory
-from tests.support.tree_attention_cases import CASES, LAYOUTS
+from tests.support.tree_attention_cases import CASES
 from tests.support.tree_attention_checks import assert_state
+from tests.support.tree_attention_problem import LAYOUTS
 
 FILLED = [case for case in CASES if case.T and case.B]
 SELECTING = [case for case in FILLED if len(case.sizes) > 1]
