@@ -83,3 +83,10 @@ def logits_and_gradients(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, 
     out = out if mask is None else out[mask.bool()]
     out.square().mean().backward()
     return out.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def padded_mask(ids: Tensor, columns: int = 9) -> Tensor:
+    """Of a batch whose first sequence has padding on its left."""
+    mask = torch.ones_like(ids)
+    mask[0, :columns] = 0
+    return mask

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from small_models import SPARSE, logits_and_gradients, make_ids, make_model
+from small_models import SPARSE, logits_and_gradients, make_ids, make_model, padded_mask
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
@@ -23,8 +23,7 @@ def test_compiled_models_give_what_uncompiled_ones_give(backend, positions, padd
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=len(lengths) > 1)
     for length in lengths:
         ids = make_ids(length=length)
-        mask = torch.ones_like(ids)
-        mask[0, :9] = 0
+        mask = padded_mask(ids)
         call = {"attention_mask": mask} if padded else {}
         got, wanted = (logits_and_gradients(m, ids, **call) for m in (compiled, model))
         torch.testing.assert_close(got[0], wanted[0])
@@ -93,8 +92,7 @@ def test_a_compiled_model_tells_padding_from_documents():
     torch._dynamo.reset()
     model, ids = make_model(options=SPARSE, num_hidden_layers=1), make_ids()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     for padding in (mask, torch.ones_like(ids)):
         positions = (padding.cumsum(1) - 1).masked_fill(padding == 0, 1)
         call = {"attention_mask": padding, "position_ids": positions, "use_cache": False}
@@ -109,8 +107,7 @@ def test_a_compiled_model_finds_documents_where_it_is_told_to_look(padded, posit
     torch._dynamo.reset()
     model = make_model(options=SPARSE | {"positions": positions, "packed": True}, num_hidden_layers=1)
     compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), make_ids()
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     mask[1, 35:] = 0
     whole = mask.cumsum(1) - 1 if padded else torch.arange(40).expand(2, 40)
     for period in (64, 17, 5, 1):  # 64: no document ends before its sequence
@@ -136,8 +133,7 @@ def test_packed_models_compile_once_for_all_lengths(padded):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for length in (40, 41, 57, 33, 64):
         ids = make_ids(length=length)
-        mask = torch.ones_like(ids)
-        mask[0, :9] = 0
+        mask = padded_mask(ids)
         call = {"position_ids": torch.arange(length).remainder(17).repeat(2, 1), "use_cache": False}
         call |= {"attention_mask": mask} if padded else {}
         if graphs == 0:
@@ -187,6 +183,4 @@ def test_a_compiled_model_takes_packed_documents_between_boundaries():
     bounds = torch.tensor([0, 17, 40], dtype=torch.int32)
     packed = {"position_ids": whole % 17, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     got, wanted = (logits_and_gradients(m, ids[:1], **packed) for m in (compiled, model))
-    torch.testing.assert_close(got[0], wanted[0])
-    for ours, theirs in zip(got[1], wanted[1], strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(got, wanted)

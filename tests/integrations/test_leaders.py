@@ -11,7 +11,7 @@ import torch
 from columns import check_columns
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import SPARSE, make_ids, make_model
+from small_models import SPARSE, make_ids, make_model, padded_mask
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
@@ -113,8 +113,7 @@ def test_however_columns_come_rows_are_those_of_the_whole_sequence(data):
 def test_steps_compile_once(padded):
     torch._dynamo.reset()
     model, ids = strided_model("cpu", num_hidden_layers=1), make_ids()
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     graphs = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=graphs, dynamic=True)
     cache = DynamicCache(config=model.config)

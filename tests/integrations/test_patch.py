@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, MODELS, make_ids, make_model
+from small_models import EXACT, MODELS, make_ids, make_model, padded_mask
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -24,8 +24,7 @@ def classes(model: nn.Module) -> list[type]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_patched_model_is_the_same_model(kind, device):
     model, ids = make_model(kind, attention="eager", device=device), make_ids(device=device)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
 
     def results():
         model.zero_grad()
@@ -166,8 +165,7 @@ def test_what_has_no_fused_form_stays():
 
 def test_generation_of_a_patched_model():
     ids = make_ids(length=30)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     model = make_model("qwen3", attention="eager")
     call = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     wanted = model.generate(ids, **call)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, SIZES, SPARSE, make_ids, make_other
+from small_models import EXACT, SIZES, SPARSE, make_ids, make_other, padded_mask
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -126,8 +126,7 @@ def test_logits_and_gradients_are_those_of_eager(family, name):
 def test_greedy_tokens_are_those_of_eager(family):
     """Of whole and of left-padded prompts, from the default cache, a tree cache, and no cache."""
     ids = make_ids(length=30)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     ours, eager = model_of(family, "htree"), model_of(family)
     for call in ({}, {"attention_mask": mask}):
         wanted = eager.generate(ids, **call, **GREEDY)
@@ -172,8 +171,7 @@ def test_neither_padding_nor_a_cache_changes_anything(family, regime, name):
 def test_generation_changes_nothing(family, regime):
     """Greedy tokens with either cache, padded, in chunks, with beams and with drafts are those without a cache."""
     model, ids = model_of(family, "htree", regime), make_ids(length=30)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     for call in ({}, {"attention_mask": mask, "num_beams": 2}):
         wanted = model.generate(ids, use_cache=False, **call, **GREEDY)
         assert torch.equal(model.generate(ids, **call, **GREEDY), wanted)

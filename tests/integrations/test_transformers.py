@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, MODELS, SPARSE, logits_and_gradients, make_ids, make_model
+from small_models import EXACT, MODELS, SPARSE, logits_and_gradients, make_ids, make_model, padded_mask
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -200,9 +200,7 @@ def test_scaled_positions_are_compiled_exported_and_served():
         exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     got, wanted = (logits_and_gradients(m, ids) for m in (compiled, model))
-    torch.testing.assert_close(got[0], wanted[0])
-    for ours, theirs in zip(got[1], wanted[1], strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(got, wanted)
     torch.testing.assert_close(exported.module()(ids, use_cache=False).logits, model(ids).logits)
     cache = TreeCache(model.config, max_cache_len=40)
     with torch.no_grad():
@@ -218,8 +216,7 @@ def test_scaled_positions_are_compiled_exported_and_served():
 )
 def test_generation_equals_that_of_the_models_own_attention(kind, positions, device):
     ids = make_ids(length=30, device=device)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     keywords = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
     ours = make_model(kind, EXACT | {"positions": positions}, device=device)
     theirs = make_model(kind, attention="eager", device=device)
@@ -242,8 +239,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives(device):
 def test_a_padded_prompt_in_chunks_through_the_default_cache(device):
     """The first chunk of a sequence may be padding alone; its positions start in a later one."""
     model, ids = make_model(options=SPARSE, device=device), make_ids(device=device)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     call = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(
         model.generate(ids, prefill_chunk_size=7, **call), model.generate(ids, use_cache=False, **call)
@@ -277,8 +273,7 @@ def test_a_small_model_learns_the_same_both_ways(device):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_nothing(reentrant, device):
     model, ids = make_model(options=SPARSE, device=device).train(), make_ids(device=device)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
+    mask = padded_mask(ids)
     for call in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(40, device=device)[None] % 17}):
         model.gradient_checkpointing_disable()
         _, wanted = logits_and_gradients(model, ids, **call)

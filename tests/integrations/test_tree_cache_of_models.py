@@ -9,7 +9,7 @@ import torch
 from columns import check_columns
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import EXACT, SPARSE, make_ids, make_model
+from small_models import EXACT, SPARSE, make_ids, make_model, padded_mask
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel
 
@@ -21,12 +21,6 @@ STRIDED = SPARSE | {"selection_stride": 4}
 COMPACT = {"positions": "compact"}
 #: No token ends a sequence early.
 GREEDY = {"do_sample": False, "eos_token_id": 60}
-
-
-def padded_mask(ids: Tensor, columns: int = 9) -> Tensor:
-    mask = torch.ones_like(ids)
-    mask[0, :columns] = 0
-    return mask
 
 
 def generate(
