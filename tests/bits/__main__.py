@@ -6,8 +6,6 @@ gradients per call, and names the calls that differ from an earlier record: that
 arithmetic on purpose replaces the records; any other change leaves them as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

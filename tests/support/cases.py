@@ -1,7 +1,5 @@
 """The common base of case lists: a family's list feeds its tests, opcheck and benchmarks."""
 
-from __future__ import annotations
-
 import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar

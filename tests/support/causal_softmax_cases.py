@@ -3,8 +3,6 @@
 Rows are ``h`` (queries), columns ``w`` (keys); column j of row i is visible iff ``j <= i + (w - h)``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ cannot see one wrong element far smaller than its neighbours' errors; where docs
 tolerance, use that.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

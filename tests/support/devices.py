@@ -1,7 +1,5 @@
 """Which devices the tests and benchmarks can use, what devices are like, and the NaN-filled memory they run on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

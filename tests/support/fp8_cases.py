@@ -1,7 +1,5 @@
 """Problems of the fp8 quantisation ops (docs/semantics/fp8.md §3.3), with the bytes they must move."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

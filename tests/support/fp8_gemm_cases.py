@@ -1,7 +1,5 @@
 """Problems of ``fp8_gemm`` and ``fp8_gemm_exact``, with their tolerances (docs/semantics/fp8.md §3.3, §3.5)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problems of ``gated_mlp`` and its backward, with their tolerances (docs/semantics/gated_mlp.md §3.2, §3.5)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of gloo whose processes do not die of a race in torch."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

@@ -6,8 +6,6 @@ are then words of their names. Kernels that an architecture lacks beside the fir
 the stack than for the first one, are listed, and the exit status is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Calls on another stream, in CUDA graphs and under a profile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

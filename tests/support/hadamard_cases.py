@@ -1,7 +1,5 @@
 """Problems of the hadamard ops (docs/semantics/hadamard.md §4.1), with the bytes they must move and their tolerance."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Problems of ``index_loss`` (docs/semantics/index_loss.md §9.3)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs statements with the CPU kernels of one instruction set; a process chooses its set only once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

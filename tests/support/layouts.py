@@ -4,8 +4,6 @@ Every helper keeps the values of ``x`` and changes only how they lie in storage;
 the result is NaN (the largest value for integers), so that a kernel that reads beside its input shows it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

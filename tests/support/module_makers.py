@@ -1,7 +1,5 @@
 """Modules of the package, found by walking it, and small ones of each class."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

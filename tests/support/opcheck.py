@@ -1,7 +1,5 @@
 """``torch.library.opcheck`` at two thirds of its time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

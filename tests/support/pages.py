@@ -1,7 +1,5 @@
 """The README and the pages of docs, the blocks of code in them, and the signatures that docs/semantics gives."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Problems of ``rmsnorm_rope``, ``head_rmsnorm_rope`` and their backward (docs/semantics/rmsnorm_rope.md §3.1)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

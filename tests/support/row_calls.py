@@ -1,7 +1,5 @@
 """A small call of every op but those of tree attention over whole sequences (tree_attention_calls.py has those)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

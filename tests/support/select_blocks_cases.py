@@ -1,7 +1,5 @@
 """Problems of ``select_blocks`` and ``select_blocks_varlen`` (docs/semantics/selection.md §9)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problems of attention over lists of blocks (docs/semantics/sparse_attention.md §8)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

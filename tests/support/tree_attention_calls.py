@@ -1,7 +1,5 @@
 """One call of every op of tree attention, from one case: for opcheck, compile and fuzz tests."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field

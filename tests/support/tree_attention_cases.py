@@ -3,8 +3,6 @@
 One list feeds the tests, the gradient checks, opcheck and the benchmarks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ Selections are checked for structure and ε-optimality; outputs, states and grad
 under the very lists that were selected ("teacher forcing").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

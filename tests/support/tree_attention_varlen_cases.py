@@ -1,7 +1,5 @@
 """Problems of tree attention over packed documents (docs/semantics/tree_attention.md §1.16)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 

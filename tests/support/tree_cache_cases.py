@@ -1,7 +1,5 @@
 """Problems of the tree cache (docs/semantics/tree_cache.md §7): filled pages, and the last tokens' queries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Problems of the staged kernels of tree attention for benchmarks: one layer, the last query rows of a sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
