@@ -17,7 +17,7 @@ import htree_ops
 from htree_ops import _load
 
 ROOT = Path(__file__).resolve().parents[2]
-in_checkout = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
 
 
 def fake_toolkit(folder: Path, version: str) -> str:
@@ -28,7 +28,6 @@ def fake_toolkit(folder: Path, version: str) -> str:
     return str(folder)
 
 
-@in_checkout
 class TestDetectCuda:
     def test_no_nvcc_on_path(self, build, tmp_path, monkeypatch):
         monkeypatch.setattr(build, "find_cuda_home", lambda environ: None)
@@ -79,7 +78,6 @@ class TestDetectCuda:
         assert build.native_arch_list([(9, 0), (8, 6), (9, 0)]) == "8.0+PTX;8.6;9.0a"
 
 
-@in_checkout
 @pytest.mark.parametrize(
     ("torch_version", "setuptools_version", "has_wheel", "command", "sentence"),
     [
@@ -113,7 +111,6 @@ def test_what_the_build_lacks(build, torch_version, setuptools_version, has_whee
         assert ": pip install " in said
 
 
-@in_checkout
 def test_the_commit_is_that_of_this_checkout(build, tmp_path, monkeypatch):
     found = build.commit()
     assert found is None or len(found) == 40
@@ -129,7 +126,6 @@ def test_the_commit_is_that_of_this_checkout(build, tmp_path, monkeypatch):
     assert len(build.commit()) == 40
 
 
-@in_checkout
 def test_every_source_is_built_and_shipped(build, monkeypatch):
     monkeypatch.setattr(build, "GENERATED", ROOT / "build" / "listed_only")
     listed = set(build.sources(cuda=True))
@@ -141,7 +137,6 @@ def test_every_source_is_built_and_shipped(build, monkeypatch):
     assert "graft csrc" in (ROOT / "MANIFEST.in").read_text()
 
 
-@in_checkout
 def test_what_needs_cuda_is_left_out_without_it(build):
     include = re.compile(r'#include [<"](?:cuda|cublas|ATen/cuda/|c10/cuda/|host/cuda/)')
     every, without = (set(build.sources(cuda)) for cuda in (True, False))
@@ -154,7 +149,6 @@ def test_what_needs_cuda_is_left_out_without_it(build):
     assert [name for name in left_out if "host/cpu/" in (ROOT / name).read_text()] == []
 
 
-@in_checkout
 def test_instances_share_a_file_where_few_are_compiled_at_once(build):
     """The two lists instantiate the same, each once, and no table row is split among several files."""
     apart, merged = (build.instances().texts(merged=flag) for flag in (False, True))
@@ -176,7 +170,6 @@ def test_instances_share_a_file_where_few_are_compiled_at_once(build):
     }
 
 
-@in_checkout
 @pytest.mark.parametrize("cuda", [False, True])
 def test_files_of_a_folder_share_one_where_few_are_compiled_at_once(build, cuda):
     """What is compiled is the same, each file once; none that chooses an instruction set is among others."""
@@ -192,7 +185,6 @@ def test_files_of_a_folder_share_one_where_few_are_compiled_at_once(build, cuda)
     assert not [name for name in inside if "#define HTREE_" in (ROOT / name).read_text()]
 
 
-@in_checkout
 def test_import_runs_no_instruction_that_the_cpu_may_lack(build):
     """What is compiled for AVX2 or AVX-512 and runs before the CPU was asked would end the process on other CPUs."""
     texts = {name: text for name, text in build.instances().texts().items() if "_avx" in name}
@@ -216,7 +208,6 @@ def remedy(text: str) -> str:
 FORCED = "pip install --no-build-isolation --no-deps --force-reinstall ."
 
 
-@in_checkout
 @pytest.mark.parametrize(
     ("files", "said", "told"),
     [
@@ -242,7 +233,6 @@ def test_an_import_without_a_library_says_what_to_do(files, said, told, package,
     assert remedy(message) == told
 
 
-@in_checkout
 def test_the_remedy_replaces_nothing_but_this_package(source):
     """What pip would install, asked without an index: it finds no other torch, and does not look for one."""
     words = f"{_load.INSTALL} --force-reinstall --dry-run --no-index .".split()
@@ -252,7 +242,6 @@ def test_the_remedy_replaces_nothing_but_this_package(source):
     assert planned.split() == [f"htree_ops-{htree_ops.__version__}"]
 
 
-@in_checkout
 def test_no_remedy_replaces_torch():
     """Whoever installs this package from a message has a torch already."""
     files = [ROOT / "setup.py", *(f for d in ("htree_ops", "examples") for f in (ROOT / d).rglob("*.py"))]
@@ -267,7 +256,6 @@ def test_no_remedy_replaces_torch():
     assert [line for line in ours if "--no-deps" not in line and first not in line] == []
 
 
-@in_checkout
 def test_a_second_copy_is_refused(tmp_path):
     """A second installation would register every op again and abort; the message names both."""
     package = Path(htree_ops.__file__).parent
@@ -280,22 +268,6 @@ def test_a_second_copy_is_refused(tmp_path):
     assert str(first) in done.stderr
 
 
-def test_build_info_matches_the_library():
-    info = _load.build_info()
-    assert info["version"] == htree_ops.__version__
-    assert set(info) == {
-        "version",
-        "torch",
-        "cuda",
-        "reason",
-        "arch_list",
-        "compiler",
-        "commit",
-        "source_hashes",
-    }
-
-
-@in_checkout
 def test_the_page_of_an_index_finds_pictures_and_links(build):
     """Every relative target of the README is a file, and becomes its address at the tag of this version."""
     readme, page = (ROOT / "README.md").read_text(), build.long_description()
@@ -312,7 +284,6 @@ def test_the_page_of_an_index_finds_pictures_and_links(build):
     assert re.sub(pattern, "", page) == re.sub(pattern, "", readme)
 
 
-@in_checkout
 def test_other_links_stay(build, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "ROOT", tmp_path)
     monkeypatch.setattr(build, "version", lambda: "9")
@@ -322,7 +293,6 @@ def test_other_links_stay(build, tmp_path, monkeypatch):
     assert build.long_description() == text.replace("(a.md", f"({build.REPOSITORY}/blob/v9/a.md")
 
 
-@in_checkout
 def test_the_metadata_say_who_and_where(source):
     subprocess.run(
         [sys.executable, "setup.py", "-q", "dist_info"], cwd=source, check=True, capture_output=True
@@ -357,7 +327,6 @@ tree_attention(1, 2, 3, importance="lsd")
 """
 
 
-@in_checkout
 def test_type_checkers_see_an_editable_installation(source, tmp_path):
     """What ``pip install -e .`` unpacks into site-packages, without the libraries; mypy in another folder."""
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILING], cwd=source, check=True, capture_output=True)

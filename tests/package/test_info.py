@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from htree_ops import info
+import htree_ops
+from htree_ops import _load, info
 
 BUILT = {
     "version": "0.1.0",
@@ -119,3 +120,18 @@ def test_text_says_what_a_gpu_runs():
     built = {**BUILT, "cuda": "13.0", "arch_list": "8.0+PTX;9.0a"}
     text = info.format_text({**info.collect(), "build": built, "gpus": [gpu]})
     assert "\n  runs           sm_80 machine code, compiled and not measured\n" in text
+
+
+def test_build_info_matches_the_library():
+    built = _load.build_info()
+    assert built["version"] == htree_ops.__version__
+    assert set(built) == {
+        "version",
+        "torch",
+        "cuda",
+        "reason",
+        "arch_list",
+        "compiler",
+        "commit",
+        "source_hashes",
+    }
