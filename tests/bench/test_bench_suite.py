@@ -1,5 +1,6 @@
 """The suite's choices, comparisons and command lines on a CPU (docs/semantics/python.md §3.4)."""
 
+import csv
 import dataclasses
 import importlib
 import json
@@ -202,6 +203,12 @@ def test_bad_flags_are_one_line_and_status_two(families, capsys, flags, complain
     assert captured.out == ""
 
 
+def test_a_gpu_that_is_not_there(families, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert program.main(["run", "hadamard", "--device", "cuda"]) == 2
+    assert "sees no GPU" in capsys.readouterr().err
+
+
 def test_trying_a_file_leaves_nothing_behind(tmp_path):
     path = tmp_path / "new" / "rows.json"
     assert output_file(str(path)) == path
@@ -328,6 +335,28 @@ def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):
 class _Point:
     name: str
     error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfCommit:
+    commit: str
+    error: float
+
+
+def test_plain_rows_are_written_whole(tmp_path, capsys):
+    rows = [_Point("a", 1 / 3), _Point("b, c", 2.0)]
+    print_rows(rows, tmp_path / "rows.csv")
+    assert capsys.readouterr().out == 'name,error,commit\na,0.333,abc123\n"b, c",2,abc123\n'
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [_Point(row["name"], float(row["error"])) for row in read] == rows
+    print_rows([_OfCommit("its own", 2.0)])
+    assert capsys.readouterr().out == "commit,error\nits own,2\n"
+
+
+def test_plain_rows_need_a_row():
+    with pytest.raises(ValueError, match="rows: at least one is required, got none"):
+        print_rows([])
 
 
 def test_plain_rows_are_written_as_they_come(tmp_path):

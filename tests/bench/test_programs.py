@@ -145,6 +145,10 @@ def test_the_aten_op_has_as_many_tensors(tensors, name):
     assert host_cost.tensors_of(call) == tensors
 
 
+def test_tensors_in_lists_and_keywords_count():
+    assert host_cost.tensors_of(partial(torch.cat, tensors=[torch.ones(2), torch.ones(3)])) == 3
+
+
 def test_a_row_for_every_op(rows_of):
     rows = rows_of(host_cost.main, "--bursts 1")
     assert [row["op"] for row in rows] == [*host_cost.ops("cpu"), *host_cost.steps("cpu")]

@@ -262,6 +262,63 @@ def test_the_limit_pauses_the_first_run_and_leaves_the_others(study, text, tmp_p
         session.ran = 1
 
 
+def test_a_training_without_evaluations_has_states_too(study, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(study.training, "STATE_S", 0.0)
+    made = study.pieces.text_loss
+    steps = []
+
+    def text_loss(*arguments, **keywords):
+        loss_of = made(*arguments, **keywords)
+
+        def work(step):
+            if len(steps) == 5:
+                raise Killed
+            steps.append(step)
+            return loss_of(step)
+
+        return work
+
+    session = session_of(study, tmp_path, text)
+    size = replace(study.settings.TINY.longest, seconds=1e6)
+    (run, *_) = study.pieces.long_texts("long-128k", size, study.settings.TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(study.pieces, "text_loss", text_loss)
+        with pytest.raises(Killed):
+            run.work(session)
+    setup = study.session.Setup("long-128k", run.name, study.settings.dense(), size)
+    assert session.states(setup).load()["progress"]["step"] == 5
+
+
+def test_an_evaluation_ends_at_the_limit_and_keeps_the_training(study, text, tmp_path, monkeypatch):
+    """The evaluations behind the last step are left for the next call, which does not train again."""
+    session = session_of(study, tmp_path, text, limit_s=1e6)
+    (run,) = study.pieces.conversion_long(study.settings.TINY)
+    weights = study.model.LanguageModel(study.settings.TINY.conversion).state_dict()
+    study.record.save_checkpoint(tmp_path, session.checkpoint, weights)
+    made, write = study.pieces.text_loss, study.session.Session.write
+    steps = []
+
+    def text_loss(*arguments, **keywords):
+        loss_of = made(*arguments, **keywords)
+        return lambda step: (steps.append(step), loss_of(step))[1]
+
+    def written(self, setup, status, *arguments, **measured):
+        if setup.run.startswith("evaluated"):
+            self.limit_s = 0.0  # the first evaluation took all that was left
+        return write(self, setup, status, *arguments, **measured)
+
+    monkeypatch.setattr(study.pieces, "text_loss", text_loss)
+    with monkeypatch.context() as patch:
+        patch.setattr(study.session.Session, "write", written)
+        with pytest.raises(study.session.NoTime):
+            run.work(session)
+    assert [row.run for row in session.rows if row.run.startswith("evaluated")] == ["evaluated: dense"]
+    session.limit_s = None
+    run.work(session)
+    assert steps == list(range(12))
+    assert session.is_done("conversion-32k", run.name)
+
+
 def test_rows_weights_and_states_belong_to_one_text(study, whole, text, tmp_path):
     """On another text a run is another run: nothing is taken for done, and no other weights are evaluated on it."""
     other = tmp_path / "other"
@@ -499,6 +556,45 @@ def test_the_page_shows_the_published_rows(study):
     assert {path.name for path in (ROOT / "docs" / "images").glob("quality_*.png")} <= named
 
 
+def test_a_picture_has_a_panel_for_every_model_that_its_table_has(study, tmp_path, monkeypatch):
+    """And a line is of one model: its points are rows of one text, kind of model and commit."""
+    pytest.importorskip("matplotlib")
+    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    plt = study.pictures.plots.load_matplotlib("light")
+    panels = {}
+
+    def look(figure):
+        for axes in figure.axes:
+            lines = {line.get_label(): [float(y) for y in line.get_ydata()] for line in axes.lines}
+            if lines:
+                panels[axes.get_xlabel().split("\n")[1]] = lines
+
+    monkeypatch.setattr(plt, "close", look)
+    for draw, piece, models in (
+        (study.pictures.copies_by_stride, "conversion", 3),
+        (study.pictures.copies_over_steps, "scratch", 3),
+        (study.pictures.loss_by_position, "long-128k", 1),
+    ):
+        panels.clear()
+        assert draw(rows, tmp_path / "picture.png", "light")
+        used = study.tables.by_model(study.tables.last_rows(rows, piece))
+        assert len(panels) == len(used) == models
+        assert set(panels) == {study.pictures.model_of(mine[0]) for mine in used}
+    panels.clear()
+    study.pictures.copies_by_stride(rows, tmp_path / "picture.png", "light")
+    for used in study.tables.converted(rows, "conversion"):
+        lines = panels[study.pictures.model_of(used[0])]
+        for span in (None, 4, 2, 1):
+            mine = [r for r in used if (r.kind, r.span, r.positions, r.top_k) == ("tree", span, "own", 16)]
+            found = [100 * r.copies_found for r in sorted(mine, key=lambda r: r.stride)]
+            assert lines["mean" if span is None else f"span {span}"] == found
+    again = [replace(row, commit="f" * 40) for row in rows if row.piece == "conversion" and row.stride == 4]
+    panels.clear()
+    mixed = [row for row in rows if row.piece == "conversion" and row.stride != 4]
+    study.pictures.copies_by_stride([*mixed, *again], tmp_path / "picture.png", "light")
+    assert {len(lines["span 2, 95348d7"]) for lines in panels.values() if "span 2, 95348d7" in lines} == {4}
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -515,6 +611,24 @@ def test_wrong_flags_are_one_line(study, tmp_path, capsys, flags, complaint):
         (tmp_path / "rows.jsonl").write_text(json.dumps({"piece": "x"}) + "\n")
     assert study.main(flags.format(out=tmp_path).split()) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_no_page_is_published_without_rows_or_a_checkout(study, tmp_path, capsys):
+    none = str(tmp_path / "none")
+    assert study.publish([none]) == 2
+    assert "no rows of finished runs" in capsys.readouterr().err
+    assert study.publish(["--publish", "--root", none]) == 2
+    assert "--root must be a checkout" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_list_has_the_chosen_pieces(study, capsys):
+    assert study.main(["--list"]) == 0
+    assert "conversion-32k" in capsys.readouterr().out
+    assert study.main(["--list", "--piece", "recall"]) == 0
+    listed = capsys.readouterr().out
+    assert "recall" in listed
+    assert "conversion" not in listed
 
 
 def test_the_recommended_settings_are_those_of_the_rows(study):

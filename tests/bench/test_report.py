@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 import textwrap
 
 import pytest
@@ -182,6 +183,42 @@ def test_the_roofline_has_a_point_for_each_run_below_what_copies_and_products_re
     ]
     assert plots.roofline([product, *TREE], tmp_path / "roofline.png")
     assert set(curves(axes[1])) == {"copy, 4.00 TB/s", "FP8 products of torch, 1000 TFLOP/s"}
+
+
+def test_every_commit_is_named():
+    rows = [row(commit=letter * 40) for letter in "fedcba"]
+    assert plots.place(rows).endswith("commits aaaaaaa, bbbbbbb, ccccccc, ddddddd, eeeeeee, fffffff")
+
+
+def test_machines_of_long_names_have_pictures_of_their_own(tmp_path):
+    long = "A processor whose name is longer than forty letters,"
+    rows = [row(gpu="none", cpu=f"{long} {threads} threads") for threads in (2, 32)]
+    pages = report.write_report(rows, tmp_path)
+    assert len(pages) == len(set(pages)) == 1 + 2 * 2
+
+
+def test_pictures_without_anything_to_show(tmp_path):
+    only_yardsticks = [row(baseline_computes_the_same=False, flops=0)]
+    for draw in (plots.bars, plots.lengths, plots.roofline):
+        assert draw(only_yardsticks, tmp_path / "x.png") is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("ops", "words"), [(5, "the 7 slowest cases of"), (30, "the slowest case of")])
+def test_many_bars_are_cut_to_a_legible_number(axes, tmp_path, ops, words):
+    rows = [row(op=f"op{i % ops}", case=f"case{i}", speedup=1.0 + i) for i in range(200)]
+    plots.bars(rows, tmp_path / "bars.png")
+    assert len(axes[0].patches) <= plots.MAX_BARS
+    assert axes[0].get_xlabel().endswith(f"shown: {words} each op, and every case below 1")
+
+
+def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
+    results.write_json(tmp_path / "a.json", ROWS)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert program.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        "report: the report draws with matplotlib, which is not installed: pip install matplotlib\n"
+    )
 
 
 def test_bad_input_is_one_line_and_status_two(tmp_path, capsys):
