@@ -399,7 +399,7 @@ std::tuple<std::string, std::string, std::string, int64_t, int64_t> sparse_atten
   const tree::SparseConfig forward = tree::choose_sparse_forward(listed, device, choice);
   const tree::SparseConfig backward = tree::choose_sparse_backward(listed, device, choice);
   tree::Workspace lists, gradients;
-  tree::lay_out_lists(lists, listed, forward);
+  tree::lay_out_sparse_forward(lists, listed, forward);
   tree::lay_out_sparse_gradients(gradients, listed, backward);
   const char* kernels[] = {"per_query", "shared_gather", "per_list"};
   return {kernels[static_cast<int>(forward.gather)],

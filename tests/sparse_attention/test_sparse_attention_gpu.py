@@ -69,7 +69,7 @@ def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride: int) -> 
     dout, dlse = (
         normal(tuple(x.shape), x.dtype, "cuda", 99 + i) for i, x in enumerate(whole[:2])
     )  # those of with_gradients
-    for first in (0, 16, 31_200, 59_984):
+    for first in (0, 16, 2048, 4064, 4096, 31_200, 59_984):  # the longest lists have masked rows up to 4096
         rows = slice(first, first + 16)
         lists = blocks[:, first // stride : (first + 15) // stride + 1]
         padded = torch.cat([lists, torch.full_like(lists[..., :37], -1)], -1)
@@ -80,7 +80,8 @@ def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride: int) -> 
 
 
 def test_memory_is_bounded() -> None:
-    """Beside results, gradients and their fp32 sums, a packed copy of keys and values and the scratch of a chunk."""
+    """Beside results, gradients and their fp32 sums, the scratch of a chunk, a packed copy of keys and values, and the
+    tiles of those that masked rows see, here a quarter."""
     case = SparseCase(
         name="memory", dtype=torch.bfloat16, T=131_072, H=8, H_kv=4, K=128, V=128, n=256, block_size=16
     )
@@ -92,12 +93,12 @@ def test_memory_is_bounded() -> None:
     out, lse = op(case)(*leaves, *inputs[3:])
     keys = 2 * inputs[1].numel() * 2
     states = 3 * lse.numel() * 4
-    assert torch.cuda.max_memory_allocated() - before <= (520 << 20) + 1.1 * keys + out.nbytes + states
+    assert torch.cuda.max_memory_allocated() - before <= (520 << 20) + 1.35 * keys + out.nbytes + states
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.autograd.grad(out, leaves, torch.ones_like(out))
     gradients = inputs[0].nbytes + keys
-    assert torch.cuda.max_memory_allocated() - before <= (2432 << 20) + 3.2 * keys + 2 * gradients + states
+    assert torch.cuda.max_memory_allocated() - before <= (2432 << 20) + 3.45 * keys + 2 * gradients + states
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -17,6 +17,7 @@ struct SparseOptions {
   int64_t block_size = 16;
   int64_t selection_stride = 1;
   std::optional<double> scale;
+  bool packed = false;  // the sequence holds several documents
 };
 
 // The tensors of a call. sinks [H] or undefined.
@@ -50,6 +51,7 @@ struct SparseCall {
   int64_t given_block_size;  // which may be more
   int64_t stride;
   double scale;
+  bool packed;  // a row's place is not that in its document
 
   int64_t batch() const { return x.query.size(0); }
   int64_t num_queries() const { return x.query.size(1); }

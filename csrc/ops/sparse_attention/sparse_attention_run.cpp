@@ -39,6 +39,7 @@ SparseCall call_of(const SparseInputs& x, const SparseOptions& options) {
   call.given_block_size = options.block_size;
   call.stride = options.selection_stride;
   call.scale = resolve_scale(options.scale, x.query.size(3));
+  call.packed = options.packed;
   return call;
 }
 
@@ -152,6 +153,7 @@ class DocumentRows {
   DocumentRows(const SparseInputs& x, const SparseOptions& options, const Documents& documents, bool on_host,
                const char* op)
       : x_(x), options_(options) {
+    options_.packed = true;
     const int64_t num_queries = x.query.size(0), num_keys = x.key.size(0);
     // No document is longer than all keys, so longer blocks and strides are the same as such that just cover them.
     const int64_t longest = std::max<int64_t>(num_keys, 1);

@@ -25,6 +25,7 @@ struct AttendParams {
   void* out = nullptr;       // [B, T_q, H, V] in the input's dtype
   // Of a caller's lists, which have one layer: [H], a score beside the keys' that has no value; null: none.
   const float* sinks = nullptr;
+  int64_t masked_end = 0;  // some rows before this token are masked ones, which are not gathered
 };
 
 // ---- each query gathers for itself: sm_80 and later

@@ -58,6 +58,9 @@ struct RowParams {
   int num_queries = 0;
   int num_kv_heads = 0;
   int group = 0;
+  int64_t masked_end =
+      0;  // some rows before this token are masked ones, by the lists of `gather`, and are left out
+  GatherParams gather;
 };
 template <typename T, int kDim>
 cudaError_t launch_gradient_rows(const RowParams& params, cudaStream_t stream);
@@ -116,6 +119,7 @@ struct QueryGradientParams {
   float* partial = nullptr;    // [num_batches, num_queries, H, K] between layers
   void* gradient = nullptr;    // dQ [B, T_q, H, K]
   int64_t gradient_batch = 0;  // stride in elements
+  int64_t masked_end = 0;      // as of AttendParams
 };
 template <typename T, int kDim>
 cudaError_t launch_query_gradient(const QueryGradientParams& params, cudaStream_t stream);

@@ -1,5 +1,6 @@
 // The host side of sparse_attention on tensor cores: a packed copy of keys and values, the caller's lists as lists of
-// sixteens, and the kernels of tree attention's tokens over them, in chunks of queries.
+// sixteens, and the kernels of tree attention's tokens over them, in chunks of queries. Of a chunk the rows that gather come
+// first, then those in masked tiles, of which the others are none.
 #include "ops/sparse_attention/cuda/tensor_cores.h"
 
 #include <ATen/ops/empty.h>
@@ -13,6 +14,7 @@
 #include "ops/sparse_attention/cuda/gather_choice.h"
 #include "ops/sparse_attention/cuda/gradient_tensors.h"
 #include "ops/sparse_attention/cuda/layer_gradients.h"
+#include "ops/sparse_attention/cuda/sm90/wild_tokens.h"
 #include "ops/tree/cuda/cuda_tree.h"
 
 namespace htree::tree_attention {
@@ -24,17 +26,37 @@ AttentionProblem listed_problem_of(const SparseCall& call) {
                       call.scale);
 }
 
-// A call in device memory: its packed keys and values, and its chunks.
+// Documents stand elsewhere in their sequence than in a call of their own, and so in other tiles: all of their rows gather.
+GatherChoice choice_of(const SparseCall& call) {
+  const GatherChoice choice = gather_choice();
+  return call.packed && choice == GatherChoice::kAuto ? GatherChoice::kGathered : choice;
+}
+
+// Any row may gather, so the packed copy of the tokens is there beside their tiles.
+TreeConfig without_tiles(TreeConfig config) {
+  config.masked_rows = 0;
+  return config;
+}
+
+Tensor scratch_like(const Tensor& x, int64_t bytes) {
+  return at::empty({std::max<int64_t>(bytes, 1)}, x.options().dtype(at::kByte));
+}
+
+// A call in device memory: its packed keys and values, the tiles that masked rows see, and its chunks.
 class ListedCall {
  public:
   ListedCall(const SparseCall& call, const SparseConfig& config, cudaStream_t stream)
       : config(config),
         call_(call),
-        prepared_(prepare_tensor_cores(listed_problem_of(call), config, call.x.query,
+        prepared_(prepare_tensor_cores(listed_problem_of(call), without_tiles(config), call.x.query,
                                        {{call.x.key}, {call.x.value}},
                                        /*selects=*/false, stream)),
         tree(prepared_.call),
-        stream(stream) {}
+        stream(stream) {
+    if (masks_tiles(tree.problem, config)) {
+      lay_out_masked_tiles();
+    }
+  }
 
   // f(chunk) for one chunk after the other.
   template <typename F>
@@ -72,24 +94,62 @@ class ListedCall {
     params.stride = call_.stride;
     params.block_size = call_.given_block_size;
     params.parts = call_.given_block_size / kTensorCoreRate;
+    if (masked_queries(chunk) > 0) {
+      const int64_t parents = tree.rows.num_tiles * kTileParents;
+      params.masked = {config.masked_rows, masked_lists(tree.problem),
+                       wild_ + chunk.batch * tree.problem.num_kv_heads * parents, parents, call_.num_keys()};
+    }
     C10_CUDA_CHECK(launch_visible_lists(params, stream));
     return gather;
   }
 
+  // How many queries of a chunk may be masked rows. They come first.
+  int64_t masked_queries(const Chunk& chunk) const {
+    const int64_t start = tree.problem.token_of(chunk.query);
+    return queries_before({chunk.query, start, chunk.num_queries}, config.masked_rows);
+  }
+  // The token behind the last of them, or 0.
+  int64_t masked_end(const Chunk& chunk) const { return masked_queries(chunk) > 0 ? config.masked_rows : 0; }
+  // Their part of what gather() gave.
+  GatherParams masked_rows(GatherParams gather, const Chunk& chunk) const {
+    gather.num_queries = static_cast<int>(masked_queries(chunk));
+    return gather;
+  }
+  TileMarks marks(const TileMarkMemory& memory) const {
+    return {memory.marks, memory.tiles, memory.counts, tree.rows.num_tiles};
+  }
+  DenseTiles tiles(const Chunk& chunk) const { return tiles_of_batch(tree, tree.rows, chunk.batch); }
+
   const SparseConfig config;
 
  private:
+  void lay_out_masked_tiles() {
+    const AttentionProblem& p = tree.problem;
+    const int64_t tokens = tiled_tokens(p, config), heads = p.batch * p.num_kv_heads;
+    const auto own = [&](int64_t bytes) {
+      prepared_.memory.push_back(scratch_like(call_.x.key, bytes));
+      return prepared_.memory.back().mutable_data_ptr();
+    };
+    DenseLayerParams layer = layer_params<DenseLayerParams>(tree, tree.layers.front());
+    layer.tiles = lay_out_tiles(p, tokens, static_cast<char*>(own(dense_layer_bytes(p, tokens))));
+    layer.num_nodes = tokens;
+    layer.rope = nullptr;
+    prepared_.call.rows = layer.tiles;
+    wild_ = static_cast<uint16_t*>(own(heads * layer.tiles.num_tiles * kTileParents * sizeof(uint16_t)));
+    C10_CUDA_CHECK(dispatch_shape(tree.shape, [&](auto type, auto dim) {
+      return launch_dense_layer<typename decltype(type)::type, dim.value>(layer, stream);
+    }));
+    C10_CUDA_CHECK(launch_wild_tokens({layer.tiles, tree.shape, wild_, heads}, stream));
+  }
+
   const SparseCall& call_;
   TensorCoreTree prepared_;
+  uint16_t* wild_ = nullptr;  // of WildTokens
 
  public:
   const TreeCall& tree;
   const cudaStream_t stream;
 };
-
-Tensor scratch_like(const Tensor& x, int64_t bytes) {
-  return at::empty({std::max<int64_t>(bytes, 1)}, x.options().dtype(at::kByte));
-}
 
 void attend(const ListedCall& c, const AttendParams& params) {
   C10_CUDA_CHECK(dispatch_shape(c.tree.shape, [&](auto type, auto dim) {
@@ -103,6 +163,18 @@ void attend(const ListedCall& c, const AttendParams& params) {
         break;
     }
     return launch_per_query_attend<T, dim.value>(params, c.stream);
+  }));
+}
+
+// The rows of a chunk whose lists say so, after the others. They may have been written as rows that see nothing.
+void attend_masked_rows(const ListedCall& c, const Chunk& chunk, AttendParams params,
+                        const TileMarkMemory& memory) {
+  const TileMarks marks = c.marks(memory);
+  params.gather = c.masked_rows(params.gather, chunk);
+  C10_CUDA_CHECK(launch_tile_marks(params.gather, marks, c.stream));
+  C10_CUDA_CHECK(dispatch_shape(c.tree.shape, [&](auto type, auto dim) {
+    return launch_masked_rows<typename decltype(type)::type, dim.value>({{params, c.tiles(chunk)}, marks},
+                                                                        c.stream);
   }));
 }
 
@@ -153,16 +225,21 @@ class ListedGradients {
     rows.num_queries = static_cast<int>(chunk.num_queries);
     rows.num_kv_heads = static_cast<int>(p_.num_kv_heads);
     rows.group = static_cast<int>(p_.group());
+    const GatherParams gather = c_.gather(chunk, at_.lists);
+    rows.masked_end = c_.masked_end(chunk);
+    rows.gather = gather;
     C10_CUDA_CHECK(dispatch_shape(c_.tree.shape, [&](auto type, auto dim) {
       return launch_gradient_rows<typename decltype(type)::type, dim.value>(rows, c_.stream);
     }));
-    const GatherParams gather = c_.gather(chunk, at_.lists);
     invert(gather);
     bound_lists(chunk, gather);
     if (c_.config.per_list) {
       add_per_list(chunk, gather, rows.gradients);
     } else {
       add_per_query(chunk, gather);
+    }
+    if (c_.masked_queries(chunk) > 0) {
+      add_masked(chunk, gather, rows);
     }
   }
 
@@ -277,6 +354,7 @@ class ListedGradients {
       query.first = query.last = true;
       query.gradient = query_gradient(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
+      query.masked_end = c_.masked_end(chunk);
       C10_CUDA_CHECK(
           run_query_gradient(c_.tree.shape, c_.config, query, c_.tree.fragment_rotations, c_.stream));
     }
@@ -292,6 +370,34 @@ class ListedGradients {
       key.rotations = static_cast<__half2*>(at_.rotations);
       C10_CUDA_CHECK(run_key_gradient(c_.tree.shape, c_.config, key, c_.stream));
     }
+  }
+
+  void add_masked(const Chunk& chunk, const GatherParams& gather, const RowParams& rows) {
+    Workspace space(at_.records);  // which no row needs any more
+    const MaskedGradientMemory memory = lay_out_masked_gradients(space, p_, c_.config);
+    MaskedGradientParams params;
+    params.gather = c_.masked_rows(gather, chunk);
+    params.gradients = rows.gradients;
+    params.outputs = rows.outputs;
+    params.states = rows.states;
+    params.tiles = c_.tiles(chunk);
+    const int64_t runs = num_runs(params.gather.t0, params.gather.num_queries, p_.group());
+    params.rows = {memory.rows.queries, memory.rows.gradients, memory.rows.numbers, memory.rows.scaled,
+                   static_cast<int>(kRunRows / kRowTileRows * runs)};
+    params.bounds = bounds_of(chunk.batch);
+    params.query_bounds = memory.rows.bounds;
+    params.scale = static_cast<float>(p_.args.scale);
+    params.query_gradient = query_gradient(chunk);
+    params.keys = sums_from(key_sums_, p_.key_dim, chunk);
+    params.values = sums_from(value_sums_, p_.value_dim, chunk);
+    params.sum_rows = gather.num_parents * kTensorCoreRate;
+    params.add = true;
+    params.marks = c_.marks(memory.marks);
+    params.inverted = {memory.inverted_tiles, memory.inverted_tile_counts};
+    params.list_bounds = at_.list_bounds;
+    C10_CUDA_CHECK(cudaMemsetAsync(memory.rows.bounds, 0,
+                                   chunk.num_batches * p_.num_kv_heads * kQueryBoundsBytes, c_.stream));
+    C10_CUDA_CHECK(run_masked_gradients(c_.tree.shape, params, c_.stream));
   }
 
   void store(const Tensor& sums, int64_t dim, const Tensor& gradient) const {
@@ -329,18 +435,18 @@ bool takes_tensor_cores(const SparseCall& call) {
 void sparse_forward_tensor_cores(const SparseCall& call, const Tensor& out, const Tensor& lse,
                                  cudaStream_t stream) {
   const ListedCall c(
-      call, choose_sparse_forward(listed_problem_of(call), current_device_facts(), gather_choice()), stream);
+      call, choose_sparse_forward(listed_problem_of(call), current_device_facts(), choice_of(call)), stream);
   const AttentionProblem& p = c.tree.problem;
   Workspace sizes;
-  lay_out_lists(sizes, p, c.config);
+  lay_out_sparse_forward(sizes, p, c.config);
   const Tensor scratch = scratch_like(out, sizes.bytes());
   Workspace space(scratch.mutable_data_ptr());
-  const SparseListMemory lists = lay_out_lists(space, p, c.config);
+  const SparseForwardMemory memory = lay_out_sparse_forward(space, p, c.config);
   const Tensor sums = at::empty_like(lse);
   c.for_each_chunk([&](const Chunk& chunk) {
     const int64_t row = (chunk.batch * p.num_queries + chunk.query) * p.num_heads;
     AttendParams params;
-    params.gather = c.gather(chunk, lists);
+    params.gather = c.gather(chunk, memory.lists);
     params.rotations = c.config.dim_rotations ? c.tree.dim_rotations : c.tree.fragment_rotations;
     params.first = params.last = true;
     params.max = lse.mutable_data_ptr<float>() + row;
@@ -348,7 +454,11 @@ void sparse_forward_tensor_cores(const SparseCall& call, const Tensor& out, cons
     params.state_batch = p.num_queries * p.num_heads;
     params.out = static_cast<char*>(out.mutable_data_ptr()) + 2 * row * p.value_dim;
     params.sinks = call.x.sinks.defined() ? call.x.sinks.const_data_ptr<float>() : nullptr;
+    params.masked_end = c.masked_end(chunk);
     attend(c, params);
+    if (c.masked_queries(chunk) > 0) {
+      attend_masked_rows(c, chunk, params, memory.marks);
+    }
   });
   lse.add_(sums.log_());
 }
@@ -356,7 +466,7 @@ void sparse_forward_tensor_cores(const SparseCall& call, const Tensor& out, cons
 void sparse_backward_tensor_cores(const SparseCall& call, const SparseResults& results, const Tensor& dout,
                                   const Tensor& dlse, const SparseGradients& gradients, cudaStream_t stream) {
   const ListedCall c(
-      call, choose_sparse_backward(listed_problem_of(call), current_device_facts(), gather_choice()), stream);
+      call, choose_sparse_backward(listed_problem_of(call), current_device_facts(), choice_of(call)), stream);
   ListedGradients sums(c, results, dout, dlse, gradients);
   c.for_each_chunk([&](const Chunk& chunk) { sums.add(chunk); });
   sums.finish(std::get<1>(gradients), std::get<2>(gradients));

@@ -1,5 +1,5 @@
-// Memory of the rows that multiply whole tiles of tokens: dense rows, and rows under the marks of their lists. Pure
-// functions. No CUDA and no torch.
+// The rows that multiply whole tiles of tokens, dense rows and rows under the marks of their lists: which are masked, and
+// their memory. Pure functions. No CUDA and no torch.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,38 @@
 #include "ops/tree/plan/workspace.h"
 
 namespace htree::tree_attention {
+
+// ---- which rows
+
+// Rows before this token multiply whole tiles of tokens, most of whose tokens they do not need, rather than gather.
+//
+// With 8 heads of 128 per K/V head an H200 takes, per row and 4 K/V heads, 1.1 us for the gather of 512 parents at any
+// length, and 2.9e-5 us times t for dense causal attention, a tenth more under a mask: the product is the faster one
+// while t < 4.3 k r. Half the heads are half the product, while the gather stays the same: its tiles have 8 columns, for
+// whatever number of heads. Beyond 8 heads it takes two tiles. The factor ends at twice that of 8 heads: for fewer heads
+// and longer sequences nothing was measured, and rows with still fewer listed tokens may leave tiles out.
+//
+// The backward has the same bound: its seven products take 3.5 times as long as the two of the forward, and its gathers
+// were measured at 3.3 times those of the forward.
+//
+// The bound follows from the options alone, because a row must have the same bits in every call, and it is a multiple
+// of r, so that no list reaches across it. A caller's row counts the entries of its own list in the place of k, see
+// VisibleListParams: then the bound is that of its longest lists.
+constexpr int64_t kMaskedHeads = 32;  // heads times the bound in units of k r
+constexpr int64_t kLeastMaskedLists = 2, kMostMaskedLists = 8;
+inline int64_t masked_lists(const AttentionProblem& p) {  // the bound in units of k r
+  return std::clamp(kMaskedHeads / p.group(), kLeastMaskedLists, kMostMaskedLists);
+}
+inline int64_t choose_masked_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
+  // With rotations every pair (query, parent) has one of its own, and no product of whole tiles has that.
+  if (choice == GatherChoice::kGathered || p.args.rotate ||
+      choose_gather(p, device, choice) != GatherKernel::kSharedGather) {
+    return 0;
+  }
+  return masked_lists(p) * p.args.top_k * kTensorCoreRate;
+}
+
+// ---- their memory
 
 // Whether some row is a masked one.
 inline bool masks_tiles(const AttentionProblem& p, const TreeConfig& config) {
@@ -34,6 +66,13 @@ inline int64_t mark_bytes_of_list(const AttentionProblem& p, const TreeConfig& c
   return ceil_div(p.args.selection_stride * tile * marked_tiles(p, config), run_tokens(p.group()));
 }
 
+// The same for every batch beside its lists: two runs may be cut.
+inline int64_t mark_bytes_of_batch(const AttentionProblem& p, const TreeConfig& config) {
+  return masks_tiles(p, config)
+             ? 2 * p.num_kv_heads * (marked_tiles(p, config) * (mark_bytes(p.group()) + 2) + 4)
+             : 0;
+}
+
 // The marks of a chunk's masked rows, see TileMarks in forward/attend.h.
 struct TileMarkMemory {
   uint8_t* marks;
@@ -42,8 +81,11 @@ struct TileMarkMemory {
 };
 // The runs of a chunk over all batches and K/V heads: the tasks of its masked rows. Wherever it begins, it lies in no more.
 inline int64_t marked_tasks(const AttentionProblem& p, const TreeConfig& c) {
-  const int64_t runs = masks_tiles(p, c) ? c.query_chunk / run_tokens(p.group()) + 2 : 0;
-  return c.batch_chunk * p.num_kv_heads * runs;
+  if (!masks_tiles(p, c)) {
+    return 0;
+  }
+  const int64_t run = run_tokens(p.group()), rows = std::min(c.query_chunk, c.masked_rows);
+  return c.batch_chunk * p.num_kv_heads * ((rows + run - 2) / run + 1);
 }
 inline TileMarkMemory lay_out_tile_marks(Workspace& space, const AttentionProblem& p, const TreeConfig& c) {
   const int64_t tasks = marked_tasks(p, c), tiles = tasks * marked_tiles(p, c);

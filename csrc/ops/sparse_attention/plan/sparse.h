@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "ops/sparse_attention/plan/lists.h"
+#include "ops/sparse_attention/plan/masked_rows.h"
 #include "ops/tree/plan/workspace.h"
 
 namespace htree::tree_attention {
@@ -68,7 +69,8 @@ inline SparseChunks sparse_backward_chunks(const SparseProblem& p) {
 // ---- tensor cores: fp16 or bf16, K = V of 32, 64 or 128, G up to 16, blocks of whole sixteens, n block_size up to 16 384
 //
 // The lists become lists of sixteens, and the call one over the tokens of a tree without rotations whose lists are given.
-// Nothing of the choice follows from B, T or T_q, so that a row has the same bits in every call.
+// Nothing of the choice follows from B, T or T_q, so that a row has the same bits in every call. Which rows before
+// `masked_rows` multiply masked tiles, each row's own list says, see VisibleListParams; all others gather.
 
 inline AttentionProblem list_problem(const SparseProblem& p, int64_t key_dim, bool half_dtype, double scale) {
   const int64_t parts = p.block_size / kTensorCoreRate;
@@ -105,19 +107,21 @@ inline bool takes_tensor_cores(const SparseProblem& p, const AttentionProblem& p
          device.shared_bytes >= tensor_core_shared_bytes(problem);
 }
 
-// Chunks whose lists take `list_bytes` each, in whole waves of `wave` queries where many fit.
-inline void set_chunks(SparseConfig& config, const AttentionProblem& p, int64_t list_bytes, int64_t scratch,
-                       int64_t wave) {
+// Chunks whose lists take `list_bytes` each, and `batch_bytes` beside them for every batch in the chunk, in whole waves of
+// `wave` queries where many fit.
+inline void set_chunks(SparseConfig& config, const AttentionProblem& p, int64_t list_bytes,
+                       int64_t batch_bytes, int64_t scratch, int64_t wave) {
   const int64_t stride = p.args.selection_stride, all = p.num_lists();
-  const int64_t most = std::max<int64_t>(1, scratch / list_bytes);
+  const int64_t most = std::max<int64_t>(1, (scratch - batch_bytes) / list_bytes);
   int64_t lists = std::min(most, all);
   if (lists < all) {
     const int64_t block = std::max<int64_t>(1, wave / stride);
     lists -= lists > block ? lists % block : 0;
   }
   config.query_chunk = lists * stride;
-  config.batch_chunk = std::clamp<int64_t>(lists < all ? 1 : most / std::max<int64_t>(1, all), 1,
-                                           std::max<int64_t>(1, std::min(p.batch, 65535 / p.num_kv_heads)));
+  const int64_t batches = lists < all ? 1 : scratch / std::max<int64_t>(1, all * list_bytes + batch_bytes);
+  config.batch_chunk =
+      std::clamp<int64_t>(batches, 1, std::max<int64_t>(1, std::min(p.batch, 65535 / p.num_kv_heads)));
 }
 
 inline SparseConfig choose_sparse(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
@@ -125,6 +129,7 @@ inline SparseConfig choose_sparse(const AttentionProblem& p, const DeviceFacts& 
   static_cast<GradientKernels&>(config) = choose_gradients(p, device, choice);
   config.path = AttentionPath::kTensorCore;
   config.gather = choose_gather(p, device, choice);
+  config.masked_rows = choose_masked_rows(p, device, choice);
   config.num_sms = device.num_sms;
   return config;
 }
@@ -134,8 +139,8 @@ inline SparseConfig choose_sparse_forward(const AttentionProblem& p, const Devic
   SparseConfig config = choose_sparse(p, device, choice);
   config.fragment_rotations = config.gather == GatherKernel::kSharedGather;
   config.dim_rotations = config.gather == GatherKernel::kPerList;
-  set_chunks(config, p, p.num_kv_heads * (p.args.top_k + 1) * 4, kSparseScratchBytes,
-             kTensorCoreRate * device.num_sms);
+  set_chunks(config, p, p.num_kv_heads * (p.args.top_k + 1) * 4 + mark_bytes_of_list(p, config),
+             mark_bytes_of_batch(p, config), kSparseScratchBytes, kTensorCoreRate * device.num_sms);
   return config;
 }
 
@@ -153,11 +158,13 @@ inline SparseConfig choose_sparse_backward(const AttentionProblem& p, const Devi
   config.fragment_rotations = config.shared_gather_queries;
   config.dim_rotations = config.per_list;
   const int64_t stride = p.args.selection_stride;
-  const int64_t list = stride * p.num_kv_heads * (gradient_record_bytes(p, config) + 16 * p.group()) +
+  const MaskedGradientCost masked = masked_gradient_cost(p, config);
+  const int64_t list = std::max(stride * p.num_kv_heads * gradient_record_bytes(p, config), masked.list) +
+                       stride * p.num_kv_heads * 16 * p.group() +
                        p.num_kv_heads * (p.args.top_k * 8 + 32 +
                                          ceil_div(p.num_keys, kTensorCoreRate) * 4 / kInvertedListRows);
   const int64_t tasks = sparse_tasks_of_list(p) * p.num_kv_heads;
-  set_chunks(config, p, list, kSparseGradientBytes,
+  set_chunks(config, p, list, masked.batch, kSparseGradientBytes,
              stride * (device.num_sms / std::gcd(device.num_sms, tasks)));
   return config;
 }
@@ -171,6 +178,16 @@ inline SparseListMemory lay_out_lists(Workspace& space, const AttentionProblem& 
   return {entries, space.take<int32_t>(lists)};
 }
 
+struct SparseForwardMemory {
+  SparseListMemory lists;
+  TileMarkMemory marks;
+};
+inline SparseForwardMemory lay_out_sparse_forward(Workspace& space, const AttentionProblem& p,
+                                                  const SparseConfig& c) {
+  const SparseListMemory lists = lay_out_lists(space, p, c);
+  return {lists, lay_out_tile_marks(space, p, c)};
+}
+
 struct SparseGradientMemory {
   SparseListMemory lists;
   KeyBound *node_bounds, *parent_bounds;  // of the call
@@ -178,7 +195,7 @@ struct SparseGradientMemory {
   QueryBounds* query_bounds;              // of a chunk, as are all that follow
   KeyBound* list_bounds;
   TaskPowers* task_powers;
-  char* records;
+  char* records;  // of the rows that gather, and then MaskedGradientMemory
   RowMeta* meta;
   int32_t* counts;
   uint32_t *entries, *offsets, *run_counts;  // of InvertedListParams
@@ -200,7 +217,8 @@ inline SparseGradientMemory lay_out_sparse_gradients(Workspace& space, const Att
   memory.query_bounds = space.take<QueryBounds>(heads, kQueryBoundsBytes);
   memory.list_bounds = space.take<KeyBound>(lists, kKeyBoundBytes);
   memory.task_powers = space.take<TaskPowers>(lists * sparse_tasks_of_list(p), kTaskPowersBytes);
-  memory.records = space.take<char>(queries * p.num_kv_heads * gradient_record_bytes(p, c));
+  memory.records = space.take<char>(
+      std::max(queries * p.num_kv_heads * gradient_record_bytes(p, c), masked_gradient_bytes(p, c)));
   memory.meta = space.take<RowMeta>(queries * p.num_heads, kRowMetaBytes);
   memory.counts = space.take<int32_t>(lists);
   memory.entries = space.take<uint32_t>(lists * p.args.top_k);

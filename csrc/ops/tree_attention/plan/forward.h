@@ -34,31 +34,6 @@ inline int64_t choose_dense_rows(const AttentionProblem& p, const DeviceFacts& d
   return p.args.max_top_nodes / p.args.selection_stride * p.args.selection_stride;
 }
 
-// Rows before this token multiply whole tiles of tokens, most of whose tokens they do not need, rather than gather.
-//
-// With 8 heads of 128 per K/V head an H200 takes, per row and 4 K/V heads, 1.1 us for the gather of 512 parents at any
-// length, and 2.9e-5 us times t for dense causal attention, a tenth more under a mask: the product is the faster one
-// while t < 4.3 k r. Half the heads are half the product, while the gather stays the same: its tiles have 8 columns, for
-// whatever number of heads. Beyond 8 heads it takes two tiles. The factor ends at twice that of 8 heads: for fewer heads
-// and longer sequences nothing was measured, and rows with still fewer listed tokens may leave tiles out.
-//
-// The backward has the same bound: its seven products take 3.5 times as long as the two of the forward, and its gathers
-// were measured at 3.3 times those of the forward.
-//
-// The bound follows from the options alone, because a row must have the same bits in every call, and it is a multiple
-// of r, so that no list reaches across it.
-constexpr int64_t kMaskedHeads = 32;  // heads times the bound in units of k r
-constexpr int64_t kLeastMaskedLists = 2, kMostMaskedLists = 8;
-inline int64_t choose_masked_rows(const AttentionProblem& p, const DeviceFacts& device, GatherChoice choice) {
-  // With rotations every pair (query, parent) has one of its own, and no product of whole tiles has that.
-  if (choice == GatherChoice::kGathered || p.args.rotate ||
-      choose_gather(p, device, choice) != GatherKernel::kSharedGather) {
-    return 0;
-  }
-  return std::clamp(kMaskedHeads / p.group(), kLeastMaskedLists, kMostMaskedLists) * p.args.top_k *
-         kTensorCoreRate;
-}
-
 constexpr int64_t kTensorCoreBlock = 16;  // queries of one thread block of the widest kernels
 
 // The size of the chunks of `total`: about equal, at most `most`, and multiples of `block` if possible.

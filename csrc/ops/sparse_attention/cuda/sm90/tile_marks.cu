@@ -6,7 +6,7 @@
 #include "ops/sparse_attention/cuda/sm90/tile_marks.h"
 
 #include "host/cuda/kernel_launch.h"
-#include "ops/tree/cuda/sm80/gather.cuh"
+#include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 
 namespace htree::tree_attention {
 
@@ -38,8 +38,8 @@ struct RunMarks {
   }
 };
 
-// Marks the entries of the lists of tokens first ... last, which begin at token `run`. Each warp takes some of the lists.
-// A caller's list may name a parent behind its queries' own, which they do not see and which has no place in `marks`.
+// Marks the entries of the lists of tokens first ... last, which begin at token `run`. Each warp takes some of the lists,
+// those of rows that gather being empty. A list that a caller gives a tree may name a parent behind its queries' own, which they do not see and which has no place in `marks`.
 __device__ __forceinline__ void mark_lists(const GatherParams& p, const RunMarks& marks, int batch,
                                            int kv_head, int run, int first, int last) {
   const int lane = threadIdx.x % 32;
@@ -51,9 +51,13 @@ __device__ __forceinline__ void mark_lists(const GatherParams& p, const RunMarks
     if (p.lists) {
       const int32_t* parents =
           p.lists + batch * p.list_batch + (int64_t{list} * p.num_kv_heads + kv_head) * p.list_width;
-      for (int i = lane; i < p.list_width && parents[i] >= 0; i += 32) {
-        if (parents[i] <= begin / kTensorCoreRate) {
-          marks.set(parents[i], begin - run, end - run);
+      for (int i = lane; i < p.list_width; i += 32) {
+        const int parent = masked_parent(p, parents[i]);
+        if (parent < 0) {
+          break;
+        }
+        if (parent <= begin / kTensorCoreRate) {
+          marks.set(parent, begin - run, end - run);
         }
       }
     } else {  // every parent up to the queries' own

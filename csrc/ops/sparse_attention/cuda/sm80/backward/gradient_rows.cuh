@@ -10,6 +10,7 @@
 #include "device/reduce.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 #include "ops/tree/cuda/sm80/packed_layer.cuh"
 #include "ops/tree/cuda/sm80/query_row.cuh"
 
@@ -141,7 +142,9 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
   for (int begin = 0; begin < num_rows; begin += kPass) {
     const int row = begin + threadIdx.x / kLanes;
     const int query = first + row / rows_per_query, row_head = row % rows_per_query;
-    const bool exists = row < num_rows && row_head < p.group;
+    const bool masked = row < num_rows && p.gather.t0 + query < p.masked_end &&
+                        is_masked_row(p.gather, batch, kv_head, query);
+    const bool exists = row < num_rows && row_head < p.group && !masked;
     const int64_t head = int64_t{kv_head} * p.group + row_head;
     float x[8] = {}, g[8] = {}, o[8] = {};
     uint4 gradient = {};
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
       delta = row_delta(p.states, state, delta);
     }
     const float norm = row_norm<kLanes>(g);
-    if (row >= num_rows) {
+    if (row >= num_rows || masked) {
       continue;
     }
     const PowerOfTwo power = half_range_scale(largest);

@@ -2,7 +2,7 @@
 // of per_list/. r = 16. No torch.
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
-#include "ops/tree/cuda/sm80/gather.cuh"
+#include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 
 namespace htree::tree_attention {
 
@@ -84,7 +84,8 @@ __device__ __forceinline__ KeyBound bound_of_parents(const ListBoundParams& para
   KeyBound bound = {0, 0};
 #pragma unroll 4
   for (int slot = threadIdx.x % 32; slot < p.list_width; slot += 32) {
-    const int parent = list[slot];
+    // A list that is empty for those who gather may be a masked one.
+    const int parent = list[slot] < 0 && p.list_sizes ? masked_parent(p, list[slot]) : list[slot];
     // A caller's list may hold the diagonal parent before its end, where it counts whole, and later parents, which are
     // absent.
     const bool inner = parent == diagonal_parent && slot + 1 < p.list_width && list[slot + 1] >= 0;

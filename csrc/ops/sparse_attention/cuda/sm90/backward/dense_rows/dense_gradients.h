@@ -36,11 +36,14 @@ struct DenseGradientParams {
   bool add = false;  // adds to what is there, else replaces it
 };
 
-// The tokens of masked rows, without rotations. `add` holds: the tokens' sums are there.
+// The tokens of masked rows, without rotations. `add` holds: the tokens' sums are there. Of a caller's lists the rows that
+// gather are none for these kernels.
 struct MaskedGradientParams : DenseGradientParams {
   TileMarks marks;
   InvertedTiles inverted;
   const float* query_sums = nullptr;  // [B, T_q, H, K] of the chunk: dQ of the layers above; null: none
+  // Of a caller's lists, ListBoundParams::lists; null: the power of a row's dS is that of all tokens up to its own.
+  const KeyBound* list_bounds = nullptr;
 };
 template <bool kMasked>
 using RowGradientParams = std::conditional_t<kMasked, MaskedGradientParams, DenseGradientParams>;

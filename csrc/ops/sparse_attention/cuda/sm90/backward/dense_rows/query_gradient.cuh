@@ -295,11 +295,19 @@ struct QueryGradientConsumer {
   }
 };
 
-// The bound of the keys and values up to `token`, -1 for none.
-__device__ __forceinline__ KeyBound bound_of_tokens(const DenseGradientParams& params, int64_t head_index,
-                                                    int token) {
+// The bound of the keys and values that the row of `token`, -1 for none, multiplies: those up to its own, and of a caller's
+// masked row those of its list.
+template <bool kMasked>
+__device__ __forceinline__ KeyBound bound_of_row(const RowGradientParams<kMasked>& params, int64_t head_index,
+                                                 int token) {
   if (token < 0) {
     return {0, 0};
+  }
+  if constexpr (kMasked) {
+    if (params.list_bounds) {
+      return params.list_bounds[head_index * params.gather.num_lists +
+                                list_of(params.gather, token - params.gather.t0)];
+    }
   }
   const int64_t parent = head_index * params.gather.num_parents + token / kParentRows;
   return larger(params.bounds.earlier[parent],
@@ -371,7 +379,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const auto number = [&](RowNumber which) { return numbers[which * kRowTileRows + 8 * h]; };
-    const KeyBound bound = bound_of_tokens(params, task.head_index, __float_as_int(number(kRowToken)));
+    const KeyBound bound = bound_of_row<kMasked>(params, task.head_index, __float_as_int(number(kRowToken)));
     const PowerOfTwo power =
         score_gradient_scale(number(kGradientNorm), number(kDelta), bound.value, bound.unscale);
     inverse[h] = power.inverse;

@@ -8,11 +8,12 @@
 //
 // Panels are those of tree/dense_layer.cuh, of 64 rows. Rows that stand for no query are zero and have weight 0. A row of
 // a query or of dO that is not finite is laid out as zeros with a log-sum of NaN: its NaN then reaches the tokens that it
-// sees, and a product with a weight of 0 hands it to no other.
+// sees, and a product with a weight of 0 hands it to no other. So is a masked row of a caller's list whose D is not finite.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
+#include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 #include "ops/sparse_attention/cuda/sm90/backward/dense_rows/dense_gradients.h"
 #include "ops/tree/cuda/sm90/dense_layer.cuh"
 
@@ -73,7 +74,10 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
     const int row = begin + threadIdx.x / kLanes;
     const int64_t token = first_token + row / p.group, query = token - p.t0;
     const int64_t head = int64_t{kv_head} * p.group + row % p.group;
-    const bool exists = row / p.group < 1 << log2 && query >= 0 && query < p.num_queries;
+    bool exists = row / p.group < 1 << log2 && query >= 0 && query < p.num_queries;
+    if constexpr (kMasked) {
+      exists = exists && is_masked_row(p, batch, kv_head, query);
+    }
     float low[8] = {}, high[8] = {};
     float g[2][8] = {}, o[2][8] = {};
     uint4 gradient[2] = {};
@@ -106,7 +110,8 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
       delta = row_delta(params.states, state, delta);
     }
     const float norm = fminf(row_norm<kLanes>(g[0]) + row_norm<kLanes>(g[1]), FLT_MAX);
-    const bool finite = all_finite(low) && all_finite(high) && all_finite(g[0]) && all_finite(g[1]);
+    const bool finite = all_finite(low) && all_finite(high) && all_finite(g[0]) && all_finite(g[1]) &&
+                        (!kMasked || !p.list_sizes || fabsf(delta) < INFINITY);
     const bool silent = max_over_lanes<kLanes>(finite ? 0.f : 1.f) > 0.f;
     const bool plain = fits_half(largest, p.score_scale);
     const PowerOfTwo power = half_range_scale(largest);
@@ -131,7 +136,7 @@ __global__ void __launch_bounds__(kRowTileThreads<kDim>) row_tiles_kernel(DenseG
         log_sum = states.max[state] * 1.442695040888963f + log2f(states.sum[state]) - kRowWeightShift<T>;
       }
       numbers[kLogSum * kRowTileRows + row] = silent ? NAN : log_sum;
-      numbers[kDelta * kRowTileRows + row] = delta;
+      numbers[kDelta * kRowTileRows + row] = kMasked && silent ? 0.f : delta;
       numbers[kQueryFactor * kRowTileRows + row] = factor;
       numbers[kRowToken * kRowTileRows + row] = __int_as_float(exists ? static_cast<int>(token) : -1);
       numbers[kGradientNorm * kRowTileRows + row] = norm;

@@ -242,6 +242,10 @@ __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
   const int warp = __shfl_sync(device::kFullMask, threadIdx.x / 32, 0);
   const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
   const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
+  if (p.t0 + first_query < gradient.masked_end &&
+      all_masked_rows(p, blockIdx.y, min(first_query + warp, last_query), Shape::kWarps)) {
+    return;  // another kernel writes them
+  }
   const int num_parents = static_cast<int>(node_of(p, p.t0 + last_query) / kParentRows) + 1;
   const char* packed = p.packed + int64_t{blockIdx.y} * p.num_parents * Block::kBytes;
   if (threadIdx.x == 0) {

@@ -10,7 +10,8 @@
 // other. Two consumer warpgroups keep 64 rows each, and a producer brings tiles and queries.
 //
 // With kMasked the rows are those of forward/masked_rows/: the tiles of a task are those that its marks list, each brings
-// the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above.
+// the marks of its parents along, nothing is rotated, and the result is merged with the state of the layers above. Of a
+// caller's lists some rows may gather: those are not written.
 //
 // The file holds first the shared memory of a block, then the producer warpgroup, the consumer warpgroups, and at
 // last the kernel and its launch. The tasks and the rotation of their queries stand in task.cuh.
@@ -21,6 +22,8 @@
 
 #include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
+#include "ops/sparse_attention/cuda/sm80/forward/output_factor.cuh"
+#include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/dense_rows/task.cuh"
 #include "ops/tree/cuda/sm80/running_state.cuh"
 
@@ -480,7 +483,10 @@ class RowsConsumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const BlockRow of = row(h);
-      const bool exists = task.exists(of.token);
+      bool exists = task.exists(of.token);
+      if constexpr (kMasked) {
+        exists = exists && is_masked_row(p, task.batch, task.kv_head, task.token(of.token) - p.t0);
+      }
       const int64_t at = task.batch * attend.state_batch +
                          (task.token(of.token) - p.t0) * (int64_t{p.num_kv_heads} * p.group) +
                          int64_t{task.kv_head} * p.group + of.head;
@@ -494,7 +500,9 @@ class RowsConsumer {
         attend.max[at] = sums.largest[h] * kLn2;
         attend.sum[at] = sums.sum[h];
       }
-      const float inverse = 1.f / sums.sum[h];
+      const float inverse = kMasked ? output_factor(attend, int64_t{task.kv_head} * p.group + of.head,
+                                                    sums.largest[h], sums.sum[h])
+                                    : 1.f / sums.sum[h];
       uint4* out = reinterpret_cast<uint4*>(static_cast<T*>(attend.out) + at * kDim) + lane_ % 4;
 #pragma unroll
       for (int j = 0; j < kDim / 8; j += 4) {

@@ -12,6 +12,7 @@
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/attend.h"
 #include "ops/sparse_attention/cuda/sm80/forward/running_softmax.cuh"
+#include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/shared_gather/parent_union.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/shared_gather/rotated_half_query.cuh"
 #include "ops/tree/cuda/launch_params.h"
@@ -134,6 +135,10 @@ __global__ void __launch_bounds__(SharedGatherShape<kKeyDim, kValueDim, kTiles>:
   const int warp = threadIdx.x / 32;
   const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
   const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
+  if (p.t0 + first_query < params.masked_end &&
+      all_masked_rows(p, blockIdx.y, min(first_query + warp, last_query), Shape::kWarps)) {
+    return;  // another kernel writes them
+  }
   const int num_parents = static_cast<int>((p.t0 + last_query) / p.node_span / kParentRows) + 1;
   const char* packed = p.packed + int64_t{blockIdx.y} * p.num_parents * Block::kBytes;
   if (threadIdx.x == 0) {
