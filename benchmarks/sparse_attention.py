@@ -5,7 +5,8 @@ Run: ``python -m benchmarks.sparse_attention --csv PATH`` on a GPU; ``--quick`` 
 of their blocks ("alike"), and the lists that tree attention with own positions selects ("tree"). In each direction the
 op and ``scaled_dot_product_attention`` of all tokens; ``multiple`` is the time by that of dense attention. For lists of
 the tree also the kernels of its own tokens' layer, by the profiler: what they take inside a call of tree attention,
-dense rows included, without the copies of keys and values and the rows of queries that its layers share.
+dense rows included, without the copies of keys and values and the rows of queries that its layers share. All kernels of
+the op are measured in the same way too, its copies and rows included.
 
 ``--lists FILE`` times the lists that a trained index chose ("trained"), beside random ones of the same shape and beside
 tree attention on the same lists, all of it but the choice. FILE is what ``benchmarks/quality/study/lists.py`` writes.
@@ -171,6 +172,11 @@ def tokens_of_tree(case: SparseCase, inputs: Sequence[Tensor], rounds: int) -> d
     }
 
 
+def all_kernels(call: Call, rounds: int) -> float:
+    """Milliseconds of all kernels of a call, the median of some calls."""
+    return median(sum(time for _, time in kernels_of(call)) for _ in range(rounds))
+
+
 def measure(
     case: SparseCase, device: str, effort: timing.Effort, path: Path | None = None
 ) -> list[SparseRow]:
@@ -192,12 +198,20 @@ def measure(
         "forward": {name: [partial(method, *inputs)] for name, method in methods.items()},
         "backward": {name: [backward_of(method, inputs)] for name, method in methods.items()},
     }
-    of_layer = tokens_of_tree(case, inputs, min(3, effort.rounds)) if of_tree and device == "cuda" else {}
+    profiled: dict[str, dict[str, float]] = {}
+    if of_tree and device == "cuda":
+        rounds = min(3, effort.rounds)
+        profiled = {
+            "sparse_attention, kernels": {
+                direction: all_kernels(of_method["sparse_attention"][0], rounds)
+                for direction, of_method in calls.items()
+            },
+            "tree_attention, tokens": tokens_of_tree(case, inputs, rounds),
+        }
     rows = []
     for direction, of_method in calls.items():
         times = medians_ms(of_method, device, effort)
-        if direction in of_layer:
-            times["tree_attention, tokens"] = of_layer[direction]
+        times |= {name: of_direction[direction] for name, of_direction in profiled.items()}
         rows += [
             SparseRow(
                 **where(device),
