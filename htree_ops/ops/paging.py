@@ -19,7 +19,7 @@ from torch import Tensor
 from htree_ops.errors import OutOfPagesError
 from htree_ops.ops.arguments import check_int, check_integers
 
-__all__ = ["Change", "PagedCache", "Pages", "host_integers", "is_recorded", "on_device"]
+__all__ = ["Change", "PagedCache", "Pages", "host_integers", "is_recorded", "on_device", "stream_of"]
 
 #: A page that a change will take from the free ones.
 FRESH = -1
@@ -30,6 +30,11 @@ def is_recorded(device: torch.device) -> bool:
     return torch.compiler.is_compiling() or (
         device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     )
+
+
+def stream_of(x: Tensor) -> int:
+    """The handle of the stream that work on a tensor's GPU goes to, without an object around it; 0 on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from htree_ops.ops.arguments import (
     check_tensors,
     option_device,
 )
-from htree_ops.ops.paging import Pages, is_recorded, on_device
+from htree_ops.ops.paging import Pages, is_recorded, on_device, stream_of
 from htree_ops.ops.tree_attention.attention import Index, pair_words
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
@@ -634,8 +634,8 @@ class TreeKVCache(CacheSequences):
         the work of their own stream allows.
         """
         device = self.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if not recorded and self._uniform is not None and self._uniform[0] == (n, stream):
+        key = (n, 0 if recorded else stream_of(self.lengths))
+        if not recorded and self._uniform is not None and self._uniform[0] == key:
             return self._uniform[1]
         every = torch.full((self.batch,), n, dtype=torch.int32, device=device)
         if n == 0:
@@ -643,5 +643,5 @@ class TreeKVCache(CacheSequences):
         else:
             made = every, torch.arange(0, (self.batch + 1) * n, n, dtype=torch.int32, device=device)
         if not recorded and type(every) is Tensor:  # not one of a tracer
-            self._uniform = (n, stream), made
+            self._uniform = key, made
         return made

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from htree_ops.ops.paging import stream_of
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.ops.tree_cache.pools import Pools
@@ -284,8 +285,7 @@ class Prompts:
 
         They are no longer among those that are kept.
         """
-        device = self.block_table.device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        device, stream = self.block_table.device, stream_of(self.block_table)
         names = tuple(sequences)
         wanted = (names, heads, stream)
         held = next((x for x in self.kept if (x.sequences, x.heads, x.stream) == wanted), None)
