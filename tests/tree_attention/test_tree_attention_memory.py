@@ -123,7 +123,8 @@ def score_bytes(call: Call, chunk: dict[str, int], top: str) -> int:
 def marked_tasks(call: Call, chunk: dict[str, int]) -> tuple[int, int, int]:
     """Runs of masked rows of all heads, for a chunk that begins where most are cut; tiles and tokens of a run."""
     run = 2 ** (128 * call.kv_heads // call.heads).bit_length() // 2
-    tasks = chunk["batch_chunk"] * call.kv_heads * (-(-(chunk["query_chunk"] - 1) // run) + 1)
+    rows = min(chunk["query_chunk"], chunk["masked_rows"])
+    tasks = chunk["batch_chunk"] * call.kv_heads * (-(-(rows - 1) // run) + 1)
     return tasks, -(-min(call.num_keys, max(chunk["masked_rows"], chunk["dense_rows"])) // 128), run
 
 
