@@ -74,11 +74,12 @@ class CacheSequences(PagedCache):
             wanted = None
         left = wanted is None or self._is_left_to_the_device(wanted)
         if wanted is not None and left:
-            # A cut into pages that others share takes new pages, which is the host's to do: after the device's part.
+            # A cut into pages that others share takes new pages, which is the host's to do. It can be refused, so it is
+            # first: nothing has changed then.
             shared = self._cuts_shared_pages(wanted)
             if any(shared):
-                self.truncate([-1 if cut else m for m, cut in zip(wanted, shared, strict=True)])
                 self.truncate([m if cut else -1 for m, cut in zip(wanted, shared, strict=True)])
+                self.truncate([-1 if cut else m for m, cut in zip(wanted, shared, strict=True)])
                 return
         self._end_prompts(None if wanted is None else [length + 1 for length in wanted])
         change = None
