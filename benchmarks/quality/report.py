@@ -82,9 +82,11 @@ def write_published(folder: Path, rows: Sequence[record.Row]) -> None:
 
 
 def section(name: str, table: str) -> str:
-    """What stands in the page: the picture, if the section has one, and the table."""
+    """What stands in the page: the picture, if the section has one, and the table; or that there is none."""
     picture = SHOWN.get(name)
-    if not table or picture is None:
+    if not table:
+        return "This has not been run."
+    if picture is None:
         return table
     return (
         f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="images/{picture}_dark.png">\n'

@@ -132,6 +132,7 @@ def work(session: Session, todo: Sequence[pieces.Piece]) -> int:
     """Does what is not done yet; returns the exit status."""
     failed = left = False
     for piece in todo:
+        session.experiment = piece.experiment
         for run in piece.runs(session.scale):
             if session.is_done(piece.experiment, run.name):
                 continue
@@ -186,8 +187,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         session.say(f"{session.scale.name} on {session.facts['gpu']}, {session.facts['cpu']}")
         try:
-            if any(piece.experiment != WITHOUT_TEXT for piece in todo):
-                _ = session.corpus
+            for piece in todo:
+                session.experiment = piece.experiment
+                if piece.experiment != WITHOUT_TEXT:
+                    _ = session.corpus
         except ValueError as error:
             print(f"run.py: --text: {error}", file=sys.stderr)
             return WRONG_USE

@@ -88,6 +88,48 @@ def test_a_dense_model_gets_an_index(study, whole):
     )
 
 
+def test_a_larger_model(study, whole):
+    """Both runs see the same bytes of a corpus of their own; a run that is missing has a line that says so."""
+    rows = [row for row in study.record.read_rows(whole) if row.piece == "large"]
+    last = {row.run: row for row in rows if row.status == "final"}
+    names = [f"index 16, s={stride}, k=4, own" for stride in (1, 4)]
+    fitted = [f"dense, seed 0, evaluated: {name}" for name in names]
+    assert set(last) == {"dense, seed 0", f"{names[0]}, seed 0", *fitted}
+    assert {last[run].tokens for run in ("dense, seed 0", f"{names[0]}, seed 0")} == {12 * 2 * 512}
+    assert {row.step for row in rows if row.run in fitted} == {3}
+    assert len({last[run].bits_per_byte for run in last}) == 4
+    for run in last:
+        needles = [row for row in rows if row.run == run and row.series_of == study.record.NEEDLES]
+        assert [row.context for row in needles] == [512, 1024]
+    (text,) = {row.text for row in rows}
+    assert text not in {row.text for row in study.record.read_rows(whole) if row.piece != "large"}
+    page = study.tables.large(rows)
+    lines = [line for line in page.splitlines() if line.startswith(("| dense", "| tree"))]
+    assert [line.split(" | ")[0] for line in lines[:4]] == [
+        "| dense",
+        "| tree, index 16, s=1, by fit_index",
+        "| tree, index 16, s=4, by fit_index",
+        "| tree, index 16, s=1",
+    ]
+    assert len(lines) == 8
+    assert text in page
+    assert "has not been run" not in page
+    alone = study.tables.large([row for row in rows if row.run.startswith("dense")])
+    assert "| tree with an index | has not been run |" in alone
+    assert "| dense | has not been run |" not in alone
+    assert study.tables.large([row for row in rows if row.run in fitted]) == ""
+    assert study.report.section("large", "") == "This has not been run."
+
+
+def test_steps_of_shorter_texts_have_as_many_bytes(study):
+    """And their own budget: a sixteenth of the text, as that of the long ones."""
+    size = study.settings.FULL.large
+    short = study.pieces.shorter(size, study.settings.FULL.conversion)
+    assert short.batch * short.context == size.batch * size.context == 65_536
+    assert short.budget / short.context == size.budget / size.context == 1 / 16
+    assert (short.width, short.layers, short.steps) == (size.width, size.layers, size.steps)
+
+
 def test_lists_between_windows(study, tmp_path):
     """They are those of the window before, moved; not those of the first one."""
     starts = np.array([0, 64, 192])
@@ -529,7 +571,7 @@ def test_runs_of_one_name_on_two_texts_are_two_runs(study, whole):
         alone = write(rows).splitlines()
         both = study.report.merge(rows, others)
         assert set(alone) <= set(write(both).splitlines()), name
-        in_full = ("conversion", "conversion-32k", "index", "search", "needle")
+        in_full = ("conversion", "conversion-32k", "index", "search", "needle", "large")
         again = text if name in in_full else "0123456789ab"
         assert (again in write(both)) == (name != "recall"), name
     last = study.tables.last_rows(both, "scratch")

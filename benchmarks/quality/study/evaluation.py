@@ -13,6 +13,7 @@ from torch import Tensor
 from .corpus import TEXT, Texts
 from .model import Model
 from .recall import draw_recall
+from .record import NEEDLES
 from .session import Session
 from .settings import Attention, Training
 
@@ -90,7 +91,7 @@ def needles(session: Session, model: Model, attention: Attention, texts: Texts) 
         "copies_found": float(every.mean()),
         "copies_whole": float(every.bool().all(2).double().mean()),
         "series": every.mean((0, 2)).tolist(),
-        "series_of": "letters found by depth",
+        "series_of": NEEDLES,
     }
 
 

@@ -23,6 +23,7 @@ from .training import train
 
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
+INDEXER_BYTES = 2**15  # of a step of ``fit_index``, at most
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
 
 
@@ -109,7 +110,8 @@ def train_on_text(
     """Trains with one attention on texts with planted strings and evaluates it on the way.
 
     Args:
-        after: called before the evaluation at the end. between: the texts of every other step, None for the same.
+        after: called before the row of the end is written. between: the texts of every other step, and the budget of a
+            tree there; None for the same.
     """
     texts = held_out_texts(session, setup.size)
 
@@ -121,11 +123,21 @@ def train_on_text(
             after(progress, status)
         session.write(setup, status, progress, **found)
 
+    there = setup.attention
+    if between is not None and there.kind == "tree":
+        there = replace(there, top_k=between.top_k, max_top_nodes=between.max_top_nodes)
     losses = [
-        text_loss(session, model, size, setup.seed, lambda _: setup.attention)
-        for size in (setup.size, between or setup.size)
+        text_loss(session, model, setup.size, setup.seed, lambda _: setup.attention),
+        text_loss(session, model, between or setup.size, setup.seed, lambda _: there),
     ]
     train(session, setup, model, lambda step: losses[step % 2](step), measure)
+
+
+def shorter(size: Training, short: Training) -> Training:
+    """Texts and budget of an experiment with shorter texts, as many bytes of them in a step."""
+    names = ("context", "strings", "letters", "top_k", "max_top_nodes")
+    batch = size.batch * size.context // short.context
+    return replace(size, batch=batch, **{name: getattr(short, name) for name in names})
 
 
 def evaluate_runs(
@@ -206,11 +218,7 @@ def conversion_long(scale: Scale) -> list[Run]:
 
     The weights are not kept: training and evaluations are one run.
     """
-    size, short = scale.conversion_long, scale.conversion
-    as_many = size.batch * size.context // short.context  # texts of the earlier length with as many bytes
-    earlier = replace(
-        size, context=short.context, batch=as_many, strings=short.strings, letters=short.letters
-    )
+    size = scale.conversion_long
     strides = (1, 4) if scale.name == "tiny" else (1, 4, 16)
     settings = [dense()] + [size.tree(span, stride) for stride in strides for span in (None, 4, 2)]
     settings += [size.tree(span, 1, "compact") for span in (None, 2)]
@@ -227,9 +235,32 @@ def conversion_long(scale: Scale) -> list[Run]:
             for run in evaluate_runs("conversion-32k", size, settings, lambda _: model):
                 run.work(session)
 
-        train_on_text(session, setup, model, evaluate, earlier)
+        train_on_text(session, setup, model, evaluate, shorter(size, scale.conversion))
 
     return [Run("train: dense, longer texts", work)]
+
+
+def give_index(
+    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int
+) -> tuple[Progress, str]:
+    """Fits the index of a dense model; what it took, and a note on the loss."""
+    steps, batch = session.scale.indexer_steps, min(4, size.batch, INDEXER_BYTES // size.context)
+
+    def batches() -> Iterator[dict[str, object]]:
+        for step in range(steps):
+            session.check()
+            texts = draw_texts(
+                session.corpus.train, batch, size.context, size.strings, size.letters, STEP_SEEDS + step
+            )
+            yield {"tokens": texts.tokens[:, :-1], "attention": attention}
+
+    torch.manual_seed(seed)
+    begin, rows = time.monotonic(), session.scale.indexer_queries
+    with session.precision():
+        nats = fit_index(model, batches(), steps=steps, rows=rows, index_dim=attention.index_dim)
+    seconds = time.monotonic() - begin
+    note = f"{sum(nats) / len(nats):.4f} nats from the masses of the blocks"
+    return Progress(steps, steps, steps * batch * size.context, seconds), note
 
 
 def index_run(scale: Scale, seed: int) -> Run:
@@ -251,7 +282,7 @@ def index_run(scale: Scale, seed: int) -> Run:
         texts, fitted = held_out_texts(session, size), size.by_index()
         for number, attention in enumerate(settings):
             if number == 1:  # the dense model is as it was
-                progress, note = fit(session, model, fitted)
+                progress, note = give_index(session, model, size, fitted, seed)
             found = evaluation.measure_texts(session, model, attention, texts)
             said = (progress, note) if attention.index_dim else (Progress(), "")
             run = f"evaluated: {attention.label}, seed {seed}"
@@ -261,27 +292,6 @@ def index_run(scale: Scale, seed: int) -> Run:
         if seed == 0:
             lists.write(session, setup_of(model, "lists", fitted), model, texts)
         return of_dense
-
-    def fit(session: Session, model: LanguageModel, attention: Attention) -> tuple[Progress, str]:
-        steps, batch = scale.indexer_steps, min(4, size.batch)
-
-        def batches() -> Iterator[dict[str, object]]:
-            for step in range(steps):
-                session.check()
-                texts = draw_texts(
-                    session.corpus.train, batch, size.context, size.strings, size.letters, STEP_SEEDS + step
-                )
-                yield {"tokens": texts.tokens[:, :-1], "attention": attention}
-
-        torch.manual_seed(seed)
-        begin = time.monotonic()
-        with session.precision():
-            nats = fit_index(
-                model, batches(), steps=steps, rows=scale.indexer_queries, index_dim=attention.index_dim
-            )
-        seconds = time.monotonic() - begin
-        note = f"{sum(nats) / len(nats):.4f} nats from the masses of the blocks"
-        return Progress(steps, steps, steps * batch * size.context, seconds), note
 
     def work(session: Session) -> None:
         if seed == 0:
@@ -427,6 +437,19 @@ def long_index(scale: Scale) -> list[Run]:
     return [scratch_run("long-128k", size, size.by_index(stride, nodes=nodes)) for stride in (1, 4)]
 
 
+def look_for_needles(
+    session: Session, setup: Setup, model: LanguageModel, progress: Progress, lengths: Sequence[int]
+) -> None:
+    """A row for each length of texts with strings at equal depths."""
+    for length in lengths:
+        count = max(1, min(8, 2**19 // length))
+        planted = held_out_texts(
+            session, setup.size, length, reach=1.0, even=True, strings=session.scale.depths, count=count
+        )
+        found = evaluation.needles(session, model, setup.attention, planted)
+        session.write(replace(setup, context=length), "step", progress, **found)
+
+
 def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
     """(e) The weights of (a) trained further on texts of one length, then strings looked for in longer texts.
 
@@ -446,17 +469,8 @@ def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
         def measure(status: str, progress: Progress) -> None:
             found = evaluation.measure_texts(session, model, attention, texts)
             if status == record.DONE:
-                for length in scale.needle_lengths:
-                    look(progress, length)
+                look_for_needles(session, setup, model, progress, scale.needle_lengths)
             session.write(setup, status, progress, **found)
-
-        def look(progress: Progress, length: int) -> None:
-            count = max(1, min(8, 2**19 // length))
-            planted = held_out_texts(
-                session, size, length, reach=1.0, even=True, strings=scale.depths, count=count
-            )
-            found = evaluation.needles(session, model, attention, planted)
-            session.write(replace(setup, context=length), "step", progress, **found)
 
         loss_of = text_loss(session, model, size, 0, attention_of, reach=1.0)
         train(session, setup, model, loss_of, measure)
@@ -467,6 +481,34 @@ def needle_run(size: Training, scale: Scale, attention: Attention) -> Run:
 def needle(settings: Settings) -> Callable[[Scale], list[Run]]:
     """(e) A model for each attention. Own positions and dense attention do not extrapolate by themselves."""
     return lambda scale: [needle_run(scale.needle, scale, attention) for attention in settings(scale.needle)]
+
+
+def large_run(scale: Scale, attention: Attention) -> Run:
+    """(h) A larger model, every other step on shorter texts; the dense one gets an index at the end."""
+    size, name = scale.large, f"{attention.label}, seed 0"
+
+    def work(session: Session) -> None:
+        model = session.make_model(size, index_dim=attention.index_dim)
+        setup = Setup(record.LARGE, name, attention, size, parameters=model.num_parameters())
+
+        def after(progress: Progress, status: str) -> None:
+            look_for_needles(session, setup, model, progress, scale.large_lengths)
+            if attention.kind != "dense":
+                return
+            fitting, note = give_index(session, model, size, size.by_index(), setup.seed)
+            for stride in (1, 4):
+                other = size.by_index(stride)
+                converted = replace(
+                    setup, run=f"{name}, evaluated: {other.label}", attention=other, note=note,
+                    parameters=model.num_parameters(), baseline="dense, same weights",
+                )  # fmt: skip
+                look_for_needles(session, converted, model, fitting, scale.large_lengths)
+                found = evaluation.measure_texts(session, model, other, held_out_texts(session, size))
+                session.write(converted, status, fitting, **found)
+
+        train_on_text(session, setup, model, after, shorter(size, scale.conversion))
+
+    return Run(name, work)
 
 
 #: What decides comes first.
@@ -553,4 +595,18 @@ PIECES = (
     ),
     Piece("long-128k-index", "131 072 bytes, equal time, by an index", 6, long_index, "long-128k"),
     Piece("long-32k", "32 768 bytes, equal steps", 9, lambda s: long_texts("long-32k", s.long, s)),
+    Piece(
+        "large-dense",
+        "111 million parameters, dense, then with an index",
+        9,
+        lambda s: [large_run(s, dense())],
+        record.LARGE,
+    ),
+    Piece(
+        "large-index",
+        "the same with an index from scratch",
+        9,
+        lambda s: [large_run(s, s.large.by_index())],
+        record.LARGE,
+    ),
 )

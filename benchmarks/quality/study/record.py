@@ -20,6 +20,10 @@ LARGEST_PART = 14 * 2**20  # bytes of a file of a checkpoint, unless the command
 AROUND = 4096  # bytes of a file beside its part of the content
 #: Status of a run that needs no repetition.
 DONE = "final"
+#: The experiment with the larger model, which has a smaller corpus.
+LARGE = "large"
+#: What the series of a row with needles is.
+NEEDLES = "letters found by depth"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Row:
             model.
         seed: of weights and texts. step, steps: done and planned. tokens: trained on. learning_rate: the highest.
         train_seconds: spent on the steps, evaluations and compilation not counted. step_ms: of a step at the beginning.
+        memory_gib: the most that tensors took on the device in the training; None on a CPU, and of earlier rows.
         texts: evaluated. bits_per_byte: of natural text, planted bytes left out.
         copies_found: share of the repeated letters whose probability is above one half. copies_error: its standard
             error over texts. copies_bits: per repeated letter. copies_whole: share of the strings of which every letter
@@ -82,6 +87,7 @@ class Row:
     learning_rate: float
     train_seconds: float
     step_ms: float | None
+    memory_gib: float | None = None
     texts: int | None = None
     bits_per_byte: float | None = None
     copies_found: float | None = None

@@ -47,13 +47,14 @@ class Setup:
 
 @dataclass
 class Progress:
-    """Of a training: steps done and planned, seconds on them, milliseconds of one."""
+    """Of a training: steps done and planned, seconds on them, milliseconds of one, the most memory of tensors."""
 
     step: int = 0
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     step_ms: float | None = None
+    memory_gib: float | None = None
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Session:
             and whose checkpoints are used; not written to. state: folder for the training that is under way, None for
             ``out``. text_folders: where .py files are looked for. part_bytes: that a file of a checkpoint holds.
         limit_s: seconds from the beginning of the call, None for no limit. fused: compile the models.
-        stopped: set by a signal. said: shows a line.
+        stopped: set by a signal. experiment: the one at work, by which the corpus is chosen. said: shows a line.
     """
 
     out: Path
@@ -80,6 +81,7 @@ class Session:
     stopped: bool = False
     said: Callable[[str], None] = print
     begin: float = field(default_factory=time.monotonic)
+    experiment: str = ""
     ran: int = 0  # runs that this call has trained
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class Session:
         facts = asdict(collect_environment(self.device, 0.0))
         facts.pop("ceiling_gb_per_s")  # nothing here is a time to compare
         self.facts: dict[str, Any] = facts
-        self._corpus: Corpus | None = None
+        self._corpora: dict[bool, Corpus] = {}
 
     @property
     def folders(self) -> list[Path]:
@@ -97,20 +99,24 @@ class Session:
 
     @property
     def corpus(self) -> Corpus:
-        """The text, on the device; read at its first use."""
-        if self._corpus is None:
-            # the longest text of an evaluation must fit into what is held out
-            least = 2 + max(*self.scale.needle_lengths, self.scale.longest.context)
+        """The text of the experiment at work, on the device; read at its first use."""
+        is_large, scale = self.experiment == record.LARGE, self.scale
+        if is_large not in self._corpora:
+            most, lengths = scale.corpus_bytes, (*scale.needle_lengths, scale.longest.context)
+            if is_large:
+                most, lengths = scale.large_bytes, scale.large_lengths
             begin = time.monotonic()
-            found = read_corpus(self.text_folders, self.scale.corpus_bytes, least)
-            self._corpus = replace(
+            # the longest text of an evaluation must fit into what is held out
+            found = read_corpus(self.text_folders, most, 2 + max(lengths))
+            self._corpora[is_large] = replace(
                 found, train=found.train.to(self.device), held_out=found.held_out.to(self.device)
             )
             self.say(f"text: {found.name}; read in {time.monotonic() - begin:.1f} s")
-            others = {row.text for row in self.rows} - {found.name, RANDOM_TOKENS}
+            alike = {row.text for row in self.rows if (row.piece == record.LARGE) == is_large}
+            others = alike - {found.name, RANDOM_TOKENS}
             if others:
                 self.say(f"rows of another text are kept and not continued: {'; '.join(sorted(others))}")
-        return self._corpus
+        return self._corpora[is_large]
 
     def text_of(self, piece: str) -> str:
         """What rows of an experiment say about its text, which is read where it has one."""
@@ -156,6 +162,14 @@ class Session:
         """Lets the device finish, so that the clock of the host measures it."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
+
+    def memory_gib(self) -> float | None:
+        """The most that tensors took on the device since the last call; None on the CPU."""
+        if torch.device(self.device).type != "cuda":
+            return None
+        most = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        return most
 
     def make_model(
         self, size: Training, seed: int = 0, vocabulary: int = 256, index_dim: int = 0
@@ -206,6 +220,7 @@ class Session:
             learning_rate=size.learning_rate,
             train_seconds=round(progress.seconds, 3),
             step_ms=progress.step_ms,
+            memory_gib=_rounded(progress.memory_gib),
             note=setup.note,
             **{name: _rounded(value) for name, value in measured.items()},
         )

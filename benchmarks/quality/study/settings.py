@@ -134,6 +134,7 @@ class Scale:
 
     Attributes:
         corpus_bytes: of text, at most. pairs: of the recall task. needle_lengths: of the texts with needles.
+        large_bytes, large_lengths: the same for the larger model.
         long_settings: span and stride of the trees of the long texts.
         wide: an upper layer more in every other step of the needle's training: its ``max_top_nodes``.
         indexer_steps, indexer_queries: of ``fit_index``, the latter of each text.
@@ -151,6 +152,7 @@ class Scale:
     long: Training
     longest: Training
     needle: Training
+    large: Training
     pairs: tuple[int, ...]
     needle_lengths: tuple[int, ...]
     depths: int
@@ -161,6 +163,8 @@ class Scale:
     indexer_queries: int = 256
     index_rows: int = 128
     dense_models: int = 3
+    large_bytes: int = 39_000_000
+    large_lengths: tuple[int, ...] = tuple(2**n for n in range(14, 19))
 
 
 FULL = Scale(
@@ -195,6 +199,10 @@ FULL = Scale(
     needle=Training(
         16_384, 4, 1500, 6, strings=48, letters=48, top_k=64, max_top_nodes=1024, evaluate_every=500, texts=16,
         learning_rate=5e-4, seen=4,
+    ),
+    large=Training(
+        16_384, 4, 1000, 10, strings=48, letters=48, top_k=64, max_top_nodes=1024, evaluate_every=250, texts=16,
+        width=1024, heads=16, kv_heads=4, learning_rate=1e-3, seen=4,
     ),
     pairs=(4, 8, 16, 32, 64, 128, 256),
     needle_lengths=tuple(2**n for n in range(14, 21)),
@@ -233,6 +241,7 @@ TINY = replace(
     long=_tiny(FULL.long, context=512),
     longest=_tiny(FULL.longest, context=512, seconds=0.3, batch=1, steps=0, evaluate_every=0),
     needle=_tiny(FULL.needle, context=512),
+    large=_tiny(FULL.large, context=512, top_k=4, max_top_nodes=32),
     pairs=(4, 16),
     needle_lengths=(512, 1024),
     depths=3,
@@ -242,6 +251,8 @@ TINY = replace(
     indexer_queries=8,
     index_rows=8,
     dense_models=1,
+    large_bytes=300_000,
+    large_lengths=(512, 1024),
 )
 
 SCALES = {scale.name: scale for scale in (FULL, QUICK, TINY)}

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from benchmarks.harness.plots import place
 
-from .record import DONE, Row
+from .record import DONE, LARGE, NEEDLES, Row
 from .settings import RATE
 
 SWAPPED = ", evaluated: "  # in the name of a row whose model was trained with another attention
 
 MOST_STEPS = 8  # that a table over steps shows, the last one among them
+PARTS = 4  # of the 32 that a text is measured in, to a column
 JUMP = 0.5  # share of copies from which on a model is said to copy
 
 
@@ -294,7 +295,9 @@ def recall_of(used: Sequence[Row]) -> str:
 def needle_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows of the grid whose runs are finished."""
     finished = {run_of(row) for row in last_rows(rows, "needle")}
-    return [row for row in rows if row.series_of == "letters found by depth" and run_of(row) in finished]
+    return [
+        row for row in rows if row.piece == "needle" and row.series_of == NEEDLES and run_of(row) in finished
+    ]
 
 
 def needle(rows: Sequence[Row]) -> str:
@@ -307,20 +310,70 @@ def needle_of(used: Sequence[Row]) -> str:
     lengths = sorted({row.context for row in used})
     lines = []
     for run in by_run(used):
-        mine = {row.context: row for row in run}
-        cells = [
-            f"{percent(mine[n].copies_found, 0)} ({percent(min(x or 0.0 for x in mine[n].series or [None]), 0)})"
-            if n in mine
-            else ""
-            for n in lengths
-        ]
-        lines.append([label(run[0]), *cells])
+        lines.append([label(run[0]), *by_length(run, lengths)])
     head = ("attention", *(f"{n // 1024}k" for n in lengths))
     words = (
         f"Letters found over all depths, in brackets at the worst one; trained at {used[0].trained_context} bytes of "
         f"{used[0].text}; {place(used)}."
     )
     return f"{words}\n\n{table(head, lines)}"
+
+
+def by_length(run: Sequence[Row], lengths: Sequence[int]) -> list[str]:
+    """Needles found in sequences of each length, and at the worst depth; of the rows of one run."""
+    mine = {row.context: row for row in run if row.series_of == NEEDLES}
+    return [
+        f"{percent(mine[n].copies_found, 0)} ({percent(min(x or 0.0 for x in mine[n].series or [None]), 0)})"
+        if n in mine
+        else ""
+        for n in lengths
+    ]
+
+
+def large(rows: Sequence[Row]) -> str:
+    """(h) The larger model, tables for each text, with a line for a run that has not been made beside the other."""
+    done = {run_of(row) for row in last_rows(rows, LARGE)}
+    mine = [row for row in rows if row.piece == LARGE]
+    used = [row for row in mine if run_of(replace(row, run=row.run.partition(SWAPPED)[0])) in done]
+    return "\n\n".join(large_of(mine) for mine in by_model(used))
+
+
+def large_of(used: Sequence[Row]) -> str:
+    """The tables of one text: what each run found and took, then its loss by position."""
+    lengths = sorted({row.context for row in used if row.series_of == NEEDLES})
+    lines, positions, missing = [], [], {"dense": "dense", "tree": "tree with an index"}
+    for run in by_run(used):
+        last = next(row for row in run if row.status == DONE)
+        is_trained = SWAPPED not in last.run
+        if is_trained:
+            missing.pop(last.kind, None)
+        rate = f"{last.tokens / last.train_seconds / 1e3:.0f}" if is_trained and last.train_seconds else ""
+        memory = "" if last.memory_gib is None else f"{last.memory_gib:.1f}"
+        name = label(last) + ("" if is_trained else ", by fit_index")
+        took = [f"{last.train_seconds:.0f}", rate, memory]
+        lines.append([name, *took, bits(last.bits_per_byte), found(last), *by_length(run, lengths)])
+        series = last.series or []
+        parts = [series[i : i + PARTS] for i in range(0, len(series), PARTS)]
+        means = [[x for x in part if x is not None] for part in parts]
+        positions.append([name, *(bits(sum(part) / len(part)) if part else "" for part in means)])
+    lines += [[name, "has not been run", *[""] * (4 + len(lengths))] for name in missing.values()]
+    head = (
+        "attention",
+        "training or fit, s",
+        "thousand bytes a second",
+        "GiB",
+        "bits per byte",
+        "copies found",
+    )
+    first = last_rows(used, LARGE)[0]
+    size = f"{first.parameters / 1e6:.0f} million parameters, {first.context} bytes, {first.steps} steps"
+    words = f"{size}, {first.texts} texts from {first.text}; {place(used)}."
+    found_table = table((*head, *(f"needles, {n // 1024}k" for n in lengths)), lines)
+    columns = len(positions[0]) - 1
+    ends = (f"to {first.context * (i + 1) // columns}" for i in range(columns))
+    return (
+        f"{words}\n\n{found_table}\n\nBits per byte by position:\n\n{table(('attention', *ends), positions)}"
+    )
 
 
 #: The sections of docs/quality.md with what writes them.
@@ -335,6 +388,7 @@ SECTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
     "long-32k": long_steps,
     "long-128k": long_clock,
     "needle": needle,
+    "large": large,
 }
 
 

@@ -21,7 +21,7 @@ LAST_RATE = 0.1  # share of the learning rate at the end
 #: Steps before the clock, which compile and allocate, and steps that are timed to foresee the rest.
 UNTIMED, TIMED = 3, 8
 RESERVE_S = 15.0  # for the evaluation and the checkpoint after the last step
-STATE_S = 30.0  # of training between two states
+STATE_S = 30.0  # of training between two states, for every second that one takes where it takes more
 LINES = 250  # steps between two lines on the terminal
 
 
@@ -133,14 +133,18 @@ def train(
     progress = resume(states, model, optimizer, session) or Progress(steps=size.steps)
     earlier, first, kept = progress.seconds, progress.step, time.monotonic()
     begin = timed_from = kept
+    took_s = 0.0  # the last state
+    session.memory_gib()  # from here on it is that of this training
     model.train()
 
     def keep() -> None:
-        nonlocal kept
+        nonlocal kept, took_s
+        from_here = time.monotonic()
         states.save(
             {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
         )
         kept = time.monotonic()
+        took_s = kept - from_here
 
     def aside(work: Callable[[], None]) -> None:
         """Does something between two steps that does not count as training."""
@@ -195,11 +199,12 @@ def train(
             and progress.step < schedule.steps
         ):
             aside(lambda: measure("step", progress))
-        if time.monotonic() - kept >= STATE_S:
+        if time.monotonic() - kept >= STATE_S * max(1.0, took_s):
             aside(keep)
     session.wait()
     if progress.step > first + UNTIMED:
         progress.seconds = earlier + time.monotonic() - begin
+    progress.memory_gib = session.memory_gib()
     session.ran += 1
     keep()  # the evaluation at the end may take longer than the limit allows
     measure("final", progress)
