@@ -21,7 +21,6 @@ from tests.support.compressed_kv_cases import (
     COMPRESS_CASES,
     DTYPES,
     LAYOUT_CASES,
-    CompressCase,
     assert_rows_within_bounds,
     rows_with_outliers,
 )
@@ -47,7 +46,7 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", [*COMPRESS_CASES, *LAYOUT_CASES], ids=case_id)
-def test_every_byte_and_its_decoding(case: CompressCase, device: str, nan_memory: None) -> None:
+def test_every_byte_and_its_decoding(case, device, nan_memory):
     x, keep, bits, weight = case.make_inputs(device)
     rows = ops.kv_compress(x, keep, bits, weight)
     assert_same_bits(rows, reference.kv_compress(x, keep, bits, weight))
@@ -80,7 +79,7 @@ def test_every_byte_and_its_decoding(case: CompressCase, device: str, nan_memory
 )
 def test_property_every_byte(
     device, sizes, width, fraction, bits, dtype, layout, weighted, power, steps, seed
-) -> None:
+):
     """Inputs from subnormal scales to saturated ones, some with so few values that ties decide."""
     if bits == 16 and dtype == torch.float32:
         dtype = torch.float16
@@ -97,7 +96,7 @@ def test_property_every_byte(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_nan", [2, 3, 64])
-def test_more_nan_than_stay(num_nan: int, dtype: torch.dtype, device: str, nan_memory: None) -> None:
+def test_more_nan_than_stay(num_nan, dtype, device, nan_memory):
     """Exactly `keep` bits are set, equals go by channel, zeros follow the values, other rows do not change."""
     x = normal((1, 2, 3, 64), torch.float32, device, seed=1).to(dtype)
     x[0, 1, 1, 5 : 5 + num_nan] = math.nan
@@ -115,7 +114,7 @@ def test_more_nan_than_stay(num_nan: int, dtype: torch.dtype, device: str, nan_m
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_more_nan_than_stay_for_every_instruction_set(isa: str) -> None:
+def test_more_nan_than_stay_for_every_instruction_set(isa):
     script = (
         "import torch, htree_ops\n"
         "for dtype in (torch.float16, torch.bfloat16, torch.float32):\n"
@@ -138,7 +137,7 @@ SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 65504.0, 3e38, 2.0**-24, 1e
     seed=st.integers(0, 2**31 - 1),
     dtype=st.sampled_from(DTYPES),
 )
-def test_property_special_values_stay_in_their_row(device, keep, bits, places, seed, dtype) -> None:
+def test_property_special_values_stay_in_their_row(device, keep, bits, places, seed, dtype):
     x = normal((1, 2, 3, 64), torch.float32, device, seed)
     clean = ops.kv_compress(x.to(dtype), keep, bits)
     for channel, value in places:
@@ -158,7 +157,7 @@ def test_property_special_values_stay_in_their_row(device, keep, bits, places, s
         assert decoded.isfinite().all()
 
 
-def test_nan_is_kept_before_infinity_and_ties_go_to_the_lower_channel(device: str) -> None:
+def test_nan_is_kept_before_infinity_and_ties_go_to_the_lower_channel(device):
     x = torch.full((1, 1, 1, 64), 1.0, device=device)
     x[..., 40], x[..., 50], x[..., 60] = math.inf, math.nan, -math.inf
     for keep, expected in ((1, {50}), (2, {40, 50}), (3, {40, 50, 60}), (5, {0, 1, 40, 50, 60})):
@@ -171,7 +170,7 @@ def test_nan_is_kept_before_infinity_and_ties_go_to_the_lower_channel(device: st
     assert set(reference.unpack_bits(bitmap).flatten().nonzero().flatten().tolist()) == {40, 50, 60}
 
 
-def test_a_decoded_row_packs_to_itself(device: str) -> None:
+def test_a_decoded_row_packs_to_itself(device):
     """Compressing the decoded values gives the same codes, as long as the scale is not subnormal."""
     x = rows_with_outliers((2, 2, 50, 128), torch.float32, device, seed=3)
     for bits in (8, 4):
@@ -180,7 +179,7 @@ def test_a_decoded_row_packs_to_itself(device: str) -> None:
         assert_same_bits(ops.kv_compress(decoded, 128, bits), rows)
 
 
-def test_rows_do_not_depend_on_their_neighbours(device: str) -> None:
+def test_rows_do_not_depend_on_their_neighbours(device):
     x = rows_with_outliers((3, 4, 70, 128), torch.bfloat16, device, seed=4)
     weight = normal((3, 4, 128), torch.float32, device, seed=5).abs()
     whole = ops.kv_compress(x, 39, 4, weight)
@@ -189,7 +188,7 @@ def test_rows_do_not_depend_on_their_neighbours(device: str) -> None:
         assert torch.equal(part[1:2, 2:3, 33:34], one)
 
 
-def test_mutated_bitmaps_stay_in_bounds(device: str) -> None:
+def test_mutated_bitmaps_stay_in_bounds(device):
     """A bitmap that no compression writes: nothing outside its row is read, other rows decode as before."""
     x = normal((1, 2, 8, 128), torch.float16, device, seed=6)
     for bits, keep in ((16, 3), (8, 5), (4, 39)):
@@ -209,7 +208,7 @@ def test_mutated_bitmaps_stay_in_bounds(device: str) -> None:
 # ---- Python layer, gradients, compilation
 
 
-def test_python_functions_and_names(device: str) -> None:
+def test_python_functions_and_names(device):
     x = normal((2, 2, 5, 64), torch.float16, device, seed=7)
     weight = normal((2, 2, 64), torch.float32, device, seed=8).abs()
     rows = htree_ops.kv_compress(x, 20, 4, weight)
@@ -232,7 +231,7 @@ def test_python_functions_and_names(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rotary_positions_by_the_tables_of_transformers(dtype: torch.dtype, device: str) -> None:
+def test_rotary_positions_by_the_tables_of_transformers(dtype, device):
     """A row for each token: of one table for all sequences, or of one for each."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     x = normal((2, 3, 5, 64), dtype, device, seed=7)
@@ -256,7 +255,7 @@ def test_rotary_positions_by_the_tables_of_transformers(dtype: torch.dtype, devi
     torch.testing.assert_close(ours, theirs)
 
 
-def test_there_is_no_gradient(device: str) -> None:
+def test_there_is_no_gradient(device):
     x = torch.randn(1, 1, 2, 64, device=device, requires_grad=True)
     pruned, _ = ops.kv_prune(x, 20)
     with pytest.raises(RuntimeError, match="not implemented"):
@@ -267,7 +266,7 @@ OPCHECK_CASES = [c for c in [*COMPRESS_CASES, *LAYOUT_CASES] if math.prod(c.shap
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=case_id)
-def test_opcheck(case: CompressCase, device: str) -> None:
+def test_opcheck(case, device):
     x, keep, bits, weight = case.make_inputs(device)
     opcheck(ops.kv_prune.default, (x, keep, weight))
     opcheck(ops.kv_compress.default, (x, keep, bits, weight))
@@ -287,7 +286,7 @@ def round_trip(x: Tensor, weight: Tensor | None, bits: int) -> tuple[Any, ...]:
     ("bits", "dynamic", "backend"),
     [(16, False, "aot_eager"), (8, True, "inductor"), (4, False, "aot_eager"), (4, True, "aot_eager")],
 )
-def test_compile_with_views(bits: int, dynamic: bool, backend: str, device: str) -> None:
+def test_compile_with_views(bits, dynamic, backend, device):
     torch.compiler.reset()  # the limit of recompilations counts those of other tests
     compiled = torch.compile(round_trip, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (6, 9):
@@ -299,7 +298,7 @@ def test_compile_with_views(bits: int, dynamic: bool, backend: str, device: str)
                 assert a.stride() == e.stride()
 
 
-def test_new_lengths_do_not_recompile() -> None:
+def test_new_lengths_do_not_recompile():
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(round_trip, backend=counter, fullgraph=True, dynamic=True)
@@ -308,7 +307,7 @@ def test_new_lengths_do_not_recompile() -> None:
     assert counter.frame_count == 1
 
 
-def test_export_keeps_one_node_each(device: str) -> None:
+def test_export_keeps_one_node_each(device):
     class Compress(torch.nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return tuple(htree_ops.kv_compress(x, 20, 4))

@@ -69,7 +69,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_decoding_continues_dense_attention(name: str, device: str) -> None:
+def test_decoding_continues_dense_attention(name, device):
     """With all channels in 16 bits, prompt and decoding differ by roundings to float16 alone."""
     module = layer(device, **EXACT[name])
     q, k, v = qkv(device, 50)
@@ -86,7 +86,7 @@ def test_decoding_continues_dense_attention(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_decoding_sees_what_the_cache_holds(bits: int, device: str) -> None:
+def test_decoding_sees_what_the_cache_holds(bits, device):
     module = layer(device, bits=bits)
     q, k, v = qkv(device, 41)
     cache = module.make_cache(BATCH, 64)
@@ -101,7 +101,7 @@ def test_decoding_sees_what_the_cache_holds(bits: int, device: str) -> None:
     assert (out[:, 0].double() - dense(q, k, v)[:, 40]).abs().max() > 1e-3, "nothing was dropped"
 
 
-def test_prompts_of_different_length(device: str) -> None:
+def test_prompts_of_different_length(device):
     module = layer(device, sparsity=0.0, bits=16)
     q, k, v = qkv(device, 40)
     cache = module.make_cache(BATCH, 64)
@@ -116,7 +116,7 @@ def test_prompts_of_different_length(device: str) -> None:
             assert_close_spec(out[i, 0], expected, 2e-3, 4e-2)
 
 
-def test_several_tokens_and_sequences_that_join(device: str) -> None:
+def test_several_tokens_and_sequences_that_join(device):
     """A call with several tokens, and a prompt beside sequences that are under way, are as one token at a time."""
     module = layer(device, output_aware=True, split_size=256)
     q, k, v = qkv(device, 60)
@@ -148,7 +148,7 @@ def test_several_tokens_and_sequences_that_join(device: str) -> None:
     assert_close_spec(several.key_weight[1:], own.double(), 1e-2, 1e-2)
 
 
-def test_padding_does_not_need_positions(device: str) -> None:
+def test_padding_does_not_need_positions(device):
     module = layer(device, max_positions=12)
     q, k, v = qkv(device, 8)
     cache = module.make_cache(BATCH, 12)
@@ -160,7 +160,7 @@ def test_padding_does_not_need_positions(device: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(192, 128), (64, 192)])
-def test_values_of_another_size(width: int, value_width: int, device: str) -> None:
+def test_values_of_another_size(width, value_width, device):
     module = MustafarAttention(
         4,
         2,
@@ -189,7 +189,7 @@ def test_values_of_another_size(width: int, value_width: int, device: str) -> No
         MustafarAttention(4, 2, 192, use_grouped_hadamard=True)
 
 
-def test_caches_have_the_dtype_of_the_module(device: str) -> None:
+def test_caches_have_the_dtype_of_the_module(device):
     module = layer(device)
     assert MustafarAttention(HEADS, device=device).dtype == torch.bfloat16
     assert module.dtype == module.make_cache(1, 8).dtype == torch.float16
@@ -206,7 +206,7 @@ def test_caches_have_the_dtype_of_the_module(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_cache_made_under_autocast_serves_under_autocast(dtype: torch.dtype, device: str) -> None:
+def test_a_cache_made_under_autocast_serves_under_autocast(dtype, device):
     """Projections then give keys and values in the dtype of autocast, whatever that of the module."""
     module, heads = layer(device), HEADS + 2 * KV_HEADS
     projection = torch.nn.Linear(32, heads * WIDTH, device=device)
@@ -219,7 +219,7 @@ def test_a_cache_made_under_autocast_serves_under_autocast(dtype: torch.dtype, d
         assert module.make_cache(1, 8, dtype=torch.float16).dtype == torch.float16
 
 
-def test_positions_are_the_callers_or_counted(device: str) -> None:
+def test_positions_are_the_callers_or_counted(device):
     module = layer(device, sparsity=0.0, bits=16)
     q, k, v = qkv(device, 20)
     counted, given = module.make_cache(BATCH, 64), module.make_cache(BATCH, 64)
@@ -237,7 +237,7 @@ def test_positions_are_the_callers_or_counted(device: str) -> None:
     assert_close_spec(plain(q, k, v), expected, 2e-3, 4e-2)
 
 
-def test_a_prompt_has_gradients(device: str) -> None:
+def test_a_prompt_has_gradients(device):
     module = layer(device)
     leaves = [x.requires_grad_() for x in qkv(device, 13, torch.float32)]
     cache = module.make_cache(BATCH, 64, dtype=torch.float32)
@@ -255,7 +255,7 @@ def test_a_prompt_has_gradients(device: str) -> None:
 @pytest.mark.parametrize(
     "cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.double(), lambda m: m.to(torch.float16)]
 )
-def test_a_cast_leaves_the_rotary_table(cast: Any, device: str) -> None:
+def test_a_cast_leaves_the_rotary_table(cast, device):
     module = layer(device)
     expected = module(*qkv(device, 9))
     cast(torch.nn.Sequential(module))
@@ -267,7 +267,7 @@ def test_a_cast_leaves_the_rotary_table(cast: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("filling", [math.nan, math.inf])
-def test_rows_behind_the_lengths_are_ignored(filling: float, device: str) -> None:
+def test_rows_behind_the_lengths_are_ignored(filling, device):
     module = layer(device, output_aware=True)
     clean, dirty = (qkv(device, 20, torch.float32) for _ in range(2))
     lengths = [7, 20]
@@ -295,7 +295,7 @@ def test_rows_behind_the_lengths_are_ignored(filling: float, device: str) -> Non
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_decoded_token_refuses_a_backward(which: int, device: str) -> None:
+def test_a_decoded_token_refuses_a_backward(which, device):
     module = layer(device)
     cache = module.make_cache(BATCH, 64)
     q, k, v = qkv(device, 6)
@@ -312,7 +312,7 @@ def test_a_decoded_token_refuses_a_backward(which: int, device: str) -> None:
     assert torch.equal(again, out)
 
 
-def test_output_aware_keys(device: str) -> None:
+def test_output_aware_keys(device):
     q, k, v = qkv(device, 30)
     weight = key_weight_from_queries(q, KV_HEADS, 8)
     assert_close_spec(
@@ -368,13 +368,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_options(name: str) -> None:
+def test_wrong_options(name):
     changes, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         MustafarAttention(**({"num_heads": 8, "num_kv_heads": 4, "head_dim": 64} | changes))
 
 
-def test_wrong_calls() -> None:
+def test_wrong_calls():
     module = layer("cpu")
     q, k, v = qkv("cpu", 5)
     cache = module.make_cache(BATCH, 6)
@@ -447,7 +447,7 @@ def test_wrong_calls() -> None:
     assert module.state_dict() == {}
 
 
-def test_positions_beyond_the_rotary_table_are_refused(device: str) -> None:
+def test_positions_beyond_the_rotary_table_are_refused(device):
     """The check needs shapes alone; without it CUDA would use the last angle and say nothing."""
     module = layer(device, max_positions=8)
     with pytest.raises(ValueError, match="make_cache: capacity must be at most max_positions = 8, got 9"):

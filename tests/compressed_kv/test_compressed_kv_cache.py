@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -34,7 +33,7 @@ from tests.support.compressed_kv_cases import decode_tolerance
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:
+def test_append_in_any_pieces_is_prefill(kind, device):
     k, v = tokens(device, 117)
     whole = make(device, **KINDS[kind])
     whole.prefill(k, v)
@@ -58,9 +57,7 @@ def test_append_in_any_pieces_is_prefill(kind: str, device: str) -> None:
     kind=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 1000),
 )
-def test_property_the_content_follows_the_length_alone(
-    device, sizes, start, window, chunk, kind, seed
-) -> None:
+def test_property_the_content_follows_the_length_alone(device, sizes, start, window, chunk, kind, seed):
     """After ragged prompts and pieces, each sequence is as if it had come alone and in one piece."""
     options = KINDS[kind] | {"window": window, "chunk": chunk, "capacity": 400}
     if "page_size" in options:
@@ -87,7 +84,7 @@ def test_property_the_content_follows_the_length_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_packer(kind: str, device: str) -> None:
+def test_rows_are_those_of_the_packer(kind, device):
     options = {"keep": 20, "bits": 8} | KINDS[kind]
     k, v = tokens(device, 90)
     cache = make(device, **KINDS[kind])
@@ -105,7 +102,7 @@ def test_rows_are_those_of_the_packer(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_that_of_the_dense_content(kind: str, device: str) -> None:
+def test_attention_is_that_of_the_dense_content(kind, device):
     k, v = tokens(device, 120)
     cache = make(device, **KINDS[kind])
     cache.prefill(k[:, :100], v[:, :100], [100, 3, 60])
@@ -128,7 +125,7 @@ def test_attention_is_that_of_the_dense_content(kind: str, device: str) -> None:
         assert not keys[~present].any()
 
 
-def test_the_newest_tokens_are_exact_and_the_chunk_is_compressed_after_its_step(device: str) -> None:
+def test_the_newest_tokens_are_exact_and_the_chunk_is_compressed_after_its_step(device):
     k, v = tokens(device, 40)
     cache = make(device, capacity=64)
     cache.append(k[:, :20], v[:, :20])
@@ -142,7 +139,7 @@ def test_the_newest_tokens_are_exact_and_the_chunk_is_compressed_after_its_step(
     assert not torch.equal(cache.to_dense()[1][:, :16], v[:, :16])
 
 
-def test_sixteen_bits_of_all_channels_lose_nothing(device: str) -> None:
+def test_sixteen_bits_of_all_channels_lose_nothing(device):
     k, v = tokens(device, 101)
     cache = make(device, keep=64, bits=16, page_size=8)
     cache.prefill(k, v)
@@ -172,7 +169,7 @@ def poison_free_pages(cache: CompressedKVCache) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_unused_pages_may_hold_anything(page_size: int, bits: int, device: str) -> None:
+def test_unused_pages_may_hold_anything(page_size, bits, device):
     k, v = tokens(device, 120)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=6)
     plain, clean, poisoned = (
@@ -197,31 +194,31 @@ def test_unused_pages_may_hold_anything(page_size: int, bits: int, device: str) 
     assert_same_content(plain, poisoned)
 
 
-def test_beams_share_pages_and_give_them_back(device: str) -> None:
+def test_beams_share_pages_and_give_them_back(device):
     k, v = tokens(device, 100)
     cache = make(device, page_size=8, num_pages=3 * 10)
     cache.prefill(k[:, :85], v[:, :85])  # 80 compressed tokens each: every page is taken
-    assert not cache.storage.pages.free  # type: ignore[union-attr]
+    assert not cache.storage.pages.free
     with pytest.raises(OutOfPagesError, match=r"append: 6 more pages of 8 tokens are needed than are free"):
         cache.append(k[:, 83:], v[:, 83:])
     assert cache.host_lengths() == [85] * BATCH
     cache.reorder_([1, 1, 1])
-    assert len(cache.storage.pages.free) == 20  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 20
     cache.append(k[:, 83:], v[:, 83:])
     cache.settle()
-    assert len(cache.storage.pages.free) == 14  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 14
     for i in range(BATCH):
         alone = make(device, batch=1)
         alone.prefill(*(torch.cat((x[1:2, :85], x[i : i + 1, 83:]), dim=1) for x in (k, v)))
         assert_same_content(cache.select([i]), alone)
     cache.reset()
-    assert sorted(cache.storage.pages.free) == list(range(30))  # type: ignore[union-attr]
+    assert sorted(cache.storage.pages.free) == list(range(30))
 
 
 @pytest.mark.parametrize(
     "options", [{"capacity": 20}, {"num_pages": 0}, {"capacity": 3, "batch": 0}], ids=str
 )
-def test_a_pool_without_pages_attends(options: dict[str, Any], device: str) -> None:
+def test_a_pool_without_pages_attends(options, device):
     paged, plain = (
         make(device, page_size=8, **options),
         make(device, **{n: x for n, x in options.items() if n != "num_pages"}),
@@ -244,7 +241,7 @@ def test_a_pool_without_pages_attends(options: dict[str, Any], device: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [[2, 0, 1], [0, 0, 2], [1, 1, 1]], ids=str)
-def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
+def test_reorder_and_select(kind, index, device):
     k, v = tokens(device, 100)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=7)
     cache = make(device, split_size=256, **KINDS[kind])
@@ -267,7 +264,7 @@ def test_reorder_and_select(kind: str, index: list[int], device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_travel_between_layouts(kind: str, device: str) -> None:
+def test_states_travel_between_layouts(kind, device):
     k, v = tokens(device, 100)
     cache = make(device, **KINDS[kind])
     cache.prefill(k, v, [100, 1, 55])
@@ -288,7 +285,7 @@ def test_states_travel_between_layouts(kind: str, device: str) -> None:
 # ---- weights, bytes, graphs
 
 
-def test_weights_decide_what_is_kept_from_now_on(device: str) -> None:
+def test_weights_decide_what_is_kept_from_now_on(device):
     k, v = tokens(device, 60)
     cache = make(device)
     cache.append(k[:, :21], v[:, :21])
@@ -303,7 +300,7 @@ def test_weights_decide_what_is_kept_from_now_on(device: str) -> None:
     assert not (kept[:, :, :16] == expected).all()
 
 
-def test_the_byte_report(device: str) -> None:
+def test_the_byte_report(device):
     cache = make(device, page_size=8)
     assert cache.num_bytes().per_token == 0
     assert cache.num_bytes().of_dense == 1
@@ -321,7 +318,7 @@ def test_the_byte_report(device: str) -> None:
     assert report.allocated == sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
-def test_the_parts_of_a_step_for_graphs(device: str) -> None:
+def test_the_parts_of_a_step_for_graphs(device):
     k, v = tokens(device, 90)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=11)
     eager, parts = make(device), make(device)
@@ -340,7 +337,7 @@ def test_the_parts_of_a_step_for_graphs(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_captured_step_replays(kind: str) -> None:
+def test_a_captured_step_replays(kind):
     k, v = tokens("cuda", 120)
     q = normal((120, BATCH, 8, WIDTH), torch.float16, "cuda", seed=12)
     eager, replayed = (make("cuda", split_size=256, **KINDS[kind]) for _ in range(2))

@@ -24,7 +24,7 @@ from htree_ops.errors import DeviceError, OutOfPagesError, ShapeMismatchError, U
 from tests.support.cases import normal
 
 
-def test_a_state_of_another_cache_is_refused(device: str) -> None:
+def test_a_state_of_another_cache_is_refused(device):
     cache = make(device)
     cache.append(*tokens(device, 60))
     state = cache.state_dict()
@@ -49,7 +49,7 @@ def test_a_state_of_another_cache_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
+def test_a_state_that_no_cache_gives_is_refused(kind):
     cache = make("cpu", **KINDS[kind])
     cache.append(*tokens("cpu", 60))
     cache.key_weight = torch.ones(BATCH, HEADS, WIDTH)
@@ -90,7 +90,7 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="num_kv_heads of the state must be that of the cache, 4, got 0"):
         full.load_state_dict(state | {"options": state["options"] - 4})
     with pytest.raises(TypeError, match="state must be a dict, got list"):
-        full.load_state_dict([])  # type: ignore[arg-type]
+        full.load_state_dict([])
     assert_same_content(full, before)
     full.load_state_dict(state)
     for weight in (cache.key_weight, state["key_weight"]):
@@ -99,7 +99,7 @@ def test_a_state_that_no_cache_gives_is_refused(kind: str) -> None:
     assert full.key_weight.all(), "the state is copied"
 
 
-def test_key_weights_are_checked_before_anything_happens(device: str) -> None:
+def test_key_weights_are_checked_before_anything_happens(device):
     cache = make(device)
     k, v = tokens(device, 60)
     good = torch.ones(BATCH, HEADS, WIDTH, device=device)
@@ -111,7 +111,7 @@ def test_key_weights_are_checked_before_anything_happens(device: str) -> None:
         ([1.0], TypeError, "key_weight must be a Tensor, got list"),
     ):
         with pytest.raises(kind, match=message):
-            cache.key_weight = weight  # type: ignore[assignment]
+            cache.key_weight = weight
     assert cache.key_weight is None
     if device != "cpu":
         return  # on a GPU the sign is not checked
@@ -127,7 +127,7 @@ def test_key_weights_are_checked_before_anything_happens(device: str) -> None:
     cache.append(k[:, 15:18], v[:, 15:18])  # compresses nothing
 
 
-def test_the_next_sequence_begins_without_the_weights_of_the_last(device: str) -> None:
+def test_the_next_sequence_begins_without_the_weights_of_the_last(device):
     cache = make(device)
     given = 2 * torch.ones(BATCH, HEADS, WIDTH, device=device)
     cache.key_weight = given
@@ -149,7 +149,7 @@ def assert_goes_on(cache: CompressedKVCache, k: torch.Tensor, v: torch.Tensor) -
     assert_same_content(cache, whole)
 
 
-def test_a_single_token_is_checked(device: str) -> None:
+def test_a_single_token_is_checked(device):
     cache = make(device)
     k, v = tokens(device, 22)
     one, other = k[:, :1], v[:, :1]
@@ -190,7 +190,7 @@ def test_a_single_token_is_checked(device: str) -> None:
     assert small.win_len.tolist() == [6] * BATCH
 
 
-def test_a_token_behind_a_full_window_is_not_counted(device: str) -> None:
+def test_a_token_behind_a_full_window_is_not_counted(device):
     cache = make(device)
     k, v = tokens(device, 22)
     cache.append(k[:, :21], v[:, :21])
@@ -203,7 +203,7 @@ def test_a_token_behind_a_full_window_is_not_counted(device: str) -> None:
     assert_goes_on(cache, k, v)
 
 
-def test_a_token_that_fills_the_window_waits_for_a_page(device: str) -> None:
+def test_a_token_that_fills_the_window_waits_for_a_page(device):
     k, v = tokens(device, 21)
     cache, whole = (make(device, page_size=16, num_pages=pages) for pages in (2, None))
     cache.append(k[:, :20], v[:, :20])
@@ -218,7 +218,7 @@ def test_a_token_that_fills_the_window_waits_for_a_page(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_sparse_tokens_do_not_settle_the_cache(name: str) -> None:
+def test_sparse_tokens_do_not_settle_the_cache(name):
     cache = make("cpu")
     cache.append(*tokens("cpu", 21))  # the window is full
     new = dict(zip("kv", tokens("cpu", 1, seed=3), strict=True))
@@ -238,7 +238,7 @@ def test_sparse_tokens_do_not_settle_the_cache(name: str) -> None:
     assert cache.compressed_lengths == before.compressed_lengths
 
 
-def test_numbers_that_cannot_be_read() -> None:
+def test_numbers_that_cannot_be_read():
     cache = make("cpu")
     k, v = tokens("cpu", 21)
     cache.append(k, v)
@@ -263,7 +263,7 @@ def test_numbers_that_cannot_be_read() -> None:
     assert cache.compressed_lengths == before.compressed_lengths
 
 
-def test_attention_refuses_a_backward(device: str) -> None:
+def test_attention_refuses_a_backward(device):
     cache = make(device)
     cache.append(*tokens(device, 30))
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=15).requires_grad_()
@@ -276,7 +276,7 @@ def test_attention_refuses_a_backward(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged"])
-def test_a_default_device_elsewhere_is_ignored(kind: str, device: str) -> None:
+def test_a_default_device_elsewhere_is_ignored(kind, device):
     cache = make(device, **KINDS[kind])
     cache.prefill(*tokens(device, 60), [60, 5, 30])
     expected = cache.select([2, 2, 0])
@@ -292,7 +292,7 @@ def test_a_default_device_elsewhere_is_ignored(kind: str, device: str) -> None:
     assert none.host_lengths() == []
 
 
-def test_a_full_cache_says_so_and_stays_as_it_was(device: str) -> None:
+def test_a_full_cache_says_so_and_stays_as_it_was(device):
     k, v = tokens(device, 131)
     cache = make(device)
     with pytest.raises(
@@ -312,7 +312,7 @@ def test_a_full_cache_says_so_and_stays_as_it_was(device: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 20, 21, 22])
-def test_small_capacities(capacity: int, device: str) -> None:
+def test_small_capacities(capacity, device):
     k, v = tokens(device, capacity)
     q = normal((BATCH, 8, WIDTH), torch.float16, device, seed=13)
     cache = make(device, capacity=capacity)
@@ -348,13 +348,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_options(name: str) -> None:
+def test_wrong_options(name):
     changes, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         make(**{"device": "cpu"} | changes)
 
 
-def test_wrong_tokens_and_indices() -> None:
+def test_wrong_tokens_and_indices():
     cache = make("cpu")
     k, v = tokens("cpu", 4)
     with pytest.raises(

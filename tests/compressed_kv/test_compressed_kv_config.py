@@ -43,9 +43,7 @@ def cost(
     clusters=st.sampled_from([NONE, EVEN_CLUSTERS, H100_CLUSTERS]),
     bits=st.sampled_from([4, 16]),
 )
-def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
-    capacity: int, groups: int, processors: int, clusters: list[int], bits: int
-) -> None:
+def test_splits_are_whole_steps_and_no_split_count_is_cheaper(capacity, groups, processors, clusters, bits):
     split, cluster = host.compressed_kv_split_size(capacity, groups, processors, clusters, bits)
     steps = math.ceil(capacity / STEP)
     assert split % STEP == 0
@@ -72,12 +70,12 @@ def test_splits_are_whole_steps_and_no_split_count_is_cheaper(
         (1, 1, H100_CLUSTERS, 128, False),
     ],
 )
-def test_the_known_sizes(capacity: int, groups: int, clusters: list[int], split: int, cluster: bool) -> None:
+def test_the_known_sizes(capacity, groups, clusters, split, cluster):
     assert host.compressed_kv_split_size(capacity, groups, 132, clusters) == (split, cluster)
 
 
 @given(tiles=st.integers(0, 5000), most=st.integers(1, 24))
-def test_no_fewer_warps_take_the_tiles_in_as_many_rounds(tiles: int, most: int) -> None:
+def test_no_fewer_warps_take_the_tiles_in_as_many_rounds(tiles, most):
     warps = host.compressed_kv_warps(tiles, most)
     assert 1 <= warps <= most
     rounds = math.ceil(tiles / most)
@@ -94,9 +92,7 @@ def test_no_fewer_warps_take_the_tiles_in_as_many_rounds(tiles: int, most: int) 
     warps=st.sampled_from([8, 16, 24]),
     shared=st.sampled_from([101_376, 166_912, 232_448]),
 )
-def test_blocks_hold_their_rings(
-    stage: int, table: int, merge: int, padding: int, warps: int, shared: int
-) -> None:
+def test_blocks_hold_their_rings(stage, table, merge, padding, warps, shared):
     num_warps, stages, used = host.compressed_kv_config(stage, table, merge, padding, warps, shared)
     assert 1 <= num_warps <= warps
     assert stages in (2, 4)

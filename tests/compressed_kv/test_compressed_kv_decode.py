@@ -42,7 +42,7 @@ def run(case: DecodeCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
-def test_against_float64(case: DecodeCase, device: str, nan_memory: None) -> None:
+def test_against_float64(case, device, nan_memory):
     inputs = case.make_inputs(device)
     out, lse = run(case, inputs)
     assert out.is_contiguous()
@@ -56,7 +56,7 @@ def test_against_float64(case: DecodeCase, device: str, nan_memory: None) -> Non
 @pytest.mark.parametrize("k_bits", [4, 8, 16])
 @pytest.mark.parametrize("v_bits", [4, 8, 16])
 @pytest.mark.parametrize("width", [64, 128, 192, 256])
-def test_every_number_of_warps(width: int, k_bits: int, v_bits: int, device: str) -> None:
+def test_every_number_of_warps(width, k_bits, v_bits, device):
     """The number of warps follows from the rows of a tile; it need not divide what they merge."""
     for keep in (1, width // 4, width // 2, width * 3 // 4, width - 1, width):
         case = DecodeCase(
@@ -101,7 +101,7 @@ def test_property_against_float64(
     four_d,
     seed,
     data,
-) -> None:
+):
     S, W = sizes
     lengths = [data.draw(st.none() | st.tuples(*[st.integers(0, n)] * batch)) for n in sizes]
     case = DecodeCase(
@@ -119,7 +119,7 @@ def test_property_against_float64(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
-def test_all_channels_and_bits_are_dense_attention(dtype: torch.dtype, page: int, device: str) -> None:
+def test_all_channels_and_bits_are_dense_attention(dtype, page, device):
     case = DecodeCase(
         name="dense", dtype=dtype, S=300, W=20, H=8, k_keep=128, v_keep=128, k_bits=16, v_bits=16, page=page
     )
@@ -154,7 +154,7 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("group", [0, 1, 2, 4])
-def test_every_storage_gives_the_attention_of_the_keys(group: int, device: str) -> None:
+def test_every_storage_gives_the_attention_of_the_keys(group, device):
     """With dense 16-bit rows of transformed keys only their rounding to float16 differs from plain attention."""
     case = replace(
         SCHEMES,
@@ -180,7 +180,7 @@ def test_every_storage_gives_the_attention_of_the_keys(group: int, device: str) 
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_what_the_op_computes_differs_from_the_wrong_recipes(group: int, device: str) -> None:
+def test_what_the_op_computes_differs_from_the_wrong_recipes(group, device):
     """Reading transformed keys as plain ones, or with per-head queries for G > 1, gives a far result."""
     case = replace(SCHEMES, hadamard_group=group)
     inputs = case.make_inputs(device, seed=3)
@@ -193,7 +193,7 @@ def test_what_the_op_computes_differs_from_the_wrong_recipes(group: int, device:
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
-def test_the_two_exact_recipes_agree(group: int) -> None:
+def test_the_two_exact_recipes_agree(group):
     """The expanded query times the stored row equals the query times the restored keys, in float64."""
     q = normal((2, 8, 64), torch.float64, "cpu", seed=4)
     k = normal((2, 4, 30, 64), torch.float64, "cpu", seed=5)
@@ -207,7 +207,7 @@ def test_the_two_exact_recipes_agree(group: int) -> None:
     assert_close_spec(inverse, expected, 0.0, 1e-12)
 
 
-def test_the_unnormalised_transform_needs_another_scale(device: str) -> None:
+def test_the_unnormalised_transform_needs_another_scale(device):
     case = replace(SCHEMES, k_bits=16, v_bits=16, dtype=torch.float16)
     q, k, v = case.dense(device, seed=6)
     k = k / 4  # the unnormalised transform must fit float16
@@ -226,7 +226,7 @@ def test_the_unnormalised_transform_needs_another_scale(device: str) -> None:
 
 
 @pytest.mark.parametrize("page", [0, 16])
-def test_rows_past_the_lengths_are_not_read(page: int, device: str) -> None:
+def test_rows_past_the_lengths_are_not_read(page, device):
     case = DecodeCase(
         name="lengths", dtype=torch.float16, B=3, S=70, comp_len=(0, 17, 69), win_len=(5, 0, 9), page=page
     )
@@ -255,7 +255,7 @@ def test_rows_past_the_lengths_are_not_read(page: int, device: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("keep", [1, 39, 128])
 @pytest.mark.parametrize("page", [0, 16])
-def test_mutated_bytes_stay_in_their_heads(page: int, keep: int, bits: int, device: str) -> None:
+def test_mutated_bytes_stay_in_their_heads(page, keep, bits, device):
     """Random bytes, full bitmaps and any lengths: no other head changes, and no read is out of bounds."""
     case = DecodeCase(
         name="mutated", dtype=torch.float16, B=2, H=6, H_kv=3, S=128, k_keep=keep, v_keep=keep, k_bits=bits,
@@ -288,7 +288,7 @@ def test_mutated_bytes_stay_in_their_heads(page: int, keep: int, bits: int, devi
 
 
 @pytest.mark.parametrize("part", ["k_scales", "v_scales", "k_win", "v_win", "q"])
-def test_a_nan_stays_with_its_heads(part: str, device: str) -> None:
+def test_a_nan_stays_with_its_heads(part, device):
     case = DecodeCase(name="nan", dtype=torch.float16, B=2, H=6, H_kv=3, S=40, W=5)
     inputs = list(case.make_inputs(device, seed=8))
     clean, clean_lse = run(case, tuple(inputs))
@@ -312,7 +312,7 @@ def test_a_nan_stays_with_its_heads(part: str, device: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("negative", ["some", "all"])
-def test_scales_of_either_sign(negative: str, bits: int, device: str) -> None:
+def test_scales_of_either_sign(negative, bits, device):
     """kv_compress makes none below zero, but any bytes are rows; -inf poisons the channels that its row keeps."""
     case = DecodeCase(name="sign", dtype=torch.float16, B=2, S=90, k_bits=bits, v_bits=bits)
     inputs = list(case.make_inputs(device, seed=13))
@@ -331,7 +331,7 @@ def test_scales_of_either_sign(negative: str, bits: int, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("score", "expected"), [(-math.inf, 0.0), (math.inf, math.nan)])
-def test_infinite_scores(score: float, expected: float, dtype: torch.dtype, device: str) -> None:
+def test_infinite_scores(score, expected, dtype, device):
     case = DecodeCase(name="infinite", dtype=dtype, S=40, W=3, comp_len=(0, 40))
     inputs = list(case.make_inputs(device, seed=14))
     inputs[0][0] = inputs[0][0].abs() + 1
@@ -343,7 +343,7 @@ def test_infinite_scores(score: float, expected: float, dtype: torch.dtype, devi
     assert out[1].isfinite().all()
 
 
-def test_sequences_do_not_depend_on_their_batch_with_a_fixed_split(device: str) -> None:
+def test_sequences_do_not_depend_on_their_batch_with_a_fixed_split(device):
     case = DecodeCase(
         name="batch", dtype=torch.bfloat16, B=3, H=8, S=1100, W=7, comp_len=(1100, 300, 5), split_size=256
     )
@@ -357,7 +357,7 @@ def test_sequences_do_not_depend_on_their_batch_with_a_fixed_split(device: str) 
 
 
 @pytest.mark.parametrize("page", [1, 24, 64, 512])
-def test_pages_do_not_matter(page: int, device: str) -> None:
+def test_pages_do_not_matter(page, device):
     """Large pages use the kernels of rows without pages; small ones have kernels of their own on CUDA."""
     case = DecodeCase(name="pages", dtype=torch.float16, S=512, split_size=256, comp_len=(512, 77))
     inputs = case.make_inputs(device, seed=10)
@@ -371,9 +371,7 @@ def test_pages_do_not_matter(page: int, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [0, 2])
-def test_several_queries_are_single_ones_of_shorter_windows(
-    dtype: torch.dtype, group: int, device: str
-) -> None:
+def test_several_queries_are_single_ones_of_shorter_windows(dtype, group, device):
     case = DecodeCase(
         name="single", dtype=dtype, queries=11, W=70, S=90, H=12, B=3, split_size=256, hadamard_group=group,
         comp_len=(90, 0, 7), win_len=(70, 40, 3),
@@ -391,7 +389,7 @@ def test_several_queries_are_single_ones_of_shorter_windows(
         assert_close_spec(lse[:, :, i], one_lse.double(), 1e-4, 2e-3)
 
 
-def test_parts_merge_as_softmax_does(device: str) -> None:
+def test_parts_merge_as_softmax_does(device):
     """Attention over both parts follows from that over each one and their lse."""
     case = DecodeCase(name="merge", dtype=torch.float32, S=60, W=12)
     inputs = list(case.make_inputs(device, seed=11))
@@ -405,7 +403,7 @@ def test_parts_merge_as_softmax_does(device: str) -> None:
     assert_close_spec(lse, torch.logaddexp(lse_a.double(), lse_b.double()), 1e-6, 1e-5)
 
 
-def test_large_scores_do_not_overflow(device: str) -> None:
+def test_large_scores_do_not_overflow(device):
     case = DecodeCase(name="large", dtype=torch.float32, scale=300.0)
     inputs = case.make_inputs(device, seed=12)
     out, lse = run(case, inputs)
@@ -416,7 +414,7 @@ def test_large_scores_do_not_overflow(device: str) -> None:
     assert_close_spec(out, expected, 0.0, 2e-2)  # scores of some thousands carry an fp32 error of 1e-3
 
 
-def test_any_layout_of_the_window_and_the_query(device: str) -> None:
+def test_any_layout_of_the_window_and_the_query(device):
     case = DecodeCase(name="strides", dtype=torch.float16)
     inputs = list(case.make_inputs(device, seed=13))
     clean = run(case, tuple(inputs))
@@ -433,7 +431,7 @@ def test_any_layout_of_the_window_and_the_query(device: str) -> None:
 # ---- Python layer, gradients, compilation
 
 
-def test_python_function_and_its_other_name(device: str) -> None:
+def test_python_function_and_its_other_name(device):
     for name in ("paged_hadamard", "four_d", "no_window"):
         case = next(c for c in DECODE_CASES if c.name == name)
         inputs = case.make_inputs(device)
@@ -443,7 +441,7 @@ def test_python_function_and_its_other_name(device: str) -> None:
                 assert torch.equal(a, e)
 
 
-def test_there_is_no_gradient(device: str) -> None:
+def test_there_is_no_gradient(device):
     case = DecodeCase(name="gradient", dtype=torch.float32)
     q, *others = case.make_inputs(device)
     out, _ = op(q.requires_grad_(), *others, **case.options())
@@ -452,7 +450,7 @@ def test_there_is_no_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("case", DECODE_CASES[::9], ids=case_id)
-def test_opcheck(case: DecodeCase, device: str) -> None:
+def test_opcheck(case, device):
     opcheck(op.default, case.make_inputs(device), case.options())
 
 
@@ -468,7 +466,7 @@ def step(
 
 
 @pytest.mark.parametrize(("group", "dynamic", "backend"), [(0, False, "aot_eager"), (2, True, "inductor")])
-def test_compile_with_views(group: int, dynamic: bool, backend: str, device: str) -> None:
+def test_compile_with_views(group, dynamic, backend, device):
     torch.compiler.reset()  # the limit of recompilations counts those of other tests
     compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)
     for length in (5, 9):
@@ -481,7 +479,7 @@ def test_compile_with_views(group: int, dynamic: bool, backend: str, device: str
             assert a.stride() == e.stride()
 
 
-def test_new_lengths_do_not_recompile() -> None:
+def test_new_lengths_do_not_recompile():
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)

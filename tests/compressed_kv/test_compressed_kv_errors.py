@@ -73,13 +73,13 @@ def assert_refused(
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", COMPRESS)
-def test_compress(name: str, layer: str) -> None:
+def test_compress(name, layer):
     assert_refused(*COMPRESS[name], (htree_ops.kv_compress, ops.kv_compress), layer)
 
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", [n for n in COMPRESS if "bits" not in n and "16" not in n])
-def test_prune(name: str, layer: str) -> None:
+def test_prune(name, layer):
     call, kind, message = COMPRESS[name]
 
     def without_bits(function: Any) -> Call:
@@ -91,13 +91,13 @@ def test_prune(name: str, layer: str) -> None:
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", DECOMPRESS)
-def test_decompress(name: str, layer: str) -> None:
+def test_decompress(name, layer):
     assert_refused(*DECOMPRESS[name], (htree_ops.kv_decompress, ops.kv_decompress), layer)
 
 
 @pytest.mark.parametrize("wrong", [None, 8.0, "8", True], ids=repr)
 @pytest.mark.parametrize("place", range(3))
-def test_the_ints_of_decompress_have_one_class(place: int, wrong: Any) -> None:
+def test_the_ints_of_decompress_have_one_class(place, wrong):
     numbers: list[Any] = [64, 20, 4]
     numbers[place] = wrong
     name = ("D", "keep", "bits")[place]
@@ -153,14 +153,14 @@ DECODE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("layer", ["python", "op"])
 @pytest.mark.parametrize("name", DECODE)
-def test_decode(name: str, layer: str) -> None:
+def test_decode(name, layer):
     changes, kind, message = DECODE[name]
     arguments = dict(zip(NAMES, CASE.make_inputs("cpu"), strict=True)) | CASE.options() | changes
     functions = (htree_ops.kv_decode_attention, ops.kv_decode_attention)
     assert_refused(lambda f: f(**arguments), kind, message, functions, layer)
 
 
-def test_lengths_above_the_capacity_are_refused_where_they_are_known() -> None:
+def test_lengths_above_the_capacity_are_refused_where_they_are_known():
     arguments = dict(zip(NAMES, CASE.make_inputs("cpu"), strict=True)) | CASE.options()
     for changes, message in (
         ({"comp_len": lengths(3, 21)}, r"comp_len must lie between 0 and 20, got \[3, 21\]"),
@@ -171,7 +171,7 @@ def test_lengths_above_the_capacity_are_refused_where_they_are_known() -> None:
         assert not isinstance(caught.value, ShapeMismatchError)
 
 
-def test_kernels_clamp_lengths(device: str) -> None:
+def test_kernels_clamp_lengths(device):
     inputs = list(CASE.make_inputs(device))
     full = ops.kv_decode_attention(*inputs, **CASE.options())
     inputs[9], inputs[10] = (torch.full((2,), n, dtype=torch.int32, device=device) for n in (2**31 - 1, 5))
@@ -183,13 +183,13 @@ def test_kernels_clamp_lengths(device: str) -> None:
     assert (lse == -math.inf).all()
 
 
-def test_no_tensors_are_refused() -> None:
+def test_no_tensors_are_refused():
     with pytest.raises(TypeError, match="x must be a Tensor, got list"):
-        htree_ops.kv_compress([1.0], 20)  # type: ignore[arg-type]
+        htree_ops.kv_compress([1.0], 20)
     with pytest.raises(TypeError, match="keep must be an int, got float"):
-        htree_ops.ops.compressed_kv.kv_prune(X, 20.0)  # type: ignore[arg-type]
+        htree_ops.ops.compressed_kv.kv_prune(X, 20.0)
     with pytest.raises(TypeError, match="q must be a Tensor, got NoneType"):
-        htree_ops.kv_decode_attention(None, *CASE.make_inputs("cpu")[1:], **CASE.options())  # type: ignore[arg-type]
+        htree_ops.kv_decode_attention(None, *CASE.make_inputs("cpu")[1:], **CASE.options())
     table = torch.ops.htree.rope_cache(5, 64)
     with pytest.raises(ShapeMismatchError, match="apply_rotary_pos_emb_q: q must be 4-D"):
         htree_ops.compat.apply_rotary_pos_emb_q(X[0], *table, torch.arange(5))

@@ -23,7 +23,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def model(name: str, dtype: torch.dtype = torch.float16, **sizes: object) -> DecodeCase:
     """A case whose rows the op packs; other tests of the family compare its packing with the reference."""
     defaults: dict[str, object] = {"B": 2, "H": 8, "H_kv": 2, "S": 3000, "W": 33}
-    return DecodeCase(name=name, dtype=dtype, packer=op.kv_compress, **{**defaults, **sizes})  # type: ignore[arg-type]
+    return DecodeCase(name=name, dtype=dtype, packer=op.kv_compress, **{**defaults, **sizes})
 
 
 def run(case: DecodeCase, inputs: tuple[object, ...]) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("case", [*WIDTHS, *SHAPES], ids=case_id)
-def test_against_float64(case: DecodeCase, nan_memory: None) -> None:
+def test_against_float64(case, nan_memory):
     inputs = case.make_inputs("cuda")
     result = run(case, inputs)
     assert_decode(case, result, inputs)
@@ -91,7 +91,7 @@ def one_of(inputs: tuple[object, ...], b: int) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_fixed_split_makes_sequences_independent_of_their_batch(bits: int) -> None:
+def test_a_fixed_split_makes_sequences_independent_of_their_batch(bits):
     case = model("batch", B=5, comp_len=(3000, 5, 999, 2048, 1), k_bits=bits, v_bits=bits, split_size=512)
     inputs = case.make_inputs("cuda")
     out, lse = run(case, inputs)
@@ -102,7 +102,7 @@ def test_a_fixed_split_makes_sequences_independent_of_their_batch(bits: int) -> 
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_pages_change_no_bit(bits: int) -> None:
+def test_pages_change_no_bit(bits):
     flat = model("flat", k_bits=bits, v_bits=bits, split_size=256, comp_len=(2996, 700), S=3008)
     paged = replace(flat, page=64)
     for first, second in zip(
@@ -111,7 +111,7 @@ def test_pages_change_no_bit(bits: int) -> None:
         assert torch.equal(first, second)
 
 
-def test_scales_of_very_different_sizes() -> None:
+def test_scales_of_very_different_sizes():
     """With values of 2^-20 to 2^10 in one sequence, weights times scales neither overflow nor vanish."""
     case = model("scales", S=2048, W=0, k_bits=8, v_bits=8)
     q, k, v = case.dense("cuda")
@@ -136,7 +136,7 @@ def test_scales_of_very_different_sizes() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_stream_and_graph(bits: int) -> None:
+def test_stream_and_graph(bits):
     """The lengths stay on the device, so a captured step follows their changes."""
     case = model("graph", k_bits=bits, v_bits=bits, comp_len=(3000, 40), win_len=(3, 33))
     inputs = case.make_inputs("cuda")
@@ -151,7 +151,7 @@ def test_stream_and_graph(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_poisoned_rows_reach_only_their_channels(bits: int) -> None:
+def test_poisoned_rows_reach_only_their_channels(bits):
     case = model("poison", B=1, H=4, H_kv=1, S=700, k_bits=bits, v_bits=bits, v_keep=40)
     inputs = list(case.make_inputs("cuda"))
     v = normal((1, 1, case.S, 128), case.dtype, "cuda", seed=5)
@@ -166,7 +166,7 @@ def test_poisoned_rows_reach_only_their_channels(bits: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 8])
-def test_one_kernel_up_to_the_splits_of_a_cluster(splits: int) -> None:
+def test_one_kernel_up_to_the_splits_of_a_cluster(splits):
     """With clusters, one kernel also reads the window and merges the splits."""
     case = model("launches", S=512 * splits - 3, split_size=512, W=32, win_len=(32, 5))
     inputs = case.make_inputs("cuda")
@@ -180,7 +180,7 @@ def test_one_kernel_up_to_the_splits_of_a_cluster(splits: int) -> None:
     assert_decode(case, result, inputs)
 
 
-def test_many_rows_pass_2_to_the_31_bytes() -> None:
+def test_many_rows_pass_2_to_the_31_bytes():
     case = model("large", B=1, H=2, H_kv=2, S=2**23, W=0, k_bits=16, v_bits=16, k_keep=128, v_keep=128)
     x = normal((1, 2, 2**16, 128), torch.float16, "cuda", seed=1)
     rows = [part.repeat(1, 1, 128, *[1] * (part.dim() - 3)) for part in op.kv_compress(x, 128, 16)[:2]]

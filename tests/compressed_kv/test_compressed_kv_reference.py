@@ -14,7 +14,7 @@ from htree_ops.ops.compressed_kv import format as row_format
 from htree_ops.ops.compressed_kv.storage import RowFormat
 from htree_ops.reference import compressed_kv as reference
 from tests.support.cases import case_id
-from tests.support.compressed_kv_cases import COMPRESS_CASES, CompressCase, assert_rows_within_bounds
+from tests.support.compressed_kv_cases import COMPRESS_CASES, assert_rows_within_bounds
 
 
 def as_float(x: float) -> float:
@@ -81,7 +81,7 @@ SMALL = [c for c in COMPRESS_CASES if c.bits != 16 and math.prod(c.shape[:3]) <=
 
 
 @pytest.mark.parametrize("case", SMALL, ids=case_id)
-def test_two_packers_agree_on_every_byte(case: CompressCase) -> None:
+def test_two_packers_agree_on_every_byte(case):
     x, keep, bits, weight = case.make_inputs("cpu", seed=1)
     assert_packed_alike(x, keep, bits, weight)
 
@@ -95,12 +95,12 @@ numbers = st.floats(width=16) | st.floats(-4, 4, width=16) | st.sampled_from([0.
     keep=st.integers(1, 64),
     bits=st.sampled_from([8, 4]),
 )
-def test_property_two_packers_agree_on_every_byte(row, weight, keep, bits) -> None:
+def test_property_two_packers_agree_on_every_byte(row, weight, keep, bits):
     weights = None if weight is None else torch.tensor(weight)[None, None]
     assert_packed_alike(torch.tensor(row)[None, None, None], keep, bits, weights)
 
 
-def test_a_row_by_hand() -> None:
+def test_a_row_by_hand():
     x = torch.zeros(1, 1, 1, 64)
     x[..., 5], x[..., 63], x[..., 2] = 12.7, -6.35, 0.1
     bitmap, values, scales = reference.kv_compress(x, 2, 8)
@@ -118,12 +118,12 @@ def test_a_row_by_hand() -> None:
 @pytest.mark.parametrize(
     ("value", "bits"), [(math.nan, 0x7E00), (65519.0, 0x7BFF), (65520.0, 0x7BFF), (1e30, 0x7BFF)]
 )
-def test_the_halves_of_the_python_packer(value: float, bits: int) -> None:
+def test_the_halves_of_the_python_packer(value, bits):
     assert half_bits(value) == bits
 
 
 @pytest.mark.parametrize("case", [c for c in COMPRESS_CASES if c.weight is None], ids=case_id)
-def test_bounds(case: CompressCase) -> None:
+def test_bounds(case):
     x, keep, bits, _ = case.make_inputs("cpu", seed=2)
     bitmap, values, scales = reference.kv_compress(x, keep, bits)
     rows = reference.kv_decompress(bitmap, values, scales, x.shape[-1], keep, bits, torch.float64, x.dtype)
@@ -131,7 +131,7 @@ def test_bounds(case: CompressCase) -> None:
     assert torch.equal(reference.unpack_bits(bitmap).sum(-1), torch.full(x.shape[:3], keep))
 
 
-def test_sixteen_bits_keep_every_bit() -> None:
+def test_sixteen_bits_keep_every_bit():
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 2, 256, 128)
         bitmap, values, scales = reference.kv_compress(x, 128, 16)
@@ -152,7 +152,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("width", "sparsity"), TABLE)
-def test_bytes_per_element_are_those_of_the_page(width: int, sparsity: float) -> None:
+def test_bytes_per_element_are_those_of_the_page(width, sparsity):
     keep, *per_element = TABLE[width, sparsity]
     assert reference.num_kept(width, sparsity) == row_format.num_kept(width, sparsity) == keep
     for bits, expected in zip((16, 8, 4), per_element, strict=True):
@@ -163,12 +163,12 @@ def test_bytes_per_element_are_those_of_the_page(width: int, sparsity: float) ->
 
 
 @given(keep=st.integers(1, 256), bits=st.sampled_from([16, 8, 4]))
-def test_property_row_bytes(keep: int, bits: int) -> None:
+def test_property_row_bytes(keep, bits):
     size = reference.row_bytes(keep, bits)
     assert size == row_format.row_bytes(keep, bits) == math.ceil(math.ceil(keep * bits / 8) / 4) * 4
 
 
-def test_attention_is_torchs() -> None:
+def test_attention_is_torchs():
     q, k, v = torch.randn(2, 6, 64), torch.randn(2, 3, 40, 64), torch.randn(2, 3, 40, 64)
     present = torch.rand(2, 40) < 0.7
     out, lse = reference.attention(q, k, v, present)
@@ -183,7 +183,7 @@ def test_attention_is_torchs() -> None:
     assert (lse == -math.inf).all()
 
 
-def test_the_weight_of_the_queries() -> None:
+def test_the_weight_of_the_queries():
     q = torch.randn(2, 6, 40, 64)
     weight = reference.key_weight_from_queries(q, 3, 8)
     assert weight.shape == (2, 3, 64)

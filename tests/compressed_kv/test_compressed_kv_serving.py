@@ -102,9 +102,7 @@ class Schedule:
     seed=st.integers(0, 1000),
     data=st.data(),
 )
-def test_property_a_ragged_batch_is_each_sequence_alone(
-    device, kind, window, chunk, rollback, seed, data
-) -> None:
+def test_property_a_ragged_batch_is_each_sequence_alone(device, kind, window, chunk, rollback, seed, data):
     options = KINDS[kind] | {"window": window, "chunk": chunk, "capacity": LONGEST}
     options["rollback"] = None if rollback is None else min(rollback, chunk)
     if "page_size" in options:
@@ -121,7 +119,7 @@ def test_property_a_ragged_batch_is_each_sequence_alone(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_tokens_are_as_one_at_a_time(kind: str, device: str) -> None:
+def test_several_tokens_are_as_one_at_a_time(kind, device):
     """Also where chunks are compressed between them, and at every place of the chunk."""
     q, (k, v) = queries(device, 100, 2), tokens(device, 100)
     single, several = (make(device, split_size=256, **KINDS[kind]) for _ in range(2))
@@ -140,7 +138,7 @@ def test_several_tokens_are_as_one_at_a_time(kind: str, device: str) -> None:
         at += size
 
 
-def test_several_queries_of_what_the_cache_holds(device: str) -> None:
+def test_several_queries_of_what_the_cache_holds(device):
     """attend() after append() sees what is compressed as it is now; each query sees the tokens up to its own."""
     cache = make(device)
     k, v = tokens(device, 60)
@@ -169,7 +167,7 @@ def test_several_queries_of_what_the_cache_holds(device: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rollback", [0, 3, 16])
-def test_drafts_leave_no_trace(kind: str, rollback: int, device: str) -> None:
+def test_drafts_leave_no_trace(kind, rollback, device):
     """At every length: the last tokens go, others come, and the bytes are those of the others alone."""
     options = KINDS[kind] | {"rollback": rollback}
     k, v = tokens(device, 100)
@@ -193,7 +191,7 @@ def test_drafts_leave_no_trace(kind: str, rollback: int, device: str) -> None:
     assert_rows(drafted.attend(q), plain.attend(q), device)
 
 
-def test_a_prompt_can_be_cut_back(device: str) -> None:
+def test_a_prompt_can_be_cut_back(device):
     k, v = tokens(device, 90)
     for cut in range(6):
         cache, shorter = make(device), make(device)
@@ -204,7 +202,7 @@ def test_a_prompt_can_be_cut_back(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) -> None:
+def test_a_cut_among_compressed_tokens_keeps_the_others(kind, device):
     """What is kept stays as it is; new tokens go to the window, and chunks end at multiples of C again."""
     k, v = tokens(device, 110)
     cache = make(device, rollback=0, **KINDS[kind])
@@ -249,19 +247,19 @@ def test_a_cut_among_compressed_tokens_keeps_the_others(kind: str, device: str) 
         assert same or (whole.hadamard_group and x is not new), "dense again"
 
 
-def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
+def test_a_shared_page_is_copied_when_it_is_opened(device):
     k, v = tokens(device, 60)
     cache = make(device, page_size=8, num_pages=12, rollback=0)
     cache.append(k[:, :38], v[:, :38])  # 32 compressed tokens, 4 pages each
     cache.reorder_([0, 0, 0])
-    assert len(cache.storage.pages.free) == 8  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 8
     cache.truncate(20)
-    assert len(cache.storage.pages.free) == 8 + 1 - 2  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 8 + 1 - 2
     kept = cache.to_dense()
     cache.append(k[:, 30:55], v[:, 30:55])
     cache.settle()
     assert cache.compressed_lengths == [32] * BATCH
-    assert len(cache.storage.pages.free) == 12 - 2 - 3 * 2  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 12 - 2 - 3 * 2
     for x, old, new in zip(cache.to_dense(), kept, (k, v), strict=True):
         assert torch.equal(x[:, :20], old[:, :20])
         assert torch.equal(x[:, 32:], new[:, 42:55])
@@ -270,7 +268,7 @@ def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
     small.append(k[:, :22], v[:, :22])
     small.reorder_([0, 0, 2])
     small.append(k[:, :17], v[:, :17], [0, 0, 17])
-    assert not small.storage.pages.free  # type: ignore[union-attr]
+    assert not small.storage.pages.free
     before = small.state_dict()
     with pytest.raises(OutOfPagesError, match="truncate: 1 more pages of 8 tokens are needed"):
         small.truncate([12, -1, -1])
@@ -282,16 +280,16 @@ def test_a_shared_page_is_copied_when_it_is_opened(device: str) -> None:
     assert small.compressed_lengths == [16, 8, 32]
 
 
-def test_a_sequence_ends_and_another_begins_as_a_copy(device: str) -> None:
+def test_a_sequence_ends_and_another_begins_as_a_copy(device):
     k, v = tokens(device, 60)
     cache = make(device, page_size=8, num_pages=12)
     cache.append(k[:, :38], v[:, :38])  # 32 compressed tokens, 4 pages each
     expected = cache.select([1, 1, 2])
     cache.free(0)
     assert cache.host_lengths() == [0, 38, 38]
-    assert len(cache.storage.pages.free) == 4  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 4
     cache.fork(source=1, target=0)
-    assert len(cache.storage.pages.free) == 4, "shared"  # type: ignore[union-attr]
+    assert len(cache.storage.pages.free) == 4, "shared"
     assert_same_content(cache, expected)
     for name, call in (
         ("fork: target", lambda: cache.fork(0, 3)),
@@ -309,7 +307,7 @@ def test_a_sequence_ends_and_another_begins_as_a_copy(device: str) -> None:
     assert few.host_lengths() == [12, 0, 0]
 
 
-def test_what_is_taken_back_may_not_be_more(device: str) -> None:
+def test_what_is_taken_back_may_not_be_more(device):
     cache = make(device)
     cache.append(*tokens(device, 30), [30, 3, 0])
     before = copy.deepcopy(cache)
@@ -318,7 +316,7 @@ def test_what_is_taken_back_may_not_be_more(device: str) -> None:
         ([True, 1, 0], TypeError),
     ):  # fmt: skip
         with pytest.raises(kind, match="truncate: lengths must be"):
-            cache.truncate(lengths)  # type: ignore[arg-type]
+            cache.truncate(lengths)
     assert_same_content(cache, before)
     cache.truncate(torch.tensor([-1, 2, 0]))
     assert cache.host_lengths() == [30, 2, 0]
@@ -326,7 +324,7 @@ def test_what_is_taken_back_may_not_be_more(device: str) -> None:
         make(device, rollback=17)
 
 
-def test_graphs_and_beams_keep_what_can_be_taken_back(device: str) -> None:
+def test_graphs_and_beams_keep_what_can_be_taken_back(device):
     k, v = tokens(device, 40)
     for index in ([0, 1, 2], [2, 2, 0]):
         cache = make(device)
@@ -346,7 +344,7 @@ def test_graphs_and_beams_keep_what_can_be_taken_back(device: str) -> None:
 # ---- errors of calls with several tokens
 
 
-def test_a_refused_call_changes_nothing(device: str) -> None:
+def test_a_refused_call_changes_nothing(device):
     cache = make(device, capacity=50)
     k, v = tokens(device, 60)
     q = queries(device, 60, 4)
@@ -379,7 +377,7 @@ def test_a_refused_call_changes_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_fits_safetensors(kind: str, device: str) -> None:
+def test_a_state_fits_safetensors(kind, device):
     k, v = tokens(device, 90)
     cache = make(device, **KINDS[kind])
     cache.append(k, v, [90, 0, 41])
@@ -400,7 +398,7 @@ def test_a_state_fits_safetensors(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_moves(kind: str, device: str) -> None:
+def test_a_cache_moves(kind, device):
     cache = make(device, **KINDS[kind])
     cache.append(*tokens(device, 60), [60, 0, 30])
     cache.key_weight = torch.ones(BATCH, HEADS, WIDTH, device=device)
@@ -426,14 +424,14 @@ def test_a_cache_moves(kind: str, device: str) -> None:
         assert_same_content(wide, cache)
         wide.truncate(-1)
     with pytest.raises(TypeError, match="to: takes a device and a dtype, got int"):
-        cache.to(1)  # type: ignore[arg-type]
+        cache.to(1)
     with pytest.raises(UnsupportedDtypeError, match="dtype must be"):
         cache.to(torch.float64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_moves_to_a_gpu_and_back(kind: str) -> None:
+def test_a_cache_moves_to_a_gpu_and_back(kind):
     cache = make("cpu", **KINDS[kind])
     cache.append(*tokens("cpu", 60), [60, 0, 30])
     there = cache.to("cuda")
@@ -446,7 +444,7 @@ def test_a_cache_moves_to_a_gpu_and_back(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "value_width"), [(192, 128), (64, 320)])
-def test_values_of_another_size(width: int, value_width: int, device: str) -> None:
+def test_values_of_another_size(width, value_width, device):
     options: dict[str, Any] = {"keep": (width // 3, value_width), "bits": (8, 4), "window": 5, "chunk": 16}
     options["dtype"] = torch.float16
     cache = CompressedKVCache(2, 2, width, 70, value_dim=value_width, device=device, page_size=8, **options)
@@ -477,7 +475,7 @@ def test_values_of_another_size(width: int, value_width: int, device: str) -> No
         CompressedKVCache(2, 2, width, 70, value_dim=100, device=device, **options)
 
 
-def test_its_words(device: str) -> None:
+def test_its_words(device):
     cache = make(device, page_size=8, keep=(20, 30))
     cache.append(*tokens(device, 30), [30, 0, 7])
     words = repr(cache)

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 128, 192, 256, 320, 512])
-def test_rows(width: int, dtype: torch.dtype) -> None:
+def test_rows(width, dtype):
     x = rows_with_outliers((2, 3, 7, width), dtype, "cuda", seed=width)
     weight = torch.rand(2, 3, width, device="cuda")
     for bits in (4, 8, 16) if dtype != torch.float32 else (4, 8):
@@ -38,7 +38,7 @@ def case_of(width: int, k_bits: int, v_bits: int, dtype: torch.dtype, **sizes: o
         "B": 2, "H": 6, "H_kv": 2, "S": 131, "W": 5, "D": width, "k_keep": 29, "v_keep": 33, "comp_len": (131, 20)
     }  # fmt: skip
     fields = {**defaults, **sizes}
-    return DecodeCase(name="case", dtype=dtype, k_bits=k_bits, v_bits=v_bits, **fields)  # type: ignore[arg-type]
+    return DecodeCase(name="case", dtype=dtype, k_bits=k_bits, v_bits=v_bits, **fields)
 
 
 CASES = [
@@ -71,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.shapes}-{c.dtype}")
-def test_decode(case: DecodeCase) -> None:
+def test_decode(case):
     inputs = case.make_inputs("cuda")
     assert_decode(case, op.kv_decode_attention(*inputs, **case.options()), inputs)
 
@@ -85,7 +85,7 @@ def spoiled(x: Tensor, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("keep", [1, 39, 128])
-def test_mutated_bytes_stay_in_bounds(keep: int, bits: int, dtype: torch.dtype) -> None:
+def test_mutated_bytes_stay_in_bounds(keep, bits, dtype):
     """With random bytes, full bitmaps, wrong pages and lengths every read stays inside the tensors.
 
     A bitmap with more bits than its row has values makes a warp read what the next warp is still copying. What

@@ -63,7 +63,7 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @by_shape
-def test_moba(shape: tuple[int, ...], device: str) -> None:
+def test_moba(shape, device):
     tensors = problem(shape, device)
     q, k, _ = (x.cpu().double() for x in tensors)
     group = q.shape[2] // k.shape[2]
@@ -79,7 +79,7 @@ def test_moba(shape: tuple[int, ...], device: str) -> None:
 
 
 @by_shape
-def test_nsa(shape: tuple[int, ...], device: str) -> None:
+def test_nsa(shape, device):
     B, T, H, H_kv = shape
     local, count, group = 2, 4, H // H_kv
     tensors = (*problem(shape, device), torch.rand(B, T, H, 3, generator=torch.manual_seed(3)).to(device))
@@ -130,7 +130,7 @@ def test_nsa(shape: tuple[int, ...], device: str) -> None:
 
 @pytest.mark.parametrize("queries", [None, 1], ids=["all", "one"])
 @by_shape
-def test_quest(shape: tuple[int, ...], queries: int | None, device: str) -> None:
+def test_quest(shape, queries, device):
     B, T, H, H_kv = shape
     tensors = problem(shape, device)
     q, k, _ = (x.cpu().double() for x in tensors)

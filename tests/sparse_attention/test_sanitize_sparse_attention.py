@@ -29,7 +29,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_sparse_attention(case: SparseCase) -> None:
+def test_sparse_attention(case):
     if case.name != "windows":
         assert_equal_to_reference(case, "cuda")
         return
@@ -51,7 +51,7 @@ def test_sparse_attention(case: SparseCase) -> None:
             )
 
 
-def test_documents() -> None:
+def test_documents():
     case = SparseVarlenCase(
         name="documents",
         dtype=torch.float32,

@@ -70,7 +70,7 @@ def problems(draw: Any, device: str, lists: tuple[str, ...] = ("wild", "random",
 
 
 @pytest.mark.parametrize("case", [*CASES, *FAST_CASES], ids=lambda case: f"{case.id}-{case.K}")
-def test_equal_to_the_reference(case: SparseCase, device: str) -> None:
+def test_equal_to_the_reference(case, device):
     if runs_on(case, device):
         assert_equal_to_reference(case, device)
     elif case.block_size < 16:
@@ -82,14 +82,14 @@ def test_equal_to_the_reference(case: SparseCase, device: str) -> None:
 
 
 @given(data=st.data(), seed=seeds)
-def test_any_problem_equals_the_reference(data: st.DataObject, seed: int, device: str) -> None:
+def test_any_problem_equals_the_reference(data, seed, device):
     case = data.draw(problems(device))
     with poisoned_memory():
         assert_equal_to_reference(case, device, seed, of=data.draw(st.sampled_from(("both", "out", "lse"))))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_whose_terms_cancel(dtype: torch.dtype, device: str) -> None:
+def test_gradients_whose_terms_cancel(dtype, device):
     """One token beside a sink: the gradient of its score is a difference of two sums that are nearly equal."""
     case = replace(FAST_CASES[0], dtype=dtype, B=1, T=1, H=2, n=1, scale=1.0, has_sinks=True)
     for seed in range(50):
@@ -97,7 +97,7 @@ def test_gradients_whose_terms_cancel(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.n], ids=case_id)
-def test_gradcheck(case: SparseCase) -> None:
+def test_gradcheck(case):
     case = replace(
         case,
         dtype=torch.float64,
@@ -114,7 +114,7 @@ def test_gradcheck(case: SparseCase) -> None:
     assert torch.autograd.gradcheck(call, leaves)
 
 
-def test_all_blocks_are_dense_attention(device: str) -> None:
+def test_all_blocks_are_dense_attention(device):
     case = for_device(replace(CASES[0], lists="all", n=10, B=2, T=40), device)
     query, key, value, blocks, _ = case.make_inputs(device)
     out = sparse_attention(query, key, value, blocks, block_size=case.block_size)
@@ -124,7 +124,7 @@ def test_all_blocks_are_dense_attention(device: str) -> None:
     torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
 
 
-def test_the_tokens_of_a_tree(device: str) -> None:
+def test_the_tokens_of_a_tree(device):
     """The list of layer 0 that tree attention selects is read as its last layer reads it, without rotation."""
     r = 16
     query, key, value = (normal((2, 500, h, 16), torch.float32, device, h) for h in (4, 2, 3))
@@ -147,9 +147,7 @@ def no_rotation(size: int, K: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @given(data=st.data(), seed=seeds)
-def test_neither_order_nor_repetition_nor_padding_changes_a_bit(
-    data: st.DataObject, seed: int, device: str
-) -> None:
+def test_neither_order_nor_repetition_nor_padding_changes_a_bit(data, seed, device):
     case = data.draw(problems(device))
     query, key, value, blocks, sinks = case.make_inputs(device, seed)
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -164,9 +162,7 @@ def test_neither_order_nor_repetition_nor_padding_changes_a_bit(
 
 
 @given(data=st.data(), seed=seeds)
-def test_a_block_behind_the_diagonal_one_counts_as_absent(
-    data: st.DataObject, seed: int, device: str
-) -> None:
+def test_a_block_behind_the_diagonal_one_counts_as_absent(data, seed, device):
     case = data.draw(problems(device))
     query, key, value, blocks, sinks = case.make_inputs(device, seed)
     places = torch.arange(blocks.shape[1], device=device) * case.selection_stride + case.T - case.num_queries
@@ -178,7 +174,7 @@ def test_a_block_behind_the_diagonal_one_counts_as_absent(
 
 @pytest.mark.parametrize("lists", ["nothing", "ignored"])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_dead_rows(lists: str, has_sinks: bool, device: str) -> None:
+def test_dead_rows(lists, has_sinks, device):
     case = for_device(replace(CASES[0], has_sinks=has_sinks, n=3), device)
     query, key, value, blocks, sinks = case.make_inputs(device)
     blocks = blocks[..., :0] if lists == "nothing" else torch.full_like(blocks, -1)
@@ -188,7 +184,7 @@ def test_dead_rows(lists: str, has_sinks: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("upstream", [torch.nan, torch.inf])
-def test_a_dead_row_gives_sinks_nothing_whatever_its_gradient(upstream: float, device: str) -> None:
+def test_a_dead_row_gives_sinks_nothing_whatever_its_gradient(upstream, device):
     """Branches merged by their lse have such gradients: -inf less -inf."""
     case = for_device(replace(CASES[0], has_sinks=True), device)
     query, key, value, blocks, sinks = case.make_inputs(device)
@@ -203,7 +199,7 @@ def test_a_dead_row_gives_sinks_nothing_whatever_its_gradient(upstream: float, d
 
 
 @pytest.mark.parametrize("width", [3, 8])
-def test_memory_in_any_order_of_dimensions(width: int, device: str) -> None:
+def test_memory_in_any_order_of_dimensions(width, device):
     """Also where the width is odd, so that rows are copied."""
     case = for_device(replace(CASES[0], H=1, H_kv=1, K=width), device)
     query, key, value, blocks, _ = case.make_inputs(device)
@@ -214,7 +210,7 @@ def test_memory_in_any_order_of_dimensions(width: int, device: str) -> None:
         assert_same_bits(with_gradients(op(case), (q, k, v, blocks, None)), wanted)
 
 
-def test_dead_rows_beside_living_ones(device: str) -> None:
+def test_dead_rows_beside_living_ones(device):
     """A row that sees nothing changes no gradient of the others, whatever its own gradients are."""
     case = for_device(CASES[0], device)
     query, key, value, blocks, _ = case.make_inputs(device)
@@ -235,7 +231,7 @@ def test_dead_rows_beside_living_ones(device: str) -> None:
 
 
 @pytest.mark.parametrize("sink", [-torch.inf, -200.0, 0.0, 5.0, 200.0, 3.4e38, torch.inf])
-def test_extreme_sinks(sink: float, device: str) -> None:
+def test_extreme_sinks(sink, device):
     """Beside a huge sink out is 0 and lse keeps its gradient; a sink of -inf is none, to the bit."""
     case = for_device(replace(CASES[0], has_sinks=True), device)
     query, key, value, blocks, sinks = case.make_inputs(device)
@@ -253,7 +249,7 @@ def test_extreme_sinks(sink: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_sinks_of_any_dtype(dtype: torch.dtype, device: str) -> None:
+def test_sinks_of_any_dtype(dtype, device):
     case = for_device(replace(CASES[0], has_sinks=True), device)
     query, key, value, blocks, sinks = case.make_inputs(device)
     rounded = sinks.to(dtype)
@@ -268,7 +264,7 @@ def test_sinks_of_any_dtype(dtype: torch.dtype, device: str) -> None:
 
 
 @given(data=st.data(), seed=seeds)
-def test_a_row_has_its_bits_in_any_batch(data: st.DataObject, seed: int, device: str) -> None:
+def test_a_row_has_its_bits_in_any_batch(data, seed, device):
     """Out, lse and dq of a row alone: of its sequence alone, of a shorter suffix, with later tokens cut off."""
     case = data.draw(problems(device))
     inputs = query, key, value, blocks, sinks = case.make_inputs(device, seed)
@@ -295,7 +291,7 @@ def test_a_row_has_its_bits_in_any_batch(data: st.DataObject, seed: int, device:
 
 
 @pytest.mark.parametrize("case", CASES + FAST_CASES, ids=lambda case: f"{case.id}-{case.K}")
-def test_the_same_bits_in_every_run_and_for_any_threads(case: SparseCase, device: str) -> None:
+def test_the_same_bits_in_every_run_and_for_any_threads(case, device):
     case = for_device(case, device)
     inputs = case.make_inputs(device)
     wanted = with_gradients(op(case), inputs)
@@ -310,7 +306,7 @@ def test_the_same_bits_in_every_run_and_for_any_threads(case: SparseCase, device
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides(layout: str, device: str) -> None:
+def test_strides(layout, device):
     case = for_device(replace(CASES[6], B=2), device)
     inputs = case.make_inputs(device)
     wanted = with_gradients(op(case), inputs)
@@ -322,7 +318,7 @@ def test_strides(layout: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_seen_may_be_anything(poison: float, device: str) -> None:
+def test_what_is_not_seen_may_be_anything(poison, device):
     """Tokens that no list holds, and those behind a query, reach neither values nor gradients."""
     case = for_device(replace(CASES[0], T=40, n=3), device)
     query, key, value, blocks, _ = case.make_inputs(device)
@@ -336,7 +332,7 @@ def test_what_is_not_seen_may_be_anything(poison: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_seen_value_that_is_not_finite_stays_in_its_rows(poison: float, device: str) -> None:
+def test_a_seen_value_that_is_not_finite_stays_in_its_rows(poison, device):
     case = for_device(CASES[0], device)
     query, key, value, blocks, _ = case.make_inputs(device)
     clean = op(case)(query, key, value, blocks, None)[0]
@@ -353,7 +349,7 @@ def test_a_seen_value_that_is_not_finite_stays_in_its_rows(poison: float, device
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8), (2, 0, 8), (2, 0, 0)])
-def test_empty(shape: tuple[int, int, int], device: str) -> None:
+def test_empty(shape, device):
     B, T_q, T = shape
     query = torch.randn(B, T_q, 4, 16, device=device).requires_grad_()
     key = torch.randn(B, T, 2, 16, device=device).requires_grad_()
@@ -370,7 +366,7 @@ def test_empty(shape: tuple[int, int, int], device: str) -> None:
         assert (x.grad == 0).all()
 
 
-def test_returns(device: str) -> None:
+def test_returns(device):
     case = for_device(CASES[0], device)
     query, key, value, blocks, _ = case.make_inputs(device)
     out = htree_ops.sparse_attention(query, key, value, blocks, block_size=case.block_size)
@@ -380,7 +376,7 @@ def test_returns(device: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [(True, False, False, False), (False, True, False, True), (False,) * 4])
-def test_gradients_that_are_not_wanted(mask: tuple[bool, ...], device: str) -> None:
+def test_gradients_that_are_not_wanted(mask, device):
     case = for_device(replace(CASES[6]), device)
     query, key, value, blocks, sinks = case.make_inputs(device)
     out, lse = op(case)(query, key, value, blocks, sinks)
@@ -392,7 +388,7 @@ def test_gradients_that_are_not_wanted(mask: tuple[bool, ...], device: str) -> N
         assert ours is None or torch.equal(ours, theirs)
 
 
-def test_merging_branches_by_their_lse(device: str) -> None:
+def test_merging_branches_by_their_lse(device):
     """Two lists that part one list, merged by lse, give its values and gradients: what NSA and a ring do."""
     case = for_device(replace(CASES[0], n=4), device)
     query, key, value, blocks, _ = case.make_inputs(device)
@@ -410,5 +406,5 @@ def test_merging_branches_by_their_lse(device: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_tolerances_are_of_every_dtype() -> None:
+def test_tolerances_are_of_every_dtype():
     assert {case.dtype for case in CASES} == set(TOLERANCES)

@@ -165,7 +165,7 @@ VARLEN_BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_argument(name: str) -> None:
+def test_bad_argument(name):
     changed, kind, words = BAD[name]
     with pytest.raises(kind) as caught:
         htree_ops.sparse_attention(**{**GOOD, **changed})
@@ -173,7 +173,7 @@ def test_bad_argument(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARLEN_BAD)
-def test_bad_argument_of_documents(name: str) -> None:
+def test_bad_argument_of_documents(name):
     changed, kind, words = VARLEN_BAD[name]
     with pytest.raises(kind) as caught:
         htree_ops.sparse_attention_varlen(**{**VARLEN_GOOD, **changed})
@@ -187,12 +187,12 @@ def check_message(message: str, function: str, words: list[str]) -> None:
     assert "got" in message, message
 
 
-def test_good_arguments() -> None:
+def test_good_arguments():
     htree_ops.sparse_attention(**GOOD)
     htree_ops.sparse_attention_varlen(**VARLEN_GOOD)
 
 
-def test_the_backward_refuses_what_a_forward_did_not_give() -> None:
+def test_the_backward_refuses_what_a_forward_did_not_give():
     out, lse = torch.ops.htree.sparse_attention(
         *(GOOD[x] for x in ("query", "key", "value", "blocks", "sinks"))
     )
@@ -206,7 +206,7 @@ def test_the_backward_refuses_what_a_forward_did_not_give() -> None:
         backward(*args, out, out)
 
 
-def test_double_backward_is_refused() -> None:
+def test_double_backward_is_refused():
     query = GOOD["query"].clone().requires_grad_()
     out = htree_ops.sparse_attention(query, GOOD["key"], GOOD["value"], GOOD["blocks"])
     (first,) = torch.autograd.grad(out.sum(), query, create_graph=True)
@@ -215,7 +215,7 @@ def test_double_backward_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_short_blocks_are_refused_on_cuda() -> None:
+def test_short_blocks_are_refused_on_cuda():
     arguments = {name: x.cuda() for name, x in GOOD.items()}
     with pytest.raises(htree_ops.ArchitectureNotSupportedError, match="block_size must be at least 16"):
         htree_ops.sparse_attention(**arguments, block_size=8)

@@ -34,7 +34,7 @@ def leaves_of(inputs: Sequence[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_opcheck(case: SparseCase, device: str) -> None:
+def test_opcheck(case, device):
     case = for_device(case, device)
     inputs = case.make_inputs(device)
     opcheck(OPS.sparse_attention.default, inputs, case.options())
@@ -45,7 +45,7 @@ def test_opcheck(case: SparseCase, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=case_id)
-def test_opcheck_of_documents(case: Any, device: str) -> None:
+def test_opcheck_of_documents(case, device):
     if device == "cuda":
         case = replace(case, block_size=max(16, case.block_size), dtype=torch.float32)
     inputs = case.make_inputs(device)
@@ -58,7 +58,7 @@ def test_opcheck_of_documents(case: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [(True, False, True, False), (False, False, False, True), (False,) * 4])
-def test_opcheck_of_a_masked_backward(mask: tuple[bool, ...], device: str) -> None:
+def test_opcheck_of_a_masked_backward(mask, device):
     case = replace(CASES[6], block_size=16, n=2)
     args = SparseBackwardCase(name="sinks", dtype=case.dtype, forward=case).make_inputs(device)
     opcheck(OPS._sparse_attention_backward.default, args, {**case.options(), "output_mask": mask})
@@ -94,7 +94,7 @@ def view_inputs(T: int, device: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("dynamic", "backend"), BACKENDS)
-def test_compile_of_views_with_backward(dynamic: bool, backend: str, device: str) -> None:
+def test_compile_of_views_with_backward(dynamic, backend, device):
     torch._dynamo.reset()
     compiled = torch.compile(views, backend=backend, fullgraph=True, dynamic=dynamic)
     for T in (40, 57):
@@ -104,7 +104,7 @@ def test_compile_of_views_with_backward(dynamic: bool, backend: str, device: str
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
+def test_lengths_alone_do_not_recompile(grad, device):
     torch._dynamo.reset()
     compiled = torch.compile(views, backend="aot_eager", fullgraph=True, dynamic=True)
 
@@ -121,7 +121,7 @@ def test_lengths_alone_do_not_recompile(grad: bool, device: str) -> None:
             run(T)
 
 
-def test_compile_of_documents(device: str) -> None:
+def test_compile_of_documents(device):
     torch._dynamo.reset()
     case = replace(VARLEN_CASES[0], block_size=16)
 
@@ -140,7 +140,7 @@ class Layer(torch.nn.Module):
         return out * 2
 
 
-def test_export_takes_any_length(device: str) -> None:
+def test_export_takes_any_length(device):
     inputs = SparseCase(name="export", dtype=torch.float32, n=2, T=40, **OPTIONS).make_inputs(device)[:4]
     T = torch.export.Dim("T", min=1, max=50)
     dims = ({1: 4 * T}, {1: 4 * T}, {1: 4 * T}, {1: T})
@@ -154,7 +154,7 @@ def test_export_takes_any_length(device: str) -> None:
         assert torch.equal(program.module()(*other), Layer()(*other))
 
 
-def test_aot_inductor(device: str, tmp_path: Any) -> None:
+def test_aot_inductor(device, tmp_path):
     inputs = SparseCase(name="aot", dtype=torch.float32, n=2, T=40, **OPTIONS).make_inputs(device)[:4]
     program = torch.export.export(Layer(), inputs)
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
@@ -165,7 +165,7 @@ def test_aot_inductor(device: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_casts_all_but_sinks(dtype: torch.dtype, device: str) -> None:
+def test_autocast_casts_all_but_sinks(dtype, device):
     case = replace(CASES[6], block_size=16, n=2)
     inputs = case.make_inputs(device)
     with torch.autocast(device, dtype):
@@ -177,7 +177,7 @@ def test_autocast_casts_all_but_sinks(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(found[0], wanted[0])
 
 
-def test_flops(device: str) -> None:
+def test_flops(device):
     case = replace(CASES[0], T=640, K=8, V=16, n=4, block_size=16)
     inputs = leaves_of(case.make_inputs(device))
     pairs = 640 * 4 * 64

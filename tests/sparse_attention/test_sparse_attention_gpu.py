@@ -40,9 +40,7 @@ LONG_CASES = [
 
 @pytest.mark.parametrize("kernels", ["auto", "per_query"])
 @pytest.mark.parametrize("case", LONG_CASES, ids=case_id)
-def test_tensor_cores_beside_the_general_kernels(
-    case: SparseCase, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_cores_beside_the_general_kernels(case, kernels, monkeypatch):
     """The same rounded inputs in float32, whose kernels ask of every token whether it exists."""
     monkeypatch.setenv("HTREE_TREE_GATHER", kernels)
     inputs = case.make_inputs("cuda")
@@ -58,7 +56,7 @@ def test_tensor_cores_beside_the_general_kernels(
 
 
 @pytest.mark.parametrize("stride", [1, 4, 16])
-def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride: int) -> None:
+def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride):
     """Calls of a few rows of a long one, with lists that are padded."""
     case = SparseCase(
         name="chunks", dtype=torch.bfloat16, T=60_000, H=16, H_kv=2, K=128, V=128, n=64, block_size=16,
@@ -79,7 +77,7 @@ def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride: int) -> 
         assert_same_bits((out, lse, dq), [x[:, rows] for x in whole[:3]])
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded():
     """Beside results, gradients and their fp32 sums, the scratch of a chunk, a packed copy of keys and values, and the
     tiles of those that masked rows see, here a quarter."""
     case = SparseCase(
@@ -102,7 +100,7 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_streams_and_graphs(dtype: torch.dtype) -> None:
+def test_streams_and_graphs(dtype):
     query, key, value = (normal((1, 3000, heads, 64), dtype, "cuda", heads) for heads in (8, 2, 3))
     value = value[:, :, :2].contiguous()
     blocks, _ = htree_ops.select_blocks(query[:, :, :2, :16], key[..., :16], 20)
@@ -118,7 +116,7 @@ def test_streams_and_graphs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-def test_more_than_2_31_elements(stride: int) -> None:
+def test_more_than_2_31_elements(stride):
     """Offsets of keys, values, queries and lists beyond 2^31 elements, forward and backward."""
     B, T, rows = 9, 2**21, 32
     key = torch.zeros(B, T, 1, 128, dtype=torch.bfloat16, device="cuda")

@@ -77,17 +77,17 @@ def some_lists(case: SparseCase, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_equal_to_the_reference(case: SparseCase, nan_memory: None) -> None:
+def test_equal_to_the_reference(case, nan_memory):
     assert_equal_to_reference(case, "cuda")
 
 
 @pytest.mark.parametrize("of", ["out", "lse"])
-def test_each_gradient_alone(of: str, nan_memory: None) -> None:
+def test_each_gradient_alone(of, nan_memory):
     assert_equal_to_reference(replace(_MODEL, lists="wild", n=20, T=500), "cuda", 1, of)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_a_list_says_which_rows_are_masked(case: SparseCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_says_which_rows_are_masked(case, monkeypatch):
     """The others have the bits of a call whose rows all gather, dead ones too."""
     query, key, value, _, sinks = case.make_inputs("cuda")
     inputs = (query, key, value, some_lists(case), sinks)
@@ -108,7 +108,7 @@ def test_a_list_says_which_rows_are_masked(case: SparseCase, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_order_repetition_and_padding_change_no_bit(case: SparseCase) -> None:
+def test_order_repetition_and_padding_change_no_bit(case):
     query, key, value, _, sinks = case.make_inputs("cuda")
     blocks = some_lists(case)
     wanted = with_gradients(op(case), (query, key, value, blocks, sinks))
@@ -125,7 +125,7 @@ def test_order_repetition_and_padding_change_no_bit(case: SparseCase) -> None:
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
+def test_a_row_has_the_same_bits_in_every_call(group, stride):
     """Of a run that a call cuts, the other rows are missing, and so may be tiles that they alone need."""
     case = replace(_MODEL, B=2, T=700, H=2 * group, H_kv=2, n=10, selection_stride=stride)
     query, key, value, _, _ = case.make_inputs("cuda")
@@ -161,7 +161,7 @@ def test_a_row_has_the_same_bits_in_every_call(group: int, stride: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group", [3, 8])
-def test_what_a_row_does_not_see_changes_no_bit(group: int, dtype: torch.dtype) -> None:
+def test_what_a_row_does_not_see_changes_no_bit(group, dtype):
     """Values that a weight of 0 would not silence: in blocks of other rows, and behind a row in its own block."""
     case = replace(_MODEL, dtype=dtype, T=600, H=group, n=12)
     query, key, value, _, _ = case.make_inputs("cuda")
@@ -185,7 +185,7 @@ def test_what_a_row_does_not_see_changes_no_bit(group: int, dtype: torch.dtype) 
             assert found[0][sees].isnan().any(-1).all(), (token, poison)
 
 
-def test_rows_that_see_large_values_are_right() -> None:
+def test_rows_that_see_large_values_are_right():
     """They gather, since beside such values the products of masked tiles might overflow."""
     case = replace(_MODEL, T=400, n=12)
     query, key, value, blocks, _ = case.make_inputs("cuda")
@@ -197,7 +197,7 @@ def test_rows_that_see_large_values_are_right() -> None:
     torch.testing.assert_close(out.float(), wanted, rtol=3e-2, atol=3e-2)
 
 
-def test_a_gradient_that_is_not_finite_stays_with_what_its_row_sees() -> None:
+def test_a_gradient_that_is_not_finite_stays_with_what_its_row_sees():
     case = replace(_MODEL, T=500, n=12)
     query, key, value, _, _ = case.make_inputs("cuda")
     blocks = some_lists(case)
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_not_finite_stays_with_what_its_row_sees() -> None:
         assert bool(dk[0, sees].isnan().all()) == (at == row) or at == dead
 
 
-def test_tiles_that_no_row_needs_are_left_out() -> None:
+def test_tiles_that_no_row_needs_are_left_out():
     """All rows read the same few blocks, so most tiles have no mark, in front, between and behind."""
     case = replace(_MODEL, T=1000, n=24)
     query, key, value, _, _ = case.make_inputs("cuda")

@@ -86,12 +86,12 @@ def assert_equal_documents(case: SparseVarlenCase, device: str, seed: int = 0) -
 
 
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=case_id)
-def test_equal_to_a_call_per_document(case: SparseVarlenCase, device: str) -> None:
+def test_equal_to_a_call_per_document(case, device):
     assert_equal_documents(for_device(case, device), device)
 
 
 @pytest.mark.parametrize("case", VARLEN_CASES, ids=case_id)
-def test_equal_to_the_reference(case: SparseVarlenCase, device: str) -> None:
+def test_equal_to_the_reference(case, device):
     case = for_device(case, device)
     inputs = case.make_inputs(device)
     q, k, v, blocks, cu_q, cu_k, sinks = widened(inputs[:7])
@@ -131,12 +131,12 @@ def batches(draw: Any, device: str) -> SparseVarlenCase:
 
 
 @given(data=st.data(), seed=st.integers(0, 2**20))
-def test_any_batch_equals_a_call_per_document(data: st.DataObject, seed: int, device: str) -> None:
+def test_any_batch_equals_a_call_per_document(data, seed, device):
     assert_equal_documents(data.draw(batches(device)), device, seed)
 
 
 @given(data=st.data(), seed=st.integers(0, 2**20))
-def test_a_document_reaches_no_other(data: st.DataObject, seed: int, device: str) -> None:
+def test_a_document_reaches_no_other(data, seed, device):
     """NaN in one document and behind all of them: every other row and gradient keeps its bits."""
     case = replace(data.draw(batches(device).filter(lambda case: any(case.queries_of))), has_sinks=False)
     broken = data.draw(st.sampled_from([i for i, n in enumerate(case.queries_of) if n]))
@@ -155,7 +155,7 @@ def test_a_document_reaches_no_other(data: st.DataObject, seed: int, device: str
         assert torch.equal(ours[kept], theirs[kept])
 
 
-def test_rows_of_followers_are_not_read(device: str) -> None:
+def test_rows_of_followers_are_not_read(device):
     case = for_device(next(case for case in VARLEN_CASES if case.name == "stride"), device)
     inputs = case.make_inputs(device)
     wanted = with_gradients(packed, case, inputs)
@@ -169,7 +169,7 @@ def test_rows_of_followers_are_not_read(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("broken", ["descends", "leaves", "more queries", "max_q", "stride"])
-def test_a_broken_document_is_nan_on_cuda(broken: str) -> None:
+def test_a_broken_document_is_nan_on_cuda(broken):
     case = SparseVarlenCase(
         name="broken",
         dtype=torch.float32,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ LIST_DELTA = 1e-3
     ],
     ids=str,
 )
-def test_blocks_of_a_row(rows: int, options: dict[str, Any], cluster: int) -> None:
+def test_blocks_of_a_row(rows, options, cluster):
     sizes = {"group": 8, "dim": 128, "clusters": EVEN_CLUSTERS} | options
     found, stages, shared_bytes, *_ = _host.tree_decode_config(rows, **sizes)
     assert found == cluster
@@ -90,7 +89,7 @@ def test_blocks_of_a_row(rows: int, options: dict[str, Any], cluster: int) -> No
     ],
     ids=str,
 )
-def test_last_rows_of_their_own(rows: int, options: dict[str, Any], last: int, cluster: int) -> None:
+def test_last_rows_of_their_own(rows, options, last, cluster):
     sizes = {"group": 8, "dim": 128, "clusters": H100_CLUSTERS} | options
     assert tuple(_host.tree_decode_config(rows, **sizes)[3:]) == (last, cluster)
 
@@ -110,7 +109,7 @@ def run(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
-def test_rows_near_those_of_the_cpu(case: TreeCacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_near_those_of_the_cpu(case, monkeypatch):
     out, lse, lists, list_pos = run(case, "auto", monkeypatch)
     expected = run(case, "auto", monkeypatch, "cpu")
     a, b = TOLERANCE[case.dtype]
@@ -146,7 +145,7 @@ def assert_near_ties(case: TreeCacheCase, lists: torch.Tensor, list_pos: torch.T
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
-def test_the_number_of_blocks_does_not_show(case: TreeCacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_blocks_does_not_show(case, monkeypatch):
     one = run(case, "1", monkeypatch)
     for choice in ("auto", "2", "4", "8", "16"):
         for ours, theirs in zip(run(case, choice, monkeypatch), one, strict=True):
@@ -155,7 +154,7 @@ def test_the_number_of_blocks_does_not_show(case: TreeCacheCase, monkeypatch: py
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
-def test_rows_near_those_of_the_general_kernels(case: TreeCacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_near_those_of_the_general_kernels(case, monkeypatch):
     out, lse, *_ = run(case, "auto", monkeypatch)
     general = run(case, "general", monkeypatch)
     a, b = TOLERANCE[case.dtype]
@@ -164,7 +163,7 @@ def test_rows_near_those_of_the_general_kernels(case: TreeCacheCase, monkeypatch
 
 
 @pytest.mark.gpu
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_a_row_does_not_depend_on_the_others():
     """Nor on the capacity that its pages have, nor on how many rows there are."""
     case = replace(DECODE_CASES[0], lengths=(700, 45, 333), queries=(2, 1, 3))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
@@ -186,7 +185,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.gpu
-def test_values_of_opened_nodes_do_not_reach_a_row() -> None:
+def test_values_of_opened_nodes_do_not_reach_a_row():
     """A NaN in the value of a node that is opened meets no weight, not even 0; its tokens' values are what counts."""
     case = DECODE_CASES[0]
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs("cuda")
@@ -210,13 +209,13 @@ def ring_of(case: TreeCacheCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.gpu
-def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_is_none(monkeypatch):
     with pytest.raises(ValueError, match="HTREE_TREE_DECODE is auto, general"):
         run(DECODE_CASES[0], "3", monkeypatch)
 
 
 @pytest.mark.gpu
-def test_last_rows_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_rows_of_each_chunk(monkeypatch):
     """Span scores bound the rows of a chunk; each chunk has last rows, on 132 multiprocessors 4 and then 1."""
     case = replace(
         named("three layers, span 4"), lengths=(1200,), queries=(1100,), top_k=512, max_top_nodes=8192
@@ -227,7 +226,7 @@ def test_last_rows_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["many rows", "many rows, stride, span 2, 128"])
-def test_last_rows_in_a_graph(name: str) -> None:
+def test_last_rows_in_a_graph(name):
     """What comes next in the stream waits for both launches, in a graph as well. Rows without lists are NaN."""
     case = named(name)
     inputs = case.make_inputs("cuda")
@@ -250,7 +249,7 @@ def test_last_rows_in_a_graph(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "launches"), [("three layers", 1), ("many rows", 2), ("many rows, k = 500", 2)]
 )
-def test_a_step_is_one_launch_on_hopper(name: str, launches: int) -> None:
+def test_a_step_is_one_launch_on_hopper(name, launches):
     """And a second one for the last rows, where larger clusters take them at once, as on 132 multiprocessors."""
     case = named(name)
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))

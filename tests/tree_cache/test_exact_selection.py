@@ -121,19 +121,19 @@ def assert_selected(values: Tensor, top_k: int, device: str, open_next: bool = F
 
 @pytest.mark.parametrize("open_next", [False, True], ids=["best", "open_next"])
 @pytest.mark.parametrize(("nodes", "top_k"), [(41, 8), (600, 40), (7500, 512), (9000, 1000)])
-def test_the_list_is_that_of_the_definition(device: str, nodes: int, top_k: int, open_next: bool) -> None:
+def test_the_list_is_that_of_the_definition(device, nodes, top_k, open_next):
     assert_selected(all_draws(nodes), top_k, device, open_next)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", ["1", "2", "4", "8", "16", "general"])
-def test_whatever_the_number_of_blocks(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_the_number_of_blocks(choice, monkeypatch):
     monkeypatch.setenv("HTREE_TREE_DECODE", choice)
     assert_selected(all_draws(2000), 200, "cuda")
 
 
 @pytest.mark.parametrize("nodes", [100, 7500])
-def test_importances_that_are_nan_come_by_position(device: str, nodes: int) -> None:
+def test_importances_that_are_nan_come_by_position(device, nodes):
     """All of a K/V head are, where its query is NaN; another head keeps its own."""
     values = torch.stack([torch.arange(nodes)] * 2)
     top_k = nodes // 15

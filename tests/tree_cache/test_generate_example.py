@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def example():
     torch.set_num_threads(threads)
 
 
-def test_the_cache_writes_what_a_rebuilt_tree_writes(example: ModuleType, tmp_path: Path) -> None:
+def test_the_cache_writes_what_a_rebuilt_tree_writes(example, tmp_path):
     flags = f"--device cpu --train-steps 5 --lengths 500,900 --bytes 6 --chunk 130 --out {tmp_path}"
     assert example.main(flags.split()) == 0
     rows = json.loads((tmp_path / "generate.json").read_text())["rows"]
@@ -39,9 +38,7 @@ def test_the_cache_writes_what_a_rebuilt_tree_writes(example: ModuleType, tmp_pa
         assert tree["cache_bytes"] > 0
 
 
-def test_a_passkey_is_hidden_and_asked_for(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_passkey_is_hidden_and_asked_for(example, tmp_path, capsys):
     source = torch.arange(97, 123).repeat(7)
     shortest = len(example.SENTENCE) + len(example.QUESTION)
     for length in (shortest, shortest + 1, 500):
@@ -58,9 +55,7 @@ def test_a_passkey_is_hidden_and_asked_for(
     assert example.main(f"--device cpu --train-steps 2 --lengths 30 --passkey --out {tmp_path}".split()) == 2
 
 
-def test_caches_of_one_dtype_beside_each_other(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_caches_of_one_dtype_beside_each_other(example, tmp_path, monkeypatch, capsys):
     """In float32, and in bfloat16 under autocast as on a GPU; what does not fit is said and left out."""
     flags = f"--device cpu --train-steps 2 --lengths 300 --bytes 3 --chunk 70 --out {tmp_path}".split()
     sizes = []
@@ -89,7 +84,7 @@ def test_caches_of_one_dtype_beside_each_other(
     assert len(json.loads((tmp_path / "generate.json").read_text())["rows"]) == 2
 
 
-def test_a_checkpoint_from_another_machine(example: ModuleType, tmp_path: Path) -> None:
+def test_a_checkpoint_from_another_machine(example, tmp_path):
     """Whose text is not here: the prompts are of the standard library."""
     chosen = example.settings.Settings(
         **(example.settings.PRESETS["cpu"] | TINY | {"heads": 2}), device="cpu", text="/not/here"
@@ -103,7 +98,7 @@ def test_a_checkpoint_from_another_machine(example: ModuleType, tmp_path: Path) 
     assert [row["cache"] for row in rows] == ["tree cache", "rebuild"]  # heads of 32 have no dense row
 
 
-def test_wrong_flags_are_one_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_one_line(example, capsys):
     for flags, complaint in (
         ("--bytes 0", "--bytes must be at least 1"),
         ("--checkpoint absent.pt", "there is no absent.pt"),

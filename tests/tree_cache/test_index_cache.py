@@ -61,7 +61,7 @@ def tokens(cache: TreeKVCache, n: int, seed: int = 0, heads: int = 4) -> tuple[R
 def served(cache: TreeKVCache, rows: Rows, index: Index, parts: list[int]) -> Tensor:
     """The rows of :meth:`TreeKVCache.decode` in so many tokens a call."""
     pieces = [x[:, : sum(parts)].split(parts, dim=1) for x in (*rows, *index)]
-    return torch.cat([cache.decode(*x[:3], index=x[3:]) for x in zip(*pieces, strict=True)], dim=1)  # type: ignore[misc]
+    return torch.cat([cache.decode(*x[:3], index=x[3:]) for x in zip(*pieces, strict=True)], dim=1)
 
 
 def whole(cache: TreeKVCache, rows: Rows, index: Index) -> Tensor:
@@ -84,7 +84,7 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 
 @settings(max_examples=150)
 @given(data=st.data(), seed=st.integers(0, 2**20))
-def test_decoded_rows_are_those_of_the_whole_sequence(data: st.DataObject, seed: int, device: str) -> None:
+def test_decoded_rows_are_those_of_the_whole_sequence(data, seed, device):
     draw = data.draw
     rate = draw(st.sampled_from((2, 3, 4)))
     top_k = draw(st.integers(1, 5))
@@ -121,7 +121,7 @@ def held_keys(cache: TreeKVCache, length: int) -> Tensor:
 
 @settings(max_examples=150)
 @given(data=st.data(), seed=st.integers(0, 2**20))
-def test_codes_are_keys_rounded_by_a_power_of_two(data: st.DataObject, seed: int, device: str) -> None:
+def test_codes_are_keys_rounded_by_a_power_of_two(data, seed, device):
     """Each row by its largest magnitude, which has at least 7 bits of the code's 8 in front of it, or is a code."""
     cache = make(device, batch=1, index_dtype=CODES, index_heads=1)
     rows, (query, _) = tokens(cache, 40)
@@ -147,7 +147,7 @@ def test_codes_are_keys_rounded_by_a_power_of_two(data: st.DataObject, seed: int
     assert torch.equal(stored[..., None].float() - 127, exponent[0])
 
 
-def test_no_kind_of_nan_changes_the_scale_of_a_row(device: str) -> None:
+def test_no_kind_of_nan_changes_the_scale_of_a_row(device):
     """A signalling NaN too, which fmax of the C library passes on."""
     cache = make(device, batch=1, index_dtype=CODES, index_heads=1)
     rows, (query, key) = tokens(cache, 16)
@@ -167,7 +167,7 @@ def test_no_kind_of_nan_changes_the_scale_of_a_row(device: str) -> None:
     assert bool((scales[cache.block_table[0, :2].long()] == 127 - 5).all())  # 8 = 256 / 2^5
 
 
-def test_rows_of_coded_keys_are_those_of_the_decoded_ones(device: str) -> None:
+def test_rows_of_coded_keys_are_those_of_the_decoded_ones(device):
     """Chosen by rounded keys, whose lists are not those of the keys themselves."""
     cache = make(device, index_dtype=CODES, selection_stride=4, open_next=True)
     rows, _ = tokens(cache, 90)
@@ -181,7 +181,7 @@ def test_rows_of_coded_keys_are_those_of_the_decoded_ones(device: str) -> None:
         assert not torch.equal(found, whole(cache, rows, (query, key)))
 
 
-def test_what_codes_need(device: str) -> None:
+def test_what_codes_need(device):
     cache, plain = make(device, index_dtype=CODES), make(device)
     rows, (query, key) = tokens(cache, 20)
     served(cache, rows, (query, key), [20])
@@ -218,22 +218,22 @@ def test_what_codes_need(device: str) -> None:
         ),
     ):
         with pytest.raises(error, match=message):
-            call(*arguments)  # type: ignore[arg-type]
+            call(*arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_index_rows_are_rounded_to_the_dtype_of_the_pages(dtype: torch.dtype) -> None:
+def test_index_rows_are_rounded_to_the_dtype_of_the_pages(dtype):
     cache = make(dtype=dtype)
     assert cache.index_dtype == torch.bfloat16
     (q, k, v), _ = tokens(cache, 90)
     wide = tuple(normal((2, 90, 2, WIDTH), dtype, "cpu", 7 + i) for i in range(2))
     rounded = tuple(x.bfloat16() for x in wide)
-    found = served(cache, (q, k, v), wide, [80, 1, 9])  # type: ignore[arg-type]
-    assert torch.equal(found, whole(cache, (q, k, v), rounded))  # type: ignore[arg-type]
-    assert not torch.equal(found, whole(cache, (q, k, v), wide))  # type: ignore[arg-type]
+    found = served(cache, (q, k, v), wide, [80, 1, 9])
+    assert torch.equal(found, whole(cache, (q, k, v), rounded))
+    assert not torch.equal(found, whole(cache, (q, k, v), wide))
 
 
-def test_rows_depend_on_the_index_and_not_on_scores(device: str) -> None:
+def test_rows_depend_on_the_index_and_not_on_scores(device):
     cache = make(device)
     rows, (query, key) = tokens(cache, 90)
     other = make(device)
@@ -242,7 +242,7 @@ def test_rows_depend_on_the_index_and_not_on_scores(device: str) -> None:
     assert_near(found[:, :12], negated[:, :12])  # those that see every token
 
 
-def test_ragged_prompts_drafts_and_beams(device: str) -> None:
+def test_ragged_prompts_drafts_and_beams(device):
     """Rows after truncations, forks and reorders are those of the sequences that are left."""
     cache = make(device, batch=3, selection_stride=4)
     rows, index = tokens(cache, 90)
@@ -250,15 +250,15 @@ def test_ragged_prompts_drafts_and_beams(device: str) -> None:
     def at(place: Tensor) -> tuple[Rows, Index]:
         """The rows of tokens [B, n]."""
         chosen = [x[torch.arange(3, device=x.device)[:, None], place] for x in (*rows, *index)]
-        return tuple(chosen[:3]), tuple(chosen[3:])  # type: ignore[return-value]
+        return tuple(chosen[:3]), tuple(chosen[3:])
 
     counts = [61, 7, 40]
     q, k, v, query, key = (x[:, :61] for x in (*rows, *index))
     out = cache.decode(q, k, v, counts, index=(query, key))
     for b, n in enumerate(counts):
         alone = [x[b : b + 1, :n] for x in (*rows, *index)]
-        assert_near(out[b, :n], whole(cache, tuple(alone[:3]), tuple(alone[3:]))[0])  # type: ignore[index, arg-type]
-        assert not out[b, n:].any()  # type: ignore[index]
+        assert_near(out[b, :n], whole(cache, tuple(alone[:3]), tuple(alone[3:]))[0])
+        assert not out[b, n:].any()
     cache.truncate([58, -1, 37])
     cache.fork(0, 1)
     cache.reorder_([2, 1, 0])
@@ -274,15 +274,15 @@ def test_ragged_prompts_drafts_and_beams(device: str) -> None:
     out = cache.decode(q, k, v, index=(query, key))
     for b, (src, n) in enumerate(zip(source, held, strict=True)):
         alone = [x[src : src + 1, : n + more] for x in (*rows, *index)]
-        expected = whole(cache, tuple(alone[:3]), tuple(alone[3:]))[0, n:]  # type: ignore[arg-type]
-        assert_near(out[b], expected)  # type: ignore[index]
+        expected = whole(cache, tuple(alone[:3]), tuple(alone[3:]))[0, n:]
+        assert_near(out[b], expected)
     cache.check()
     cache.free(1)
     assert cache.host_lengths() == [46, 0, 67]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, CODES], ids=str)
-def test_keys_that_are_no_numbers_count_as_the_least(dtype: torch.dtype, device: str) -> None:
+def test_keys_that_are_no_numbers_count_as_the_least(dtype, device):
     """And what no list can depend on is not read: index keys of the diagonal block, and of pages that are free."""
     cache = make(device, index_dtype=dtype)
     for pool in cache.pools.index_pool:
@@ -297,7 +297,7 @@ def test_keys_that_are_no_numbers_count_as_the_least(dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("leaf_bits", [8, 4])
-def test_packed_tokens(leaf_bits: int, device: str) -> None:
+def test_packed_tokens(leaf_bits, device):
     """Lists do not depend on the bits of tokens, nor do those of an index."""
     kinds = [make(device, selection_stride=4, head_dim=64, leaf_bits=bits) for bits in (leaf_bits, None)]
     rows, index = tokens(kinds[0], 90)
@@ -307,9 +307,7 @@ def test_packed_tokens(leaf_bits: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 4])
-def test_prompts_that_the_kernels_of_tree_attention_compute(
-    stride: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_the_kernels_of_tree_attention_compute(stride, device, monkeypatch):
     """On the CPU too, which has no reason to: rows and ring are those of the other way."""
     monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.PROMPT_ROWS", 16)
     monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.LISTED_ROWS", 24)
@@ -332,23 +330,23 @@ def test_prompts_that_the_kernels_of_tree_attention_compute(
     cache.check()
 
 
-def test_memory_of_a_step_follows_the_length_where_top_k_is_huge() -> None:
+def test_memory_of_a_step_follows_the_length_where_top_k_is_huge():
     rows, index = tokens(make(), 90)
     wide, enough = make(top_k=10**6), make(top_k=30)
     served(wide, rows, index, [1])  # makes what is kept
     rest = [x[:, 1:90] for x in (*rows, *index)]
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
-        found = wide.decode(*rest[:3], index=rest[3:])  # type: ignore[arg-type]
+        found = wide.decode(*rest[:3], index=rest[3:])
     taken = [event.self_cpu_memory_usage for event in profile.function_events]
     assert 0 < max(taken) < 2**20
-    assert torch.equal(found, served(enough, rows, index, [90])[:, 1:])  # type: ignore[arg-type]
+    assert torch.equal(found, served(enough, rows, index, [90])[:, 1:])
 
 
 # ---- what a cache holds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, CODES], ids=str)
-def test_states_and_copies(dtype: torch.dtype, device: str) -> None:
+def test_states_and_copies(dtype, device):
     cache = make(device, index_dtype=dtype)
     other = make(device, capacity=300, num_pages=60, index_dtype=dtype)
     rows, index = tokens(cache, 90)
@@ -359,7 +357,7 @@ def test_states_and_copies(dtype: torch.dtype, device: str) -> None:
     assert cache.to(device) is cache
     rest = [x[:, 57:] for x in (*rows, *index)]
     ours, theirs = (one.decode(*rest[:3], index=rest[3:]) for one in (cache, other))
-    assert torch.equal(ours, theirs)  # type: ignore[arg-type]
+    assert torch.equal(ours, theirs)
     for b in range(2):
         held = other.pools.index
         assert held is not None
@@ -390,7 +388,7 @@ def test_states_and_copies(dtype: torch.dtype, device: str) -> None:
     ],
     ids=str,
 )
-def test_states_of_another_index_are_refused(change: dict[str, Any], error: type, message: str) -> None:
+def test_states_of_another_index_are_refused(change, error, message):
     cache, other = make(), make(**change)
     rows, index = tokens(cache, 20)
     served(cache, rows, index, [20])
@@ -402,7 +400,7 @@ def test_states_of_another_index_are_refused(change: dict[str, Any], error: type
             cache.load_state_dict(other.state_dict())
 
 
-def test_bytes_and_repr(device: str) -> None:
+def test_bytes_and_repr(device):
     plain, cache, wide = make(device, index_dim=0), make(device), make(device, index_dtype=torch.float32)
     of_index = cache.num_pages * 2 * 8 * WIDTH * 2
     assert cache.num_bytes().allocated - plain.num_bytes().allocated == of_index
@@ -447,12 +445,12 @@ def test_bytes_and_repr(device: str) -> None:
     ],
     ids=str,
 )
-def test_options_that_an_index_does_not_take(change: dict[str, Any], error: type, message: str) -> None:
+def test_options_that_an_index_does_not_take(change, error, message):
     with pytest.raises(error, match=f"TreeKVCache: {message}"):
         make(**change)
 
 
-def test_calls_with_and_without_an_index(device: str) -> None:
+def test_calls_with_and_without_an_index(device):
     cache, plain = make(device), make(device, index_dim=0)
     (q, k, v), (query, key) = tokens(cache, 5)
     for call, argument in (
@@ -462,7 +460,7 @@ def test_calls_with_and_without_an_index(device: str) -> None:
             lambda: cache.decode(q, k, v),
             r"decode: index must be \(index_query, index_key\), \[2, n, 2, 16\] each,",
         ),
-        (lambda: cache.decode(q, k, v, index=(query, None)), r"decode: index_key must be \[2, n, 2, 16\]"),  # type: ignore[arg-type]
+        (lambda: cache.decode(q, k, v, index=(query, None)), r"decode: index_key must be \[2, n, 2, 16\]"),
     ):
         with pytest.raises(ValueError, match=f"{argument} where the cache has index_dim = 16, got None: a c"):
             call()
@@ -491,22 +489,22 @@ def test_calls_with_and_without_an_index(device: str) -> None:
         (3, TypeError, "index_key must be a Tensor, got int"),
     ):
         with pytest.raises(error, match=message):
-            cache.append(k, v, index_key=bad)  # type: ignore[arg-type]
+            cache.append(k, v, index_key=bad)
     with pytest.raises(
         ShapeMismatchError, match=r"decode: size 1 of index_query must be 5 \(the rows of q\), got 4"
     ):
         cache.decode(q, k, v, index=(query[:, :4], key))
     with pytest.raises(TypeError, match=r"decode: index must be \(index_query, index_key\), got Tensor"):
-        cache.decode(q, k, v, index=query)  # type: ignore[arg-type]
+        cache.decode(q, k, v, index=query)
     assert cache.host_lengths() == cache.lengths.tolist() == [0, 0]
 
 
-def test_an_index_has_no_gradient(device: str) -> None:
+def test_an_index_has_no_gradient(device):
     cache = make(device)
     (q, k, v), index = tokens(cache, 20)
     wanted = tuple(x.float().requires_grad_() for x in index)
-    out = cache.decode(q, k, v, index=wanted)  # type: ignore[arg-type]
-    assert not out.requires_grad  # type: ignore[union-attr]
+    out = cache.decode(q, k, v, index=wanted)
+    assert not out.requires_grad
 
 
 # ---- what torch asks of ops
@@ -514,7 +512,7 @@ def test_an_index_has_no_gradient(device: str) -> None:
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize(("heads", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, CODES)], ids=str)
-def test_opcheck(stride: int, heads: int, dtype: torch.dtype, device: str) -> None:
+def test_opcheck(stride, heads, dtype, device):
     cache = make(device, selection_stride=stride, index_heads=heads, index_dtype=dtype, capacity=40)
     for pool in cache.pools.tensors():
         pool.zero_()
@@ -544,7 +542,7 @@ def test_opcheck(stride: int, heads: int, dtype: torch.dtype, device: str) -> No
     )
 
 
-def test_attention_from_pools_of_a_caller(device: str) -> None:
+def test_attention_from_pools_of_a_caller(device):
     cache = make(device)
     rows, (query, key) = tokens(cache, 70)
     served(cache, rows, (query, key), [70])
@@ -589,7 +587,7 @@ def test_attention_from_pools_of_a_caller(device: str) -> None:
         tree_cache_attention(**arguments | {"index_query": arguments["index_query"].half()})
 
 
-def test_the_op_refuses_half_of_an_index() -> None:
+def test_the_op_refuses_half_of_an_index():
     cache = make()
     (q, k, v), (query, key) = tokens(cache, 3)
     before, behind = cache.step_arguments(None, 3)
@@ -604,7 +602,7 @@ def test_the_op_refuses_half_of_an_index() -> None:
     assert cache.lengths.tolist() == [0, 0]
 
 
-def test_a_step_compiles(device: str) -> None:
+def test_a_step_compiles(device):
     torch._dynamo.reset()
     cache, eager = make(device), make(device)
     rows, index = tokens(cache, 64)
@@ -615,16 +613,16 @@ def test_a_step_compiles(device: str) -> None:
     )
     pieces = [x.split((61, 1, 1, 1), dim=1) for x in (*rows, *index)]
     for q, k, v, query, key in zip(*pieces, strict=True):
-        assert torch.equal(step(q, k, v, query, key), eager.decode(q, k, v, index=(query, key)))  # type: ignore[arg-type]
+        assert torch.equal(step(q, k, v, query, key), eager.decode(q, k, v, index=(query, key)))
     assert cache.lengths.tolist() == eager.lengths.tolist() == [64, 64]
 
 
-def test_a_cache_on_meta() -> None:
+def test_a_cache_on_meta():
     cache = make("meta")
     shapes = ((2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8))
     q, k, v = (torch.empty(shape, device="meta") for shape in shapes)
     query = torch.empty(2, 3, 2, WIDTH, device="meta")
-    assert cache.decode(q, k, v, index=(query, query)).shape == (2, 3, 4, 8)  # type: ignore[union-attr]
+    assert cache.decode(q, k, v, index=(query, query)).shape == (2, 3, 4, 8)
 
 
 # ---- a GPU's kernels
@@ -642,12 +640,12 @@ def served_cache(batch: int, capacity: int, **others: Any) -> TreeKVCache:
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("leaf_bits", [None, 8])
 def test_decode_kernels_take_the_lists_of_an_index(
-    leaf_bits: int | None,
-    stride: int,
-    index_heads: int,
-    index_dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    leaf_bits,
+    stride,
+    index_heads,
+    index_dtype,
+    monkeypatch,
+):
     """Three layers; steps of one row and of several, beside the general kernels and the whole sequence."""
     options = {"selection_stride": stride, "index_heads": index_heads, "index_dtype": index_dtype}
     cache, general = (served_cache(2, 6144, leaf_bits=leaf_bits, **options) for _ in range(2))
@@ -665,7 +663,7 @@ def test_decode_kernels_take_the_lists_of_an_index(
 
 
 @pytest.mark.gpu
-def test_rows_of_an_index_depend_on_their_sequence_alone() -> None:
+def test_rows_of_an_index_depend_on_their_sequence_alone():
     """Bit for bit, whatever the batch, the pages and the calls."""
     cache = served_cache(3, 6144)
     rows, index = tokens(cache, 5000, heads=8)
@@ -673,12 +671,12 @@ def test_rows_of_an_index_depend_on_their_sequence_alone() -> None:
     for b in range(3):
         alone = served_cache(1, 5120)
         single = tuple(x[b : b + 1] for x in rows), tuple(x[b : b + 1] for x in index)
-        assert torch.equal(served(alone, *single, [4990, 3, 7])[:, 4990:], out[b : b + 1])  # type: ignore[arg-type]
+        assert torch.equal(served(alone, *single, [4990, 3, 7])[:, 4990:], out[b : b + 1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_captured_step_with_an_index(stride: int) -> None:
+def test_a_captured_step_with_an_index(stride):
     cache, eager = (served_cache(2, 6144, selection_stride=stride) for _ in range(2))
     rows, index = tokens(cache, 5000, heads=8)
     for one in (cache, eager):
@@ -700,5 +698,5 @@ def test_a_captured_step_with_an_index(stride: int) -> None:
             to.copy_(x)
         graph.replay()
         cache.advance()
-        assert torch.equal(out, eager.decode(*piece[:3], index=piece[3:]))  # type: ignore[arg-type]
+        assert torch.equal(out, eager.decode(*piece[:3], index=piece[3:]))
     cache.check()

@@ -25,7 +25,7 @@ def served(layer: HTreeAttention, x: Tensor, cache: TreeKVCache) -> Tensor:
 
 @pytest.mark.parametrize("scope", ["kv_head", "q_head"])
 @pytest.mark.parametrize("stride", [1, 4])
-def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, stride: int) -> None:
+def test_the_module_decodes_what_it_computes_at_once(device, scope, stride):
     torch.manual_seed(0)
     layer = HTreeAttention(32, 4, 2, selection_stride=stride, scope=scope, device=device, **OPTIONS)
     x = torch.randn(2, 30, 32, device=device)
@@ -43,11 +43,11 @@ def test_the_module_decodes_what_it_computes_at_once(device: str, scope: str, st
             layer(x, cache=other)
         assert other.host_lengths() == [0] * batch
     with pytest.raises(TypeError, match="cache must be a TreeKVCache"):
-        layer(x, cache=3)  # type: ignore[arg-type]
+        layer(x, cache=3)
     with pytest.raises(
         TypeError, match=r"make_cache: device must be a torch\.device, a str or .*, got float"
     ):
-        layer.make_cache(2, 30, device=2.5)  # type: ignore[arg-type]
+        layer.make_cache(2, 30, device=2.5)
     on_meta = HTreeAttention(32, 4, 2, selection_stride=stride, device="meta", **OPTIONS)
     assert on_meta(torch.empty(2, 5, 32, device="meta"), cache=on_meta.make_cache(2, 30)).shape == (2, 5, 32)
 
@@ -63,7 +63,7 @@ class Wrapped(nn.Module):
         return self.inner(x)
 
 
-def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> None:
+def test_the_cache_of_a_module_whose_projections_were_replaced(device):
     quantised, wrapped = (HTreeAttention(32, 4, 2, device=device, **OPTIONS) for _ in range(2))
     quantize_model_(quantised)
     wrapped.k_proj = Wrapped(wrapped.k_proj)
@@ -80,9 +80,7 @@ def test_the_cache_of_a_module_whose_projections_were_replaced(device: str) -> N
 
 @pytest.mark.parametrize("positions", ["own", "compact"])
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_layer_with_an_index_decodes_what_it_computes_at_once(
-    device: str, stride: int, positions: str
-) -> None:
+def test_a_layer_with_an_index_decodes_what_it_computes_at_once(device, stride, positions):
     sizes: dict[str, Any] = {"embed_dim": 64, "num_heads": 4, "num_kv_heads": 2, "device": device}
     options: dict[str, Any] = {"selection_span": None, "selection_stride": stride, "positions": positions}
     torch.manual_seed(0)
@@ -114,7 +112,7 @@ def test_a_layer_with_an_index_decodes_what_it_computes_at_once(
     assert made.host_lengths() == [60, 60]
 
 
-def test_without_a_cache_the_message_says_what_to_do() -> None:
+def test_without_a_cache_the_message_says_what_to_do():
     q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 7, 2, 8)
     with pytest.raises(
         ValueError, match="give the queries since the last multiple once more, or decode with a Tree"
@@ -124,9 +122,7 @@ def test_without_a_cache_the_message_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_cache_made_under_autocast_serves_under_autocast(
-    dtype: torch.dtype, quantised: bool, device: str
-) -> None:
+def test_a_cache_made_under_autocast_serves_under_autocast(dtype, quantised, device):
     layer = make(device, top_k=8, max_top_nodes=32)  # everything is opened, so that rounding selects nothing
     if quantised:
         quantize_model_(layer)
@@ -140,7 +136,7 @@ def test_a_cache_made_under_autocast_serves_under_autocast(
         assert quantised or layer.make_cache(2, 30).dtype == torch.float32
 
 
-def test_autocast_leaves_float64_alone() -> None:
+def test_autocast_leaves_float64_alone():
     layer = make("cpu", dtype=torch.float64)
     x = torch.randn(2, 30, 32, dtype=torch.float64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -150,7 +146,7 @@ def test_autocast_leaves_float64_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"selection_stride": 4}, {"scope": "q_head"}], ids=str)
-def test_a_compiled_step_with_gradients_is_the_eager_one(options: dict[str, Any], device: str) -> None:
+def test_a_compiled_step_with_gradients_is_the_eager_one(options, device):
     """It runs, and a backward through it raises when it comes, not when the step is compiled."""
     torch._dynamo.reset()
     layer = make(device, **options)
@@ -170,7 +166,7 @@ def test_a_compiled_step_with_gradients_is_the_eager_one(options: dict[str, Any]
     assert cache.lengths.tolist() == eager.lengths.tolist() == [12, 12]
 
 
-def test_an_exported_step_serves_the_cache_that_it_was_exported_with(device: str) -> None:
+def test_an_exported_step_serves_the_cache_that_it_was_exported_with(device):
     class Step(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -192,7 +188,7 @@ def test_an_exported_step_serves_the_cache_that_it_was_exported_with(device: str
 
 @pytest.mark.parametrize("options", [{}, {"positions": "compact"}, {"selection_span": None}], ids=str)
 @pytest.mark.parametrize("stride", [1, 4, 16])
-def test_prompts_of_several_lengths(stride: int, options: dict[str, Any], device: str) -> None:
+def test_prompts_of_several_lengths(stride, options, device):
     """Then single tokens, which not every sequence gets. Each sequence is as if it had come alone."""
     layer = make(device, compression_rate=16, selection_stride=stride, **options)
     x = torch.randn(3, 60, 32, device=device)

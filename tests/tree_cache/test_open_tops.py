@@ -71,7 +71,7 @@ def served(cache: TreeKVCache, rows: Rows, parts: list[int]) -> tuple[Tensor, Te
         given_rows, of_index = rows.of(done, done + n)
         found.append(cache.decode(*given_rows, **of_index, return_lse=True))
         done += n
-    return tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))  # type: ignore[return-value]
+    return tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
 
 
 def whole(cache: TreeKVCache, rows: Rows, n: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_whole_sequence(kind: str, device: str) -> None:
+def test_rows_are_those_of_the_whole_sequence(kind, device):
     """Through depths 1, 2 and 3, in one call and token by token."""
     cache = make(device, **KINDS[kind])
     assert has_open_top(cache.options)
@@ -127,7 +127,7 @@ def test_rows_are_those_of_the_whole_sequence(kind: str, device: str) -> None:
 
 @settings(max_examples=100)
 @given(data=st.data(), seed=st.integers(0, 2**20))
-def test_rows_to_the_precision_of_float64(data: st.DataObject, seed: int) -> None:
+def test_rows_to_the_precision_of_float64(data, seed):
     draw = data.draw
     rate, top_k = draw(st.sampled_from((2, 3, 4))), draw(st.integers(1, 4))
     has_index = draw(st.booleans())
@@ -153,7 +153,7 @@ def test_rows_to_the_precision_of_float64(data: st.DataObject, seed: int) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_calls_nor_pages_nor_the_capacity_change_a_bit(kind: str, device: str) -> None:
+def test_neither_calls_nor_pages_nor_the_capacity_change_a_bit(kind, device):
     one = make(device, **KINDS[kind])
     other = make(device, **(KINDS[kind] | {"capacity": 700, "page_size": 12}))
     rows = rows_of(one, 150)
@@ -167,7 +167,7 @@ def test_neither_calls_nor_pages_nor_the_capacity_change_a_bit(kind: str, device
 
 
 @pytest.mark.parametrize("kind", ["strided", "inside a stride", "strided index"])
-def test_lists_of_a_top_say_nothing(kind: str, device: str) -> None:
+def test_lists_of_a_top_say_nothing(kind, device):
     """Those of a leader's top and of the layers above are -1, and nobody reads them."""
     cache = make(device, **KINDS[kind])
     rows = rows_of(cache, 150)
@@ -183,10 +183,10 @@ def test_lists_of_a_top_say_nothing(kind: str, device: str) -> None:
     given_rows, of_index = rows.of(147, 150)
     found = cache.decode(*given_rows, **of_index, return_lse=True)
     out, lse = whole(cache, rows, 150)
-    assert_near(found, (out[:, 147:], lse[:, 147:]))  # type: ignore[arg-type]
+    assert_near(found, (out[:, 147:], lse[:, 147:]))
 
 
-def test_followers_of_a_dense_leader_are_dense(device: str) -> None:
+def test_followers_of_a_dense_leader_are_dense(device):
     """Where max_top_nodes is no multiple of the stride, up to s - 1 tokens behind it."""
     options = {"selection_stride": 4, "max_top_nodes": 29}
     cache, dense = make(device, **options), make(device, **(options | {"max_top_nodes": 500}))
@@ -196,7 +196,7 @@ def test_followers_of_a_dense_leader_are_dense(device: str) -> None:
     assert not torch.allclose(found[0][:, 32:], every[0][:, 32:], atol=1e-3)
 
 
-def test_a_wide_top_is_dense_attention(device: str) -> None:
+def test_a_wide_top_is_dense_attention(device):
     """And asks for no more capacity than the sequence has."""
     cache = make(device, max_top_nodes=(1 << 31) - 1, rope_base=None)
     assert cache.num_layers == 1
@@ -209,7 +209,7 @@ def test_a_wide_top_is_dense_attention(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "inside a stride", "spans", "index", "strided index"])
-def test_truncations_beams_and_states(kind: str, device: str) -> None:
+def test_truncations_beams_and_states(kind, device):
     """A sequence that is cut back across a depth, copied and moved into a deeper cache goes on as it would have."""
     cache, larger = make(device, capacity=124, **KINDS[kind]), make(device, capacity=600, **KINDS[kind])
     rows = rows_of(cache, 150)
@@ -227,14 +227,14 @@ def test_truncations_beams_and_states(kind: str, device: str) -> None:
     given_rows, of_index = rows.of(122, 150)
     twice = [x[:1].expand(2, *x.shape[1:]) for x in given_rows]
     of_both = {name: tuple(x[:1].expand(2, *x.shape[1:]) for x in pair) for name, pair in of_index.items()}
-    out = larger.decode(*twice, **of_both)  # type: ignore[arg-type]
+    out = larger.decode(*twice, **of_both)
     expected = whole(cache, rows, 150)[0][:1, 122:]
     torch.testing.assert_close(out.cpu(), expected.expand(2, -1, -1, -1).to(out.dtype), atol=1e-4, rtol=1e-4)
     larger.check()
 
 
 @pytest.mark.parametrize("leaf_bits", [8, 4])
-def test_packed_tokens(leaf_bits: int, device: str) -> None:
+def test_packed_tokens(leaf_bits, device):
     """Lists do not depend on the bits of tokens."""
     sizes = OPTIONS | {"selection_stride": 4, "dtype": torch.float32, "device": device}
     kinds = [TreeKVCache(2, 2, 64, 160, leaf_bits=bits, **sizes) for bits in (leaf_bits, None)]
@@ -245,7 +245,7 @@ def test_packed_tokens(leaf_bits: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "spans", "strided index"])
-def test_long_prompts(kind: str, device: str) -> None:
+def test_long_prompts(kind, device):
     """Of any number of rows in one call."""
     cache = make(device, capacity=700, **KINDS[kind])
     rows = rows_of(cache, 600)
@@ -254,7 +254,7 @@ def test_long_prompts(kind: str, device: str) -> None:
     assert_near(found, whole(cache, rows, 600))
 
 
-def test_prompts_keep_no_copies(device: str) -> None:
+def test_prompts_keep_no_copies(device):
     """These would have one depth. The tokens are gathered, and each part of the rows has its own tree."""
     cache = make(device)
     rows = rows_of(cache, 40)
@@ -271,9 +271,7 @@ def test_prompts_keep_no_copies(device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "inside a stride", "spans", "index", "strided index"])
-def test_prompts_that_the_kernels_of_tree_attention_compute(
-    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_that_the_kernels_of_tree_attention_compute(kind, device, monkeypatch):
     """On the CPU too, which has no reason to: rows and ring are those of the other way."""
     monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.PROMPT_ROWS", 16)
     monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.LISTED_ROWS", 24)
@@ -296,7 +294,7 @@ def test_prompts_that_the_kernels_of_tree_attention_compute(
     cache.check()
 
 
-def test_rope_tables_must_have_the_positions_of_the_top(device: str) -> None:
+def test_rope_tables_must_have_the_positions_of_the_top(device):
     cache = make(device)
     rows = rows_of(cache, 40)
     served(cache, rows, [40])

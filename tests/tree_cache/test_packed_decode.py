@@ -74,9 +74,7 @@ def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
 
 @BITS
 @CASE
-def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(
-    case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(case, bits, monkeypatch):
     """The decode kernel expands tokens as pages of 16 bits hold them, and adds them in the same order."""
     monkeypatch.setenv("HTREE_TREE_DECODE", "auto")
     q, k, v = inputs_of(case)
@@ -88,9 +86,7 @@ def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(
 
 @BITS
 @CASE
-def test_rows_near_those_of_the_general_kernels(
-    case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_near_those_of_the_general_kernels(case, bits, monkeypatch):
     out, lse, lists, list_pos = attend(case, bits, "auto", monkeypatch)
     general = attend(case, bits, "general", monkeypatch)
     a, b = TOLERANCE[case.dtype]
@@ -102,16 +98,14 @@ def test_rows_near_those_of_the_general_kernels(
 
 @BITS
 @pytest.mark.parametrize("case", SOME, ids=case_id)
-def test_rows_near_those_of_the_reference(
-    case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_near_those_of_the_reference(case, bits, monkeypatch):
     monkeypatch.setenv("HTREE_TREE_DECODE", "auto")
     q, k, v = inputs_of(case)
     pools, table = filled_packed_pools(case, bits, k, v)
     out, lse, *_ = attention_of(case, pools, table, q, "cuda")
     named = {name: x.cpu() for name, x in pools.items() if "codes" in name or "scales" in name}
     expected = reference.tree_cache_attention(
-        *on_cpu(q, pools["k_pool"], pools["v_pool"], table),  # type: ignore[arg-type]
+        *on_cpu(q, pools["k_pool"], pools["v_pool"], table),
         *case.make_inputs("cpu")[4:],
         **case.options(),
         **named,
@@ -124,9 +118,7 @@ def test_rows_near_those_of_the_reference(
 
 @BITS
 @CASE
-def test_the_number_of_blocks_does_not_show(
-    case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_blocks_does_not_show(case, bits, monkeypatch):
     one = attend(case, bits, "1", monkeypatch)
     for choice in ("2", "4", "8", "16"):
         assert_same(attend(case, bits, choice, monkeypatch), one)
@@ -134,9 +126,7 @@ def test_the_number_of_blocks_does_not_show(
 
 @BITS
 @pytest.mark.parametrize("case", SOME, ids=case_id)
-def test_a_call_takes_the_kernel_on_hopper(
-    case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_takes_the_kernel_on_hopper(case, bits, monkeypatch):
     """It does not where HTREE_TREE_DECODE says so, nor where scales do not begin at a multiple of 16 bytes."""
     q, k, v = inputs_of(case)
     pools, table = filled_packed_pools(case, bits, k, v)
@@ -154,7 +144,7 @@ def test_a_call_takes_the_kernel_on_hopper(
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @BITS
-def test_scales_that_are_not_finite(bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_that_are_not_finite(bits, dtype, monkeypatch):
     """A NaN poisons the rows of its own K/V head that read the token; infinities and codes of 0 do what x̂ does."""
     monkeypatch.setenv("HTREE_TREE_DECODE", "auto")
     case = TreeCacheCase(
@@ -187,7 +177,7 @@ def test_scales_that_are_not_finite(bits: int, dtype: torch.dtype, monkeypatch: 
 
 @BITS
 @pytest.mark.parametrize("case", SOME, ids=case_id)
-def test_nothing_behind_a_row_is_read(case: TreeCacheCase, bits: int) -> None:
+def test_nothing_behind_a_row_is_read(case, bits):
     """Scales and codes of later tokens and of pages that no sequence has do not reach a row."""
     q, k, v = inputs_of(case)
     pools, table = filled_packed_pools(case, bits, k, v)
@@ -203,7 +193,7 @@ def test_nothing_behind_a_row_is_read(case: TreeCacheCase, bits: int) -> None:
 
 
 @BITS
-def test_a_row_does_not_depend_on_the_others(bits: int) -> None:
+def test_a_row_does_not_depend_on_the_others(bits):
     """Nor on the pages, nor on how many rows there are."""
     case = replace(DECODE_CASES[0], lengths=(700, 45, 333), queries=(2, 1, 3))
     q, k, v = inputs_of(case)
@@ -222,7 +212,7 @@ def test_a_row_does_not_depend_on_the_others(bits: int) -> None:
 
 @BITS
 @pytest.mark.parametrize("span", [None, 4])
-def test_a_captured_step_follows_the_lengths(bits: int, span: int | None) -> None:
+def test_a_captured_step_follows_the_lengths(bits, span):
     """Steps of a graph have the bits of steps without one; the sequences grow beyond a page and a choice."""
     settings: dict[str, Any] = {
         "top_k": 8, "max_top_nodes": 64, "page_size": 32, "selection_span": span, "dtype": torch.bfloat16,

@@ -86,7 +86,7 @@ def attention_of(
 
 @BITS
 @CASE
-def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCase, bits: int) -> None:
+def test_append_writes_the_bytes_of_the_reference(device, case, bits):
     """In three calls that end inside nodes."""
     lengths = tuple(min(n, 70) for n in case.lengths)
     case = replace(case, lengths=lengths, queries=lengths)
@@ -114,9 +114,7 @@ def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCa
 
 @BITS
 @CASE
-def test_nodes_are_those_of_plain_pages_and_codes_those_of_kv_compress(
-    device: str, case: TreeCacheCase, bits: int
-) -> None:
+def test_nodes_are_those_of_plain_pages_and_codes_those_of_kv_compress(device, case, bits):
     k, v = case.tokens(device)
     pools, table = filled_packed_pools(case, bits, k, v)
     plain_k, plain_v, _ = filled_pools(case, k, v)
@@ -134,13 +132,13 @@ def test_nodes_are_those_of_plain_pages_and_codes_those_of_kv_compress(
 
 @BITS
 @CASE
-def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheCase, bits: int) -> None:
+def test_attention_gives_the_rows_of_the_reference(device, case, bits):
     q, k, v = case.last_queries(device), *case.tokens(device)
     pools, table = filled_packed_pools(case, bits, k, v)
     out, lse, lists, list_pos = attention_of(case, pools, table, q, device)
     inputs = case.make_inputs("cpu")
     expected = reference.tree_cache_attention(
-        *on_cpu(q, pools["k_pool"], pools["v_pool"], table),  # type: ignore[arg-type]
+        *on_cpu(q, pools["k_pool"], pools["v_pool"], table),
         *inputs[4:],
         **case.options(),
         **{name: pools[name].cpu() for name in CODES},
@@ -155,9 +153,7 @@ def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheC
 
 @BITS
 @CASE
-def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(
-    device: str, case: TreeCacheCase, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(device, case, bits, monkeypatch):
     """On CUDA by the general kernels; those of the decode kernel are in test_packed_decode.py."""
     monkeypatch.setenv("HTREE_TREE_DECODE", "general")
     q, k, v = case.last_queries(device), *case.tokens(device)
@@ -169,7 +165,7 @@ def test_a_row_has_the_bits_of_plain_pages_with_these_tokens(
         assert torch.equal(a, b), name
 
 
-def test_tokens_that_are_not_finite_poison_their_own_rows(device: str) -> None:
+def test_tokens_that_are_not_finite_poison_their_own_rows(device):
     case = replace(PACKED_CASES[0], lengths=(9,), queries=(9,))
     q, k, v = case.sequences(device)
     v[3, 0, 5], v[4, 1, 0] = torch.inf, torch.nan
@@ -181,7 +177,7 @@ def test_tokens_that_are_not_finite_poison_their_own_rows(device: str) -> None:
         assert bool(rows_of_head[begin:].isnan().all())
 
 
-def test_nothing_behind_a_length_is_read(device: str) -> None:
+def test_nothing_behind_a_length_is_read(device):
     case = replace(PACKED_CASES[0], lengths=(37, 22), queries=(2, 1))
     q, k, v = case.last_queries(device), *case.tokens(device)
     pools, table = filled_packed_pools(case, 4, k, v)
@@ -197,7 +193,7 @@ def test_nothing_behind_a_length_is_read(device: str) -> None:
     assert torch.equal(out, again)
 
 
-def test_opcheck_of_attention_from_packed_tokens(device: str) -> None:
+def test_opcheck_of_attention_from_packed_tokens(device):
     """That of the append is in test_tree_cache.py."""
     case = replace(PACKED_CASES[3], lengths=(21, 9), queries=(2, 1))
     q, k, v = case.last_queries(device), *case.tokens(device)
@@ -241,7 +237,7 @@ WIDE = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_attention_refuses(change: dict[str, Any], error: type, message: str) -> None:
+def test_attention_refuses(change, error, message):
     case = replace(PACKED_CASES[0], lengths=(21, 9), queries=(2, 1))
     q, k, v = case.last_queries("cpu"), *case.tokens("cpu")
     pools, table = filled_packed_pools(case, 4, k, v)
@@ -281,7 +277,7 @@ def test_attention_refuses(change: dict[str, Any], error: type, message: str) ->
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_append_refuses_and_writes_nothing(change: dict[str, Any], error: type, message: str) -> None:
+def test_append_refuses_and_writes_nothing(change, error, message):
     (k_pool, v_pool, leaves, *rest), options = packed_append_call("cpu")
     arguments = (k_pool, v_pool, *leaves, *rest)
     written = ("k_pool", "v_pool", *CODES, "k_tail", "v_tail")
@@ -293,13 +289,13 @@ def test_append_refuses_and_writes_nothing(change: dict[str, Any], error: type, 
     assert all(same_bytes(named[name], x) for name, x in before.items())
 
 
-def test_append_refuses_another_number_of_leaves() -> None:
+def test_append_refuses_another_number_of_leaves():
     (k_pool, v_pool, leaves, *rest), options = packed_append_call("cpu")
     with pytest.raises(ValueError, match="leaves must have 0 or 6 tensors, got 4"):
         ops._tree_cache_append_(k_pool, v_pool, leaves[:4], *rest, **op_options(options))
 
 
-def test_rows_of_a_page() -> None:
+def test_rows_of_a_page():
     assert page_rows(256, 3, 16, 4) == (256 + 16 + 1 + 64, 256 + 16 + 1)
     assert page_rows(256, 3, 16, 4, packed_tokens=True) == (16 + 1 + 64, 16 + 1)
     assert page_rows(256, 1, packed_tokens=True) == (0, 0)
@@ -396,7 +392,7 @@ def packed_shape(seed: int) -> Shape:
     return replace(shape, **wide, frequencies=frequencies, top_nodes=top_nodes)
 
 
-def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_sequence() -> None:
+def test_any_schedule_gives_the_bytes_and_the_rows_of_the_whole_sequence():
     """Appends, truncations, reorders and forks: what a cache holds follows from the sequence, and so do its rows."""
     seeds = schedules(10_000)[::10]
     refused = 0
@@ -419,14 +415,14 @@ def make(device: str, bits: int | None = 8, **others: Any) -> TreeKVCache:
         "compression_rate": 4, "top_k": 3, "max_top_nodes": 12, "page_size": 8, "dtype": torch.float32,
         "device": device, "leaf_bits": bits,
     }  # fmt: skip
-    return TreeKVCache(2, 2, 64, 60, **(settings | others))  # type: ignore[arg-type]
+    return TreeKVCache(2, 2, 64, 60, **(settings | others))
 
 
 def rows(n: int, heads: int, seed: int, device: str) -> Tensor:
     return torch.randn(2, n, heads, 64, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def test_a_cache_decodes_close_to_one_of_whole_tokens(device: str) -> None:
+def test_a_cache_decodes_close_to_one_of_whole_tokens(device):
     q, k, v = rows(50, 4, 0, device), rows(50, 2, 1, device), rows(50, 2, 2, device)
     for bits, bound in ((8, 0.02), (4, 0.3)):
         packed, plain = make(device, bits), make(device, None)
@@ -437,11 +433,11 @@ def test_a_cache_decodes_close_to_one_of_whole_tokens(device: str) -> None:
             for t in range(37, 50):
                 cache.append(k[:, t : t + 1], v[:, t : t + 1])
                 parts.append(cache.attend(q[:, t : t + 1]))
-            outs.append(torch.cat(parts, dim=1).double())  # type: ignore[arg-type]
+            outs.append(torch.cat(parts, dim=1).double())
         assert 0 < float((outs[0] - outs[1]).norm() / outs[1].norm()) < bound
 
 
-def test_a_prompt_has_the_bits_of_single_steps(device: str) -> None:
+def test_a_prompt_has_the_bits_of_single_steps(device):
     """Plain caches on a GPU build a tree on the tokens of 256 rows and more; of packed ones it would be another."""
     settings: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12, "page_size": 16}
     q, k, v = (rows(300, heads, seed, device)[:1].bfloat16() for heads, seed in ((4, 0), (2, 1), (2, 2)))
@@ -457,7 +453,7 @@ def test_a_prompt_has_the_bits_of_single_steps(device: str) -> None:
             assert torch.equal(step[:, 0], out[:, t])
 
 
-def test_truncation_that_would_need_lost_tokens(device: str) -> None:
+def test_truncation_that_would_need_lost_tokens(device):
     """Inside a node whose tokens the tail has lost: refused on the CPU, reported on a GPU; a whole node is allowed."""
     cache = make(device)
     cache.append(rows(30, 2, 1, device), rows(30, 2, 2, device))
@@ -477,7 +473,7 @@ def test_truncation_that_would_need_lost_tokens(device: str) -> None:
     assert cache.lengths.tolist() == [26, 8]
 
 
-def test_forks_beams_and_states_take_codes_and_tails_along(device: str) -> None:
+def test_forks_beams_and_states_take_codes_and_tails_along(device):
     q, k, v = rows(30, 4, 0, device), rows(30, 2, 1, device), rows(30, 2, 2, device)
 
     def go_on(cache: TreeKVCache) -> Tensor:
@@ -511,7 +507,7 @@ def test_forks_beams_and_states_take_codes_and_tails_along(device: str) -> None:
 
 
 @BITS
-def test_bytes_and_repr(device: str, bits: int) -> None:
+def test_bytes_and_repr(device, bits):
     cache = make(device, bits, dtype=torch.float16)
     cache.append(rows(9, 2, 1, device).half(), rows(9, 2, 2, device).half())
     page = 2 * 2 * (8 * (64 * bits // 8 + 2) + (2 + 1) * 64 * 2)  # tokens, then 2 and 1 nodes
@@ -536,12 +532,12 @@ def test_bytes_and_repr(device: str, bits: int) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_options_are_checked(change: dict[str, Any], error: type, message: str) -> None:
+def test_options_are_checked(change, error, message):
     with pytest.raises(error, match=message):
         make("cpu", **({"bits": change.pop("leaf_bits")} if "leaf_bits" in change else {}), **change)
 
 
-def test_a_step_compiles(device: str) -> None:
+def test_a_step_compiles(device):
     """Append, attend and truncate in one graph."""
 
     def step(cache: TreeKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -562,7 +558,7 @@ def test_a_step_compiles(device: str) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_a_module_makes_such_a_cache(device: str) -> None:
+def test_a_module_makes_such_a_cache(device):
     torch.manual_seed(0)
     layer = HTreeAttention(128, 2, 1, 64, compression_rate=4, top_k=3, max_top_nodes=12).to(device)
     x = torch.randn(1, 40, 128, device=device)
@@ -575,7 +571,7 @@ def test_a_module_makes_such_a_cache(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_step_follows_the_lengths() -> None:
+def test_a_captured_step_follows_the_lengths():
     """Append, attend and a truncation that is refused, in a graph."""
     cache, eager = (make("cuda", dtype=torch.bfloat16) for _ in range(2))
     q, k, v = (rows(1, heads, 3, "cuda").bfloat16() for heads in (4, 2, 2))
@@ -609,7 +605,7 @@ def test_a_captured_step_follows_the_lengths() -> None:
 
 
 @pytest.mark.gpu
-def test_the_pools_of_a_gpu_are_those_of_the_cpu() -> None:
+def test_the_pools_of_a_gpu_are_those_of_the_cpu():
     """Codes, scales, nodes and tails, after prompts of more than a page, single tokens, truncations and beams."""
     for seed in range(24):
         draw = random.Random(seed)
@@ -640,7 +636,7 @@ def test_the_pools_of_a_gpu_are_those_of_the_cpu() -> None:
             assert torch.equal(leaves[1].tensors()[name].cpu(), leaves[0].tensors()[name]), (seed, name)
 
 
-def test_plain_pages_are_written_as_before(device: str) -> None:
+def test_plain_pages_are_written_as_before(device):
     """A cache without leaf_bits uses ``tree_cache_append_`` and has no other tensors."""
     cache = make(device, None)
     cache.append(rows(9, 2, 1, device), rows(9, 2, 2, device))

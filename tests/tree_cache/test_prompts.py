@@ -65,7 +65,7 @@ def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 4])
 @pytest.mark.parametrize("span", [None, 2])
 @pytest.mark.usefixtures("short_prompts")
-def test_rows_and_lists_are_those_of_the_cache(batch: int, stride: int, span: int | None) -> None:
+def test_rows_and_lists_are_those_of_the_cache(batch, stride, span):
     """Beside ``tree_cache_attention``, bit for bit, for many lengths, and so are the steps that follow."""
     compared = 0
     for seed in range(30):
@@ -93,7 +93,7 @@ def test_rows_and_lists_are_those_of_the_cache(batch: int, stride: int, span: in
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.usefixtures("short_prompts")
-def test_sequences_without_rows_beside_a_prompt(stride: int, before: int) -> None:
+def test_sequences_without_rows_beside_a_prompt(stride, before):
     for counts in ([40, 0], [0, 40], [40, 0, 40], [40, 40, 0], [0, 0, 40], [40, 1], [0, 0]):
         prompt, plain = (small_cache(len(counts), selection_stride=stride) for _ in range(2))
         q = step([prompt, plain], [before] * len(counts), max(before, 1), 7)
@@ -107,7 +107,7 @@ def test_sequences_without_rows_beside_a_prompt(stride: int, before: int) -> Non
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_most_rows_of_a_prompt_go_through_tree_attention() -> None:
+def test_most_rows_of_a_prompt_go_through_tree_attention():
     """All with stride 1; with a stride all from the first leader on, the last of them with their lists."""
     for stride in (1, 4):
         cache = small_cache(1, selection_stride=stride)
@@ -166,7 +166,7 @@ def attend(cache: TreeKVCache, q: Tensor, counts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.usefixtures("short_prompts")
-def test_copies_never_outlive_their_sequence(stride: int) -> None:
+def test_copies_never_outlive_their_sequence(stride):
     """Random chunks, steps, truncations, reorders, forks and states: every call finds the copies of its sequence."""
     reused = 0
     for seed in range(40):
@@ -212,7 +212,7 @@ def test_copies_never_outlive_their_sequence(stride: int) -> None:
 
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.usefixtures("short_prompts")
-def test_rows_may_come_again(stride: int) -> None:
+def test_rows_may_come_again(stride):
     """With a stride the first of many rows are computed over a sequence that ends before the copies do."""
     cache, plain = (small_cache(1, selection_stride=stride) for _ in range(2))
     with StampedCopies():
@@ -225,7 +225,7 @@ def test_rows_may_come_again(stride: int) -> None:
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
+def test_copies_are_kept_from_the_second_chunk_to_the_next_step():
     cache = small_cache(2, num_pages=60)
     kept = cache.prompts
 
@@ -270,7 +270,7 @@ def test_copies_are_kept_from_the_second_chunk_to_the_next_step() -> None:
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_kept_copies_are_bounded() -> None:
+def test_kept_copies_are_bounded():
     for most, kept in ((0, []), (4 * 30, []), (4 * 48, [32, 48]), (None, [32, 48, 64])):
         cache = small_cache(1, prompt_bytes=most)
         found = []
@@ -316,7 +316,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize(("layers", "top_k", "later"), [(1, 30, 1), (2, 8, 2)])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.usefixtures("short_prompts")
-def test_a_chunk_takes_few_launches(batch: int, layers: int, top_k: int, later: int) -> None:
+def test_a_chunk_takes_few_launches(batch, layers, top_k, later):
     """Once constants are made, and it has all layers; nothing is rolled where leaders come in whole rings."""
     cache = small_cache(batch, selection_stride=4, top_k=top_k, max_top_nodes=top_k * 4)
     assert cache.num_layers == layers
@@ -330,7 +330,7 @@ def test_a_chunk_takes_few_launches(batch: int, layers: int, top_k: int, later: 
             assert [name for name in launches.names if batch == 1 or name != "clone"] == names
 
 
-def test_constants_follow_their_key_and_are_not_those_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_follow_their_key_and_are_not_those_of_a_recording(monkeypatch):
     cache = small_cache(2)
     first = cache._constants(3, recorded=False)
     assert cache._constants(3, recorded=False) is first
@@ -345,7 +345,7 @@ def test_constants_follow_their_key_and_are_not_those_of_a_recording(monkeypatch
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_a_prompt_reports_a_leader_that_nobody_has() -> None:
+def test_a_prompt_reports_a_leader_that_nobody_has():
     cache = small_cache(1, selection_stride=4)
     step([cache], [5], 5, 0)  # never attended
     attend_prompts(cache, step([cache], [40], 40, 1), [40], return_lse=False)
@@ -367,7 +367,7 @@ def test_a_prompt_reports_a_leader_that_nobody_has() -> None:
         max_size=8,
     )
 )
-def test_the_host_knows_the_lengths(steps: list[tuple[str, list[int]]]) -> None:
+def test_the_host_knows_the_lengths(steps):
     cache = small_cache(2)
     for kind, numbers in steps:
         try:
@@ -387,7 +387,7 @@ def test_the_host_knows_the_lengths(steps: list[tuple[str, list[int]]]) -> None:
         assert cache.host.most == cache.host_lengths() == cache.lengths.tolist()
 
 
-def test_what_only_the_device_knows_is_read() -> None:
+def test_what_only_the_device_knows_is_read():
     device = torch.zeros(2, dtype=torch.int32)
     lengths = HostLengths(device)
     lengths.grow([3, 4], 10, exact=True)
@@ -403,7 +403,7 @@ def test_what_only_the_device_knows_is_read() -> None:
 
 
 @pytest.mark.usefixtures("short_prompts")
-def test_a_backward_is_refused() -> None:
+def test_a_backward_is_refused():
     cache = small_cache(1)
     q = step([cache], [20], 20, 0).requires_grad_()
     out = attend_prompts(cache, q, [20], return_lse=False)
@@ -433,9 +433,7 @@ COPIED: dict[str, tuple[int, int, dict[str, Any]]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", ["auto", "per_query"])
 @pytest.mark.parametrize("name", COPIED)
-def test_kept_copies_give_the_bits_of_one_call(
-    name: str, choice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_copies_give_the_bits_of_one_call(name, choice, monkeypatch):
     """For chunks of any length, while the buffer grows and the top moves up; after a truncation and a fork.
 
     One call has the sequence up to the chunk's end. A longer sequence may have a layer more, and where a top is dense
@@ -476,7 +474,7 @@ def test_kept_copies_give_the_bits_of_one_call(
     for own in (cache, single):
         own.fork(0, 1)
     assert not cache.prompts.kept  # they were those of both
-    tokens = tuple(torch.stack([x[0], x[0]]) for x in tokens)  # type: ignore[assignment]
+    tokens = tuple(torch.stack([x[0], x[0]]) for x in tokens)
     chunk(4500, 5000, kept=True)
     chunk(5000, 5001, kept=False)
     chunk(5001, 5200, kept=False)
@@ -484,7 +482,7 @@ def test_kept_copies_give_the_bits_of_one_call(
 
 
 @pytest.mark.gpu
-def test_copies_of_sequences_of_several_lengths() -> None:
+def test_copies_of_sequences_of_several_lengths():
     """Each group grows by itself, and a sequence without a row keeps its copies."""
     lengths = [[600, 300, 0, 600], [512, 0, 700, 512], [400, 400, 400, 400], [300, 300, 1, 300]]
     together = TreeKVCache(4, 2, 64, 3000, device="cuda", selection_stride=4, **GPU)
@@ -500,14 +498,14 @@ def test_copies_of_sequences_of_several_lengths() -> None:
         for b, count in enumerate(counts):
             alone[b].append(k[b : b + 1, :count], v[b : b + 1, :count])
             if count:
-                assert torch.equal(alone[b].attend(q[b : b + 1, :count])[0], out[b, :count])  # type: ignore[index]
+                assert torch.equal(alone[b].attend(q[b : b + 1, :count])[0], out[b, :count])
             held[b] += count
     assert [x.sequences for x in together.prompts.kept] == [(0, 3), (1,)]
     together.check()
 
 
 @pytest.mark.gpu
-def test_a_step_frees_the_copies_of_a_prompt() -> None:
+def test_a_step_frees_the_copies_of_a_prompt():
     cache = TreeKVCache(1, 2, 128, 20_000, device="cuda", **GPU)
     q, k, v = gpu_step(cache, 8000, 8, 0)
     before = torch.cuda.memory_allocated()
@@ -535,7 +533,7 @@ def gpu_step(cache: TreeKVCache, n: int, heads: int, seed: int) -> tuple[Tensor,
     )
     return tuple(
         normal(seed + i, cache.batch, n, *size).to("cuda", cache.dtype) for i, size in enumerate(sizes)
-    )  # type: ignore[return-value]
+    )
 
 
 @pytest.mark.gpu
@@ -543,9 +541,7 @@ def gpu_step(cache: TreeKVCache, n: int, heads: int, seed: int) -> tuple[Tensor,
 @pytest.mark.parametrize("span", [None, 4])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_chunks_of_a_prompt_have_the_bits_of_one_call(
-    stride: int, span: int | None, width: int, dtype: torch.dtype
-) -> None:
+def test_chunks_of_a_prompt_have_the_bits_of_one_call(stride, span, width, dtype):
     """But for rows around a chunk's prompt, which have the bits that ``tree_cache_attention`` gives to every row.
 
     One call has all chunks: these sequences have two layers each, so no bit depends on the length.
@@ -575,7 +571,7 @@ def test_chunks_of_a_prompt_have_the_bits_of_one_call(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_prompt_does_not_wait_for_the_device(stride: int) -> None:
+def test_a_prompt_does_not_wait_for_the_device(stride):
     cache = TreeKVCache(2, 2, 64, 4000, device="cuda", selection_stride=stride, **GPU)
     warm = TreeKVCache(2, 2, 64, 4000, device="cuda", selection_stride=stride, **GPU)
     q, k, v = gpu_step(cache, 1000, 8, 0)
@@ -595,7 +591,7 @@ def test_a_prompt_does_not_wait_for_the_device(stride: int) -> None:
 
 
 @pytest.mark.gpu
-def test_sequences_of_other_lengths_and_other_company() -> None:
+def test_sequences_of_other_lengths_and_other_company():
     """A sequence has the same bits alone, beside others, and in other pages."""
     lengths = [900, 0, 300, 899]
     together = TreeKVCache(4, 2, 64, 1000, device="cuda", **GPU)
@@ -615,7 +611,7 @@ def test_sequences_of_other_lengths_and_other_company() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [256, 300, 320])
-def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
+def test_cuda_ring_after_chunks_of_a_prompt(chunk):
     """Entry i % ring has leader i and the lists that ``attention_forward`` gives it, and -1 behind the top."""
     cache = TreeKVCache(2, 2, 64, 2000, device="cuda", selection_stride=4, **GPU)
     q, k, v = gpu_step(cache, 4 * chunk, 8, 7)
@@ -634,7 +630,7 @@ def test_cuda_ring_after_chunks_of_a_prompt(chunk: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_follows_the_replays_of_a_graph() -> None:
+def test_the_host_follows_the_replays_of_a_graph():
     cache, eager = (TreeKVCache(1, 2, 64, 2000, device="cuda", **GPU) for _ in range(2))
     q, k, v = gpu_step(cache, 600, 8, 5)
     single = [x[:, :1].clone() for x in (q, k, v)]
@@ -656,11 +652,11 @@ def test_the_host_follows_the_replays_of_a_graph() -> None:
         assert own.host_lengths() == [604]
         own.append(k, v)
     assert torch.equal(cache.lengths, eager.lengths)
-    assert torch.equal(cache.attend(q), eager.attend(q))  # type: ignore[arg-type]
+    assert torch.equal(cache.attend(q), eager.attend(q))
 
 
 @pytest.mark.gpu
-def test_a_layer_takes_a_prompt_and_goes_on() -> None:
+def test_a_layer_takes_a_prompt_and_goes_on():
     layer = HTreeAttention(
         512, num_heads=8, num_kv_heads=2, top_k=16, max_top_nodes=256, selection_stride=4, device="cuda"
     ).to(torch.bfloat16)
@@ -673,5 +669,5 @@ def test_a_layer_takes_a_prompt_and_goes_on() -> None:
     cache.check()
 
 
-def test_a_prompt_has_some_hundreds_of_rows() -> None:
+def test_a_prompt_has_some_hundreds_of_rows():
     assert PROMPT_ROWS == 256

@@ -45,29 +45,29 @@ GENERAL = [
 
 
 @pytest.mark.parametrize("case", [*GENERAL, *DECODED], ids=case_id)
-def test_pages_are_filled_and_read(case: TreeCacheCase) -> None:
+def test_pages_are_filled_and_read(case):
     out, lse, *_ = tree_cache_attention(*case.make_inputs("cuda"), **case.options())
     assert out.shape == (sum(case.queries), case.heads, case.value_dim)
     assert not lse.isinf().any()
 
 
 @pytest.mark.parametrize(("stride", "span", "width"), [(1, None, 64), (4, 4, 64), (16, None, 128)])
-def test_chunks_of_a_prompt(stride: int, span: int | None, width: int) -> None:
+def test_chunks_of_a_prompt(stride, span, width):
     """The second chunk adds to the copies of the first."""
     options = {"top_k": 4, "max_top_nodes": 32, "selection_stride": stride, "selection_span": span}
-    cache = TreeKVCache(1, 1, width, 700, page_size=32, device="cuda", **options)  # type: ignore[arg-type]
+    cache = TreeKVCache(1, 1, width, 700, page_size=32, device="cuda", **options)
     assert cache.dtype == torch.bfloat16
     q, k, v = (torch.randn(1, 640, heads, width, device="cuda", dtype=cache.dtype) for heads in (8, 1, 1))
     for rows in (slice(0, 320), slice(320, 640)):
         cache.append(k[:, rows], v[:, rows])
         out = cache.attend(q[:, rows])
     whole = tree_attention(q, k, v, **cache.options.to_dict())
-    assert torch.equal(out, whole[:, 320:])  # type: ignore[arg-type,index]
+    assert torch.equal(out, whole[:, 320:])
 
 
 @pytest.mark.parametrize("case", [*PACKED_CASES[:6], *DECODED], ids=case_id)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_packed_tokens_are_written_and_read(case: TreeCacheCase, bits: int) -> None:
+def test_packed_tokens_are_written_and_read(case, bits):
     pools, table = filled_packed_pools(case, bits, *case.tokens("cuda"))
     packed = {name: pools[name] for name in ("k_codes", "k_scales", "v_codes", "v_scales")}
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
@@ -81,7 +81,7 @@ def test_packed_tokens_are_written_and_read(case: TreeCacheCase, bits: int) -> N
 
 @pytest.mark.parametrize("key_dim", [8, 32])
 @pytest.mark.parametrize("heads", [1, 4, 9])
-def test_heads_and_widths(heads: int, key_dim: int) -> None:
+def test_heads_and_widths(heads, key_dim):
     """One instance of each kernel: heads of a group, wide and narrow loads, several chunks of heads."""
     case = TreeCacheCase(
         name="one",
@@ -101,15 +101,15 @@ def test_heads_and_widths(heads: int, key_dim: int) -> None:
     assert bool(out.isfinite().all())
 
 
-def test_every_step_of_a_cache() -> None:
+def test_every_step_of_a_cache():
     options = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12, "selection_stride": 4}
-    cache = TreeKVCache(3, 2, 8, 64, page_size=8, num_pages=20, dtype=torch.float32, device="cuda", **options)  # type: ignore[arg-type]
+    cache = TreeKVCache(3, 2, 8, 64, page_size=8, num_pages=20, dtype=torch.float32, device="cuda", **options)
     q, k = (torch.randn(3, 40, heads, 8, device="cuda") for heads in (4, 2))
     for begin, end in ((0, 21), (21, 22), (22, 40)):  # more than a page at once, one token, a few
         cache.append(k[:, begin:end], k[:, begin:end])
         out = cache.attend(q[:, begin:end])
-    whole = tree_attention(q, k, k, **options)  # type: ignore[arg-type]
-    torch.testing.assert_close(out, whole[:, 22:], atol=1e-4, rtol=1e-4)  # type: ignore[index]
+    whole = tree_attention(q, k, k, **options)
+    torch.testing.assert_close(out, whole[:, 22:], atol=1e-4, rtol=1e-4)
     cache.truncate([39, 25, 8])
     cache.reorder_([1, 1, 0])
     cache.truncate([-1, -1, 13])
@@ -134,9 +134,7 @@ def test_every_step_of_a_cache() -> None:
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
 )
 @pytest.mark.parametrize(("stride", "index_heads"), [(1, 2), (4, 1)])
-def test_an_index_chooses_from_pages(
-    stride: int, index_heads: int, dtype: torch.dtype, index_dtype: torch.dtype
-) -> None:
+def test_an_index_chooses_from_pages(stride, index_heads, dtype, index_dtype):
     """A prompt, and steps of one row and of several, in three layers; fp32 takes the general kernels."""
     options = {"top_k": 4, "max_top_nodes": 32, "selection_stride": stride, "page_size": 32}
     cache = TreeKVCache(
@@ -149,7 +147,7 @@ def test_an_index_chooses_from_pages(
         index_dtype=index_dtype,
         dtype=dtype,
         device="cuda",
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     q, k, v = (torch.randn(2, 612, heads, 64, device="cuda", dtype=dtype) for heads in (8, 2, 2))
     # Whole numbers, whose products are exact.
@@ -164,4 +162,4 @@ def test_an_index_chooses_from_pages(
     cache.check()
     whole = tree_attention(q, k, v, index=tuple(index), **cache.options.to_dict())
     near = 1e-4 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(torch.cat(outs, dim=1), whole, atol=near, rtol=near)  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.cat(outs, dim=1), whole, atol=near, rtol=near)

@@ -12,7 +12,7 @@ from tests.support.tree_cache_cases import CASES, filled_pools, offsets
 
 
 @pytest.mark.parametrize("span", [None, 2])
-def test_pages_that_a_call_fills_may_be_shared(device: str, span: int | None) -> None:
+def test_pages_that_a_call_fills_may_be_shared(device, span):
     """A sequence that begins behind full pages of another one, written in the same call, has the nodes of its tokens.
 
     Nodes of 16 and 64 tokens reach across pages of 8, so some have children that the other sequence writes.
@@ -53,9 +53,7 @@ def test_pages_that_a_call_fills_may_be_shared(device: str, span: int | None) ->
         ((0, 4), (16, 4), [[0, 1, 2], [0, 3, 4]]),  # written by both
     ],
 )
-def test_pages_that_a_call_writes_may_not_be_shared_otherwise(
-    lengths: tuple[int, int], counts: tuple[int, int], table: list[list[int]]
-) -> None:
+def test_pages_that_a_call_writes_may_not_be_shared_otherwise(lengths, counts, table):
     case = replace(CASES[0], lengths=(24, 24), queries=(1, 1))
     k, v = case.tokens("cpu")
     k_pool, v_pool, _ = case.empty_pools("cpu")

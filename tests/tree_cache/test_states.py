@@ -75,7 +75,7 @@ def renumbered(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("capacity", "other"), CAPACITIES)
-def test_a_state_goes_into_another_capacity(capacity: int, other: int, kind: str, device: str) -> None:
+def test_a_state_goes_into_another_capacity(capacity, other, kind, device):
     """The bytes are those of a cache that got the tokens itself, and so are all later results."""
     options = KINDS[kind]
     longest = min(capacity, other) - 1
@@ -103,7 +103,7 @@ def test_a_state_goes_into_another_capacity(capacity: int, other: int, kind: str
 
 
 @pytest.mark.parametrize("kind", ["plain", "strided", "spans", "half"])
-def test_a_grown_cache_serves_to_its_own_end(kind: str, device: str) -> None:
+def test_a_grown_cache_serves_to_its_own_end(kind, device):
     """A sequence that fills a small cache goes on in a larger one, whose tree becomes deeper."""
     options = {**KINDS[kind], "batch": 1}
     alone, cache = make(device, 320, **options), make(device, 16, **options)
@@ -121,7 +121,7 @@ def test_a_grown_cache_serves_to_its_own_end(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_hold_nothing_are_zeros(kind: str, device: str) -> None:
+def test_rows_that_hold_nothing_are_zeros(kind, device):
     """A state follows from the tokens alone, whatever the memory and former sequences have left."""
     with poisoned_memory():
         new, used = (make(device, 300, **KINDS[kind], page_size=12) for _ in range(2))
@@ -136,7 +136,7 @@ def test_rows_that_hold_nothing_are_zeros(kind: str, device: str) -> None:
     assert not torch.equal(ours["keys"], torch.zeros_like(ours["keys"]))
 
 
-def test_a_truncated_state_grows(device: str) -> None:
+def test_a_truncated_state_grows(device):
     """Leaders that were taken back have no lists, in the larger cache neither."""
     cache, alone = (make(device, n, selection_stride=4) for n in (64, 640))
     for x in (cache, alone):
@@ -155,7 +155,7 @@ def test_a_truncated_state_grows(device: str) -> None:
         (49, "capacity must be at least 50, .* got 49"),
     ],
 )
-def test_a_capacity_that_is_too_small_is_named(capacity: int, message: str, device: str) -> None:
+def test_a_capacity_that_is_too_small_is_named(capacity, message, device):
     cache, small = make(device, 640), make(device, capacity)
     fill(cache, 50)
     step(small, 3, 1)
@@ -198,9 +198,7 @@ def test_a_capacity_that_is_too_small_is_named(capacity: int, message: str, devi
     ],
     ids=str,
 )
-def test_the_state_of_a_cache_of_other_sizes_is_named_by_its_argument(
-    change: dict[str, Any], error: type, message: str, device: str
-) -> None:
+def test_the_state_of_a_cache_of_other_sizes_is_named_by_its_argument(change, error, message, device):
     cache, other = make(device, 40), make(device, 40, **change)
     fill(cache, 9)
     with pytest.raises(error, match=rf"TreeKVCache\.load_state_dict: {message}"):
@@ -218,7 +216,7 @@ def test_the_state_of_a_cache_of_other_sizes_is_named_by_its_argument(
         narrow.load_state_dict(cache.state_dict())
 
 
-def test_pages_that_the_pool_lacks_get_others(device: str) -> None:
+def test_pages_that_the_pool_lacks_get_others(device):
     cache = make(device, 64)
     step(cache, 30, 1)
     for sequence in (0, 1):
@@ -239,7 +237,7 @@ def test_pages_that_the_pool_lacks_get_others(device: str) -> None:
         make(device, 64, num_pages=3).load_state_dict(state)
 
 
-def test_packed_tokens_alone_give_no_nodes(device: str) -> None:
+def test_packed_tokens_alone_give_no_nodes(device):
     """A cache of so few tokens that its tree has one layer keeps no node, and packed tokens are not what came."""
     options = KINDS["packed"]
     cache, large = make(device, 16, **options), make(device, 640, **options)
@@ -257,7 +255,7 @@ def test_packed_tokens_alone_give_no_nodes(device: str) -> None:
     assert same(step(large, 30, 3), step(filled, 30, 3))
 
 
-def test_another_depth_of_the_tree_is_named_by_its_option(device: str) -> None:
+def test_another_depth_of_the_tree_is_named_by_its_option(device):
     options: dict[str, Any] = {"compression_rate": 4, "top_k": 2, "page_size": 8, "dtype": torch.float32}
     states = [TreeKVCache(1, 2, 16, 200, max_top_nodes=m, device=device, **options) for m in (13, 8)]
     with pytest.raises(ValueError, match=r"options must be .*max_top_nodes=8.*, got .*max_top_nodes=13"):
@@ -266,7 +264,7 @@ def test_another_depth_of_the_tree_is_named_by_its_option(device: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [3, 300])
-def test_a_cache_of_no_sequence_takes_every_call(n: int, kind: str, device: str) -> None:
+def test_a_cache_of_no_sequence_takes_every_call(n, kind, device):
     """As a batch that has become empty brings it: results and states of no sequence, and nothing raises."""
     cache, other = (make(device, 640, batch=0, **KINDS[kind]) for _ in range(2))
     assert step(cache, n, 1).shape == (0, n, 4, cache.value_dim)

@@ -49,7 +49,7 @@ def on_cpu(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCase) -> None:
+def test_append_writes_the_bytes_of_the_reference(device, case):
     case = replace(
         case, selection_span=None if case.page_size % 2 else 2 if case.compression_rate % 2 == 0 else 1
     )
@@ -68,7 +68,7 @@ def test_append_writes_the_bytes_of_the_reference(device: str, case: TreeCacheCa
         assert torch.equal(ours.cpu().nan_to_num(), theirs.nan_to_num())
 
 
-def test_span_means_of_a_whole_node_are_its_keys(device: str) -> None:
+def test_span_means_of_a_whole_node_are_its_keys(device):
     """With c = r they are the keys of layer 1 bit for bit."""
     case = replace(CASES[0], lengths=(61,), queries=(1,), selection_span=4)
     _, k, v = case.sequences(device)
@@ -80,14 +80,14 @@ def test_span_means_of_a_whole_node_are_its_keys(device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheCase) -> None:
+def test_attention_gives_the_rows_of_the_reference(device, case):
     inputs = case.make_inputs(device)
     out, lse, lists, list_pos = tree_cache_attention(*inputs, **case.options())
     wide = torch.float64 if case.dtype == torch.float64 else torch.float32
     expected = reference.tree_cache_attention(
         *on_cpu(*inputs),
         **case.options(),
-        compute_dtype=wide,  # type: ignore[arg-type]
+        compute_dtype=wide,
     )
     if case.dtype in (torch.float32, torch.float64):  # half inputs select as fp32 does on the CPU alone
         assert torch.equal(list_pos.cpu(), expected[3])
@@ -96,7 +96,7 @@ def test_attention_gives_the_rows_of_the_reference(device: str, case: TreeCacheC
     assert_near(lse, expected[1], torch.float32, largest=10.0)
 
 
-def test_float64_agrees_to_its_precision() -> None:
+def test_float64_agrees_to_its_precision():
     case = replace(CASES[2], dtype=torch.float64)
     inputs = case.make_inputs("cpu")
     out, lse, *_ = tree_cache_attention(*inputs, **case.options())
@@ -106,7 +106,7 @@ def test_float64_agrees_to_its_precision() -> None:
 
 
 @pytest.mark.parametrize(("stride", "span"), [(1, None), (4, None), (1, 4), (4, 2)])
-def test_decoding_has_the_bits_of_the_whole_sequence_on_the_cpu(stride: int, span: int | None) -> None:
+def test_decoding_has_the_bits_of_the_whole_sequence_on_the_cpu(stride, span):
     """Also where the page is larger than the sequence, and where the sequence outgrows several layers."""
     case = replace(MODEL, lengths=(1200,), queries=(1200,), selection_stride=stride, selection_span=span)
     q, k, v = (x[None] for x in case.sequences("cpu"))
@@ -123,7 +123,7 @@ def test_decoding_has_the_bits_of_the_whole_sequence_on_the_cpu(stride: int, spa
     assert done == 1200
 
 
-def test_queries_may_come_in_any_groups(device: str) -> None:
+def test_queries_may_come_in_any_groups(device):
     """A row has the same bits alone, in a chunk, beside other sequences and after them."""
     case = replace(WIDE, lengths=(200, 120), queries=(7, 120))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
@@ -145,7 +145,7 @@ def test_queries_may_come_in_any_groups(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("span", [None, 4])
-def test_more_rows_than_one_chunk_of_scratch_holds(span: int | None) -> None:
+def test_more_rows_than_one_chunk_of_scratch_holds(span):
     """The call is worked off in pieces that end inside a stride; a row's bits do not show where."""
     case = TreeCacheCase(
         name="chunks",
@@ -188,7 +188,7 @@ def test_more_rows_than_one_chunk_of_scratch_holds(span: int | None) -> None:
         assert torch.equal(kept, new_lists[here])
 
 
-def test_pages_may_lie_anywhere(device: str) -> None:
+def test_pages_may_lie_anywhere(device):
     case = CASES[1]
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)
     out, *_ = tree_cache_attention(q, k_pool, v_pool, table, lengths, cu, **case.options())
@@ -201,7 +201,7 @@ def test_pages_may_lie_anywhere(device: str) -> None:
     assert torch.equal(moved, out)
 
 
-def test_rows_that_do_not_count(device: str) -> None:
+def test_rows_that_do_not_count(device):
     """Behind q_lengths, before the first token, and in no sequence."""
     case = replace(CASES[0], lengths=(5, 3), queries=(4, 4))
     q, k, v = case.sequences(device)
@@ -229,7 +229,7 @@ def test_rows_that_do_not_count(device: str) -> None:
     assert_near(out[5:8], first[0], torch.float32)
 
 
-def test_a_row_without_its_leader_is_nan(device: str) -> None:
+def test_a_row_without_its_leader_is_nan(device):
     case = replace(CASES[2], lengths=(30,), queries=(1,), ring=None)
     out, lse, lists, list_pos = tree_cache_attention(*case.make_inputs(device), **case.options())
     assert bool(out.isnan().all())
@@ -238,7 +238,7 @@ def test_a_row_without_its_leader_is_nan(device: str) -> None:
     assert lists.shape == (1, 4, case.layers, 2, 4)
 
 
-def test_nothing_behind_a_length_is_read(device: str, nan_memory: None) -> None:
+def test_nothing_behind_a_length_is_read(device, nan_memory):
     """Other pages, rows of the open page behind the sequence and nodes that are not finished may hold anything."""
     case = replace(CASES[0], lengths=(37, 22), queries=(2, 1))
     q, k_pool, v_pool, table, lengths, cu, *_ = case.make_inputs(device)  # NaN where nothing was written
@@ -252,7 +252,7 @@ def test_nothing_behind_a_length_is_read(device: str, nan_memory: None) -> None:
     assert torch.equal(out, again)
 
 
-def test_a_rope_table_may_be_given(device: str) -> None:
+def test_a_rope_table_may_be_given(device):
     case = CASES[0]
     inputs = case.make_inputs(device)
     table = ops.rope_cache(16, 8, 10000.0, device=torch.device(device))
@@ -265,7 +265,7 @@ def integers(values: Any, device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def test_truncations_are_those_of_the_reference(device: str) -> None:
+def test_truncations_are_those_of_the_reference(device):
     """Random ones, possible or not: what is not leaves a sequence as it was and sets a bit."""
     met = 0
     for seed in range(300):
@@ -295,7 +295,7 @@ def test_truncations_are_those_of_the_reference(device: str) -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_appends_take_what_their_pages_hold(device: str, stride: int) -> None:
+def test_appends_take_what_their_pages_hold(device, stride):
     """Tokens that have no place leave their sequence alone, whatever the table says; the others are taken.
 
     On the CPU the call raises instead, and nothing changes.
@@ -373,12 +373,12 @@ def test_appends_take_what_their_pages_hold(device: str, stride: int) -> None:
         "_tree_cache_prompt",
     ],
 )
-def test_opcheck(device: str, name: str) -> None:
+def test_opcheck(device, name):
     arguments, options = op_calls(device)[name]
     opcheck(getattr(ops, name).default, arguments, op_options(options))
 
 
-def test_a_step_compiles_and_exports(device: str) -> None:
+def test_a_step_compiles_and_exports(device):
     """Append and attend in one graph, with views as inputs, and another batch of lengths."""
     case = replace(CASES[0], lengths=(21, 9), queries=(1, 1))
 
@@ -411,7 +411,7 @@ def test_a_step_compiles_and_exports(device: str) -> None:
     assert torch.equal(exported.module()(*arguments), step(q, k_pool.clone(), v_pool.clone(), *arguments[3:]))
 
 
-def test_no_gradient() -> None:
+def test_no_gradient():
     calls = op_calls("cpu")
     arguments, options = calls["_tree_cache_attention"]
     out, *_ = ops._tree_cache_attention(arguments[0].requires_grad_(), *arguments[1:], **op_options(options))
@@ -435,7 +435,7 @@ def prompt_call(device: str, **change: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("span", [None, 2])
 @pytest.mark.parametrize("stride", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: int | None) -> None:
+def test_rows_of_a_prompt(device, dtype, stride, span):
     """Those of ``_attention_rows`` over the tokens, bit for bit, and those of the reference."""
     case = replace(
         CASES[2],
@@ -488,7 +488,7 @@ def test_rows_of_a_prompt(device: str, dtype: torch.dtype, stride: int, span: in
     ],
     ids=str,
 )
-def test_rows_of_a_prompt_refuse(change: dict, error: type, message: str) -> None:
+def test_rows_of_a_prompt_refuse(change, error, message):
     with pytest.raises(error, match=message):
         prompt_call("cpu", **change)
 
@@ -507,7 +507,7 @@ def test_rows_of_a_prompt_refuse(change: dict, error: type, message: str) -> Non
     ],
     ids=str,
 )
-def test_copies_of_a_prompt_refuse(change: dict, error: type, message: str) -> None:
+def test_copies_of_a_prompt_refuse(change, error, message):
     names = ("copies", "k_pool", "v_pool", "block_table", "num_heads", "begin", "end", "capacity")
     arguments, options = op_calls("cpu")["_tree_cache_pack_prompt_"]
     with pytest.raises(error, match=message):
@@ -516,7 +516,7 @@ def test_copies_of_a_prompt_refuse(change: dict, error: type, message: str) -> N
         )
 
 
-def test_sizes_of_copies_refuse() -> None:
+def test_sizes_of_copies_refuse():
     arguments, options = op_calls("cpu")["_tree_cache_prompt_bytes"]
     assert ops._tree_cache_prompt_bytes(*arguments, **op_options(options)) == 0
     for place, value, message in (
@@ -564,7 +564,7 @@ def test_sizes_of_copies_refuse() -> None:
     ],
     ids=str,
 )
-def test_attention_refuses(change: dict, error: type, message: str) -> None:
+def test_attention_refuses(change, error, message):
     names = ("q", "k_pool", "v_pool", "block_table", "lengths", "cu_q", "lists", "list_pos")
     arguments, options = op_calls("cpu")["_tree_cache_attention"]
     with pytest.raises(error, match=message):
@@ -592,7 +592,7 @@ def test_attention_refuses(change: dict, error: type, message: str) -> None:
     ],
     ids=str,
 )
-def test_append_refuses_and_writes_nothing(change: dict, error: type, message: str) -> None:
+def test_append_refuses_and_writes_nothing(change, error, message):
     names = ("k_pool", "v_pool", "k", "v", "block_table", "lengths", "cu_new", "new_lengths", "max_new")
     arguments, options = op_calls("cpu")["_tree_cache_append_"]
     named = dict(zip(names, (*arguments[:2], *arguments[3:]), strict=True)) | options
@@ -604,7 +604,7 @@ def test_append_refuses_and_writes_nothing(change: dict, error: type, message: s
 
 
 @pytest.mark.parametrize("pages", [(-2, 0), (7, 0), (0, -1), (0, 7)], ids=str)
-def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -> None:
+def test_copy_refuses_pages_that_are_none(device, pages):
     """A device leaves such a copy out; the host says so and copies nothing, not even what comes before."""
     k_pool, v_pool = (torch.randn(7, 2, 12, 8, device=device) for _ in range(2))
     before = k_pool.clone()
@@ -620,7 +620,7 @@ def test_copy_refuses_pages_that_are_none(device: str, pages: tuple[int, int]) -
     assert torch.equal(k_pool, before)
 
 
-def test_a_page_with_other_tokens_is_not_written() -> None:
+def test_a_page_with_other_tokens_is_not_written():
     """The pages that an append writes belong to one sequence; full pages, and rows behind it, may be anything."""
     arguments, options = op_calls("cpu")["_tree_cache_append_"]
     k_pool, v_pool, _, k, v, _, _, cu, *_ = arguments
@@ -642,7 +642,7 @@ def test_a_page_with_other_tokens_is_not_written() -> None:
 
 
 @pytest.mark.gpu
-def test_bad_tables_leave_memory_alone_on_a_gpu() -> None:
+def test_bad_tables_leave_memory_alone_on_a_gpu():
     """Random lengths, offsets, pages and lists: attention stays in bounds, and what does not fit is not written."""
     generator = torch.Generator().manual_seed(5)
     case = replace(CASES[2], lengths=(40, 29, 17), queries=(5, 5, 5), ring=4)
@@ -670,6 +670,6 @@ def test_bad_tables_leave_memory_alone_on_a_gpu() -> None:
     torch.cuda.synchronize()
 
 
-def test_names_are_exported() -> None:
+def test_names_are_exported():
     assert "TreeKVCache" in htree_ops.__all__
     assert {"tree_cache_append_", "tree_cache_attention"} <= set(htree_ops.ops.tree_cache.__all__)

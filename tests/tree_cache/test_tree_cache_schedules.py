@@ -28,15 +28,15 @@ def run_schedules(seeds: range, draw: Callable[[int], Shape]) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_any_schedule_gives_the_bits_of_the_whole_sequence(part: int) -> None:
+def test_any_schedule_gives_the_bits_of_the_whole_sequence(part):
     run_schedules(SCHEDULES[part::PARTS], Shape.draw)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_any_schedule_with_an_index_gives_the_bits_of_the_whole_sequence(part: int) -> None:
+def test_any_schedule_with_an_index_gives_the_bits_of_the_whole_sequence(part):
     run_schedules(INDEXED[part::PARTS], Shape.draw_indexed)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_any_schedule_with_an_open_top_gives_the_bits_of_the_whole_sequence(part: int) -> None:
+def test_any_schedule_with_an_open_top_gives_the_bits_of_the_whole_sequence(part):
     run_schedules(OPEN[part::PARTS], Shape.draw_open)

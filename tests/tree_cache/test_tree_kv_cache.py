@@ -78,10 +78,10 @@ class GpuRun(Run):
             if len(sequence.tokens) + counts[i] > shape.capacity:
                 self.reported = True
                 if together:  # its rows are those of its last tokens
-                    found[0][i], found[1][i] = 0.0, -torch.inf  # type: ignore[index]
+                    found[0][i], found[1][i] = 0.0, -torch.inf
                 counts[i] = 0
             sequence.tokens += new[: counts[i]]
-        self.attend(ids.cuda(), counts, True, found)  # type: ignore[arg-type]
+        self.attend(ids.cuda(), counts, True, found)
 
     def truncate(self) -> None:
         lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.tokens) + 1))) for x in self.model]
@@ -126,7 +126,7 @@ def alike(near: float) -> Callable[[Tensor, Tensor], bool]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("draw", [Shape.draw, Shape.draw_indexed, Shape.draw_open])
-def test_schedules_on_a_gpu(draw: Callable[[int], Shape]) -> None:
+def test_schedules_on_a_gpu(draw):
     """Bytes bit for bit; rows to the tolerance of §1.11, but for the few whose selection is a matter of rounding."""
     tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     different = compared = 0
@@ -159,7 +159,7 @@ class ServedRun(GpuRun):
             ids = torch.tensor([sequence.tokens], device=self.k.device)
             alone.append(self.k[ids], self.v[ids], **self.of_index(index_key=ids))
             rows = alone.attend(self.q[ids[:, first:]], **self.of_index(index_query=ids[:, first:]))
-            assert torch.equal(out, rows[0, begin - first :]), (self.shape, begin, length)  # type: ignore[index]
+            assert torch.equal(out, rows[0, begin - first :]), (self.shape, begin, length)
             self.repeated += len(out)
 
 
@@ -173,7 +173,7 @@ class ServedRun(GpuRun):
     ],
     ids=["scores", "index", "open"],
 )
-def test_schedules_of_served_sizes_on_a_gpu(draw: Callable[[int], Shape]) -> None:
+def test_schedules_of_served_sizes_on_a_gpu(draw):
     """Rows bit for bit whatever the schedule, the pages and the batch; near those of ``tree_attention``.
 
     Another kernel computes the latter, and where few nodes are opened, importances that nearly tie move whole rows.
@@ -190,7 +190,7 @@ def test_schedules_of_served_sizes_on_a_gpu(draw: Callable[[int], Shape]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_captured_step_follows_the_lengths(stride: int) -> None:
+def test_a_captured_step_follows_the_lengths(stride):
     cache, eager = (make("cuda", selection_stride=stride, dtype=torch.bfloat16) for _ in range(2))
     for one in (cache, eager):
         k = rows(2, 5, 2, 0, "cuda").bfloat16()
@@ -217,7 +217,7 @@ def test_a_captured_step_follows_the_lengths(stride: int) -> None:
         graph.replay()
         cache.advance()
         eager.append(new_k, new_k)
-        assert torch.equal(out, eager.attend(new_q))  # type: ignore[arg-type]
+        assert torch.equal(out, eager.attend(new_q))
         if step % 7 == 3:  # beams change between two replays, by the table
             cache.reorder_([1, 1] if step % 2 else [1, 0])
             eager.reorder_([1, 1] if step % 2 else [1, 0])
@@ -232,7 +232,7 @@ def test_a_captured_step_follows_the_lengths(stride: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_captured_verification_keeps_what_the_device_accepts(stride: int) -> None:
+def test_a_captured_verification_keeps_what_the_device_accepts(stride):
     """Speculative tokens in a graph: the device says how many of them stay."""
     cache, eager = (make("cuda", batch=1, selection_stride=stride, dtype=torch.bfloat16) for _ in range(2))
     q, k = (torch.zeros(1, 4, heads, 8, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
@@ -258,14 +258,14 @@ def test_a_captured_verification_keeps_what_the_device_accepts(stride: int) -> N
         kept.fill_(accepted)
         graph.replay()
         cache.advance(accepted)
-        assert torch.equal(out, eager.decode(q, k, k))  # type: ignore[arg-type]
+        assert torch.equal(out, eager.decode(q, k, k))
         eager.truncate([cache.host_lengths()[0]])
         cache.check()
         eager.check()
 
 
 @pytest.mark.gpu
-def test_a_graph_writes_into_no_page_that_others_have() -> None:
+def test_a_graph_writes_into_no_page_that_others_have():
     cache = make("cuda", batch=2)
     fill(cache, 19)
     cache.fork(0, 1)
@@ -281,7 +281,7 @@ def test_a_graph_writes_into_no_page_that_others_have() -> None:
 
 
 @pytest.mark.gpu
-def test_a_refused_cut_of_shared_pages_changes_no_sequence() -> None:
+def test_a_refused_cut_of_shared_pages_changes_no_sequence():
     """The device could take tokens of sequence 0 back, and the host refuses sequence 2."""
     cache = make("cuda", batch=3, selection_stride=4)
     fill(cache, 30)
@@ -298,7 +298,7 @@ def test_a_refused_cut_of_shared_pages_changes_no_sequence() -> None:
 # ---- both devices
 
 
-def test_chunks_ragged_rows_and_drafts(device: str) -> None:
+def test_chunks_ragged_rows_and_drafts(device):
     """A chunk, single tokens, speculative tokens of which some are taken back, and rows that do not count."""
     cache = make(device, selection_stride=4)
     q, k, v = (rows(2, 30, heads, seed, device) for seed, heads in ((1, 4), (2, 2), (3, 2)))
@@ -320,7 +320,7 @@ def test_chunks_ragged_rows_and_drafts(device: str) -> None:
     cache.check()
 
 
-def test_eight_threads_with_a_cache_each(device: str) -> None:
+def test_eight_threads_with_a_cache_each(device):
     """On a GPU each has a stream of its own."""
 
     def generate(seed: int) -> list[Tensor]:
@@ -342,7 +342,7 @@ def test_eight_threads_with_a_cache_each(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_rows_that_a_short_sequence_lacks(device: str) -> None:
+def test_rows_that_a_short_sequence_lacks(device):
     cache = make(device)
     fill(cache, 2)
     out, lse = cache.attend(rows(2, 5, 4, 9, device), return_lse=True)
@@ -351,7 +351,7 @@ def test_rows_that_a_short_sequence_lacks(device: str) -> None:
     assert bool(lse[:, 3:].isfinite().all())
 
 
-def test_no_tokens_and_no_queries(device: str) -> None:
+def test_no_tokens_and_no_queries(device):
     cache = make(device, selection_stride=4)
     assert fill(cache, 0).shape == (2, 0, 4, 8)
     fill(cache, 6)
@@ -360,7 +360,7 @@ def test_no_tokens_and_no_queries(device: str) -> None:
     cache.check()
 
 
-def test_a_step_of_the_module_compiles(device: str) -> None:
+def test_a_step_of_the_module_compiles(device):
     layer = HTreeAttention(32, 4, 2, selection_stride=4, device=device, **OPTIONS)
     x = torch.randn(2, 12, 32, device=device)
     cache, eager = layer.make_cache(2, 30), layer.make_cache(2, 30)
@@ -371,7 +371,7 @@ def test_a_step_of_the_module_compiles(device: str) -> None:
     assert cache.lengths.tolist() == [12, 12]
 
 
-def test_a_fork_owns_its_open_page(device: str) -> None:
+def test_a_fork_owns_its_open_page(device):
     """Full pages are shared, and what one writes the other does not see."""
     cache = make(device, batch=3, num_pages=9)
     fill(cache, 19)
@@ -400,7 +400,7 @@ def test_a_fork_owns_its_open_page(device: str) -> None:
     assert torch.equal(cache.layer(1, 0)[0][:22], old)
 
 
-def test_a_fork_without_a_free_page_says_so(device: str) -> None:
+def test_a_fork_without_a_free_page_says_so(device):
     cache = make(device, batch=2, num_pages=3)
     q, k, v = (rows(2, 19, heads, seed, device) for seed, heads in enumerate((4, 2, 2)))
     cache.decode(q, k, v, [19, 0])
@@ -411,7 +411,7 @@ def test_a_fork_without_a_free_page_says_so(device: str) -> None:
     assert cache.host_lengths() == [19, 0]
 
 
-def test_a_state_goes_into_another_cache(device: str) -> None:
+def test_a_state_goes_into_another_cache(device):
     cache = make(device, selection_stride=4)
     fill(cache, 18)
     cache.fork(0, 1)
@@ -426,7 +426,7 @@ def test_a_state_goes_into_another_cache(device: str) -> None:
     assert torch.equal(fill(cache, 1, seed=60), fill(again, 1, seed=60))
 
 
-def test_bytes_and_repr(device: str) -> None:
+def test_bytes_and_repr(device):
     cache = make(device)
     assert cache.num_bytes()[:2] == (0, 0)
     fill(cache, 9)
@@ -439,7 +439,7 @@ def test_bytes_and_repr(device: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"selection_stride": 4}, {"leaf_bits": 8}], ids=str)
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_a_cache_without_numbers(kind: str, options: dict[str, Any]) -> None:
+def test_a_cache_without_numbers(kind, options):
     """It says what a cache takes, and gives the shapes of results."""
     # a table of rotations is made on CUDA alone, so the bytes are those of the CPU only without one
     sizes: dict[str, Any] = {**OPTIONS, "rope_base": None, "page_size": 8, **options}

@@ -14,7 +14,7 @@ from htree_ops import TreeKVCache
 from htree_ops.errors import DeviceError, OutOfPagesError, ShapeMismatchError, UnsupportedDtypeError
 
 
-def test_an_append_that_does_not_fit_changes_nothing() -> None:
+def test_an_append_that_does_not_fit_changes_nothing():
     cache = make(num_pages=4)
     fill(cache, 15)
     with pytest.raises(OutOfPagesError, match=r"TreeKVCache.append: 2 more pages of 8 tokens are needed"):
@@ -31,7 +31,7 @@ def test_an_append_that_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("end", ["free", "reset", "truncate"])
-def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> None:
+def test_reserved_pages_of_empty_sequences_go_back(end, device):
     cache = make(device, num_pages=5)
     cache.reserve(9)
     if end == "free":
@@ -48,7 +48,7 @@ def test_reserved_pages_of_empty_sequences_go_back(end: str, device: str) -> Non
     cache.check()
 
 
-def test_strides_limit_truncation() -> None:
+def test_strides_limit_truncation():
     cache = make(selection_stride=4)
     for step in range(7):
         fill(cache, 4, seed=3 * step)
@@ -62,7 +62,7 @@ def test_strides_limit_truncation() -> None:
 
 
 @pytest.mark.parametrize("length", [-5, 999])
-def test_lengths_that_somebody_has_broken_are_mended(length: int, device: str) -> None:
+def test_lengths_that_somebody_has_broken_are_mended(length, device):
     cache, other = make(device, num_pages=8), make(device, num_pages=8)
     for x in (cache, other):
         fill(x, 9)
@@ -79,7 +79,7 @@ def test_lengths_that_somebody_has_broken_are_mended(length: int, device: str) -
     assert torch.equal(fill(cache, 3), fill(other, 3))
 
 
-def test_a_leader_that_was_never_attended_is_reported() -> None:
+def test_a_leader_that_was_never_attended_is_reported():
     cache = make(selection_stride=4)
     cache.append(rows(2, 6, 2, 0), rows(2, 6, 2, 1))
     out = cache.attend(rows(2, 1, 4, 2))
@@ -108,13 +108,13 @@ def test_a_leader_that_was_never_attended_is_reported() -> None:
     ],
     ids=str,
 )
-def test_options_are_checked(change: dict[str, Any], error: type, message: str) -> None:
+def test_options_are_checked(change, error, message):
     sizes: dict[str, Any] = {"batch": 2, "num_kv_heads": 2, "head_dim": 8, "capacity": 40}
     with pytest.raises(error, match=f"TreeKVCache: .*{message}"):
         TreeKVCache(**{**sizes, **OPTIONS, **change})
 
 
-def test_calls_are_checked() -> None:
+def test_calls_are_checked():
     cache = make()
     k = rows(2, 3, 2, 0)
     for bad, error, message in (
@@ -143,9 +143,9 @@ def test_calls_are_checked() -> None:
         ({0, 1}, TypeError, "lengths must be a list of ints or a Tensor, got set"),
     ):
         with pytest.raises(error, match=message):
-            cache.append(k, k, lengths=lengths)  # type: ignore[arg-type]
+            cache.append(k, k, lengths=lengths)
         with pytest.raises(error, match=message.replace("lengths", "beams")):
-            cache.reorder_(lengths)  # type: ignore[arg-type]
+            cache.reorder_(lengths)
     with pytest.raises(ShapeMismatchError, match=r"TreeKVCache.decode: size 1 of k must be 1"):
         cache.decode(rows(2, 1, 4, 0), k, k)
     with pytest.raises(ValueError, match=r"beams must be 2 numbers between 0 and 1, got \[0, 2\]"):
@@ -158,7 +158,7 @@ def test_calls_are_checked() -> None:
         with pytest.raises(ValueError, match=message):
             cache.advance(tokens)
     with pytest.raises(TypeError, match=r"TreeKVCache\.advance: tokens must be a list of ints, got \["):
-        cache.advance(1.0)  # type: ignore[arg-type]
+        cache.advance(1.0)
     assert cache.host_lengths() == [9, 9]
     cache.check()
     with pytest.raises(ValueError, match="target must be between 0 and 1"):
@@ -168,7 +168,7 @@ def test_calls_are_checked() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
+def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype):
     cache = make()
     fill(cache, 9)
     beyond = torch.tensor([5, 1]).to(dtype) + (2**32 if dtype == torch.int64 else 99)
@@ -182,7 +182,7 @@ def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
             call(beyond)
     for wrong in (1.0, None, torch.tensor([3, 3]).to_sparse()):
         with pytest.raises(TypeError, match=r"TreeKVCache\.truncate: lengths must be"):
-            cache.truncate(wrong)  # type: ignore[arg-type]
+            cache.truncate(wrong)
     for numbers in ([-2, 3], torch.tensor([-2, 3])):
         with pytest.raises(ValueError, match=r"TreeKVCache\.truncate: lengths must be .* -1.*, got .*-2"):
             cache.truncate(numbers)
@@ -191,7 +191,7 @@ def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype: torch.dtype) -> None:
     assert cache.lengths.tolist() == [9, 9]
 
 
-def test_heads_are_checked_before_the_lists(device: str) -> None:
+def test_heads_are_checked_before_the_lists(device):
     """A call that is refused reports no missing leader."""
     cache = make(device, selection_stride=4)
     cache.append(rows(2, 6, 2, 0, device), rows(2, 6, 2, 1, device))
@@ -203,7 +203,7 @@ def test_heads_are_checked_before_the_lists(device: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_lengths_that_only_a_device_knows_are_reported(device: str, compiled: bool) -> None:
+def test_lengths_that_only_a_device_knows_are_reported(device, compiled):
     """In a compiled call, and on a GPU in every call. Lengths of a list are refused at once there too."""
     wrap = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if compiled else (lambda f: f)
     cache = make(device)
@@ -221,7 +221,7 @@ def test_lengths_that_only_a_device_knows_are_reported(device: str, compiled: bo
             call([2, 9])
 
 
-def test_tokens_that_are_not_written_do_not_count() -> None:
+def test_tokens_that_are_not_written_do_not_count():
     """Whatever the op that writes refuses: rows of the cache's own pages, a table that somebody has broken."""
     cache, other = make(batch=1), make(batch=1)
     for x in (cache, other):
@@ -242,7 +242,7 @@ def test_tokens_that_are_not_written_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_cache_made_in_inference_mode_serves_outside(stride: int, device: str) -> None:
+def test_a_cache_made_in_inference_mode_serves_outside(stride, device):
     with torch.inference_mode():
         cache = make(device, selection_stride=stride)
         fill(cache, 9)
@@ -254,18 +254,18 @@ def test_a_cache_made_in_inference_mode_serves_outside(stride: int, device: str)
     cache.load_state_dict(other.state_dict())
 
 
-def test_a_bound_of_many_bytes() -> None:
+def test_a_bound_of_many_bytes():
     assert make(prompt_bytes=1 << 40).prompts.most_bytes == 1 << 40
 
 
-def test_states_are_checked() -> None:
+def test_states_are_checked():
     cache = make()
     fill(cache, 9)
     state = cache.state_dict()
     with pytest.raises(ValueError, match=r"options must be .* scale=-1\.0, .* got .* scale=None, "):
         make(scale=-1.0).load_state_dict(state)
     with pytest.raises(TypeError, match="state must be a dict, got NoneType"):
-        cache.load_state_dict(None)  # type: ignore[arg-type]
+        cache.load_state_dict(None)
     table = state["block_table"].clone()
     table[0, 0] = table[1, 0]
     twice = table.clone()
@@ -306,7 +306,7 @@ def test_states_are_checked() -> None:
     ],
     ids=str,
 )
-def test_lists_of_other_leaders_are_refused(leaders: list[int]) -> None:
+def test_lists_of_other_leaders_are_refused(leaders):
     cache = make(selection_stride=4)
     fill(cache, 18)
     state = cache.state_dict()
