@@ -9,6 +9,7 @@ import torch
 from htree_ops.info import op_names
 from tests.support.pages import ROOT, op_signatures
 from tests.support.pages import SEMANTICS as PAGES
+from tests.test_registration import SCHEMAS
 
 #: Numbers of the sections by page; a chapter counts as present where one of its sections is.
 SECTIONS = {
@@ -53,6 +54,13 @@ def test_every_signature_is_that_of_the_op():
             op, _, overload = name.partition(".")
             registered = getattr(getattr(torch.ops.htree, op), overload or "default")._schema
             assert torch._C.parse_schema(f"htree::{signature}") == registered
+
+
+def test_every_op_has_one_written_schema():
+    """On a page, or in the table of tests/test_registration.py, which runs without pages."""
+    on_pages = {name for name, signature in op_signatures() if "…" not in signature}
+    assert on_pages | SCHEMAS.keys() == set(op_names())
+    assert not on_pages & SCHEMAS.keys()
 
 
 def test_every_section_that_is_cited_exists():
