@@ -52,7 +52,7 @@ for step; do
     wide) models wide-32k 70 'index|Liger' --tokens 32768 --heads 64 4 ;;
     dense) models train-128k-dense 75 eager --tokens 131072 --phase train ;;
     select)
-      run select 60 benchmarks run select_blocks --baseline eager --csv "$out/select.csv" --json "$out/select.json" ;;
+      run select 60 benchmarks run select_blocks --baseline eager --csv "$out/select.csv" ;;
     decode) run decode 150 benchmarks.tree_index_decode --csv "$out/decode.csv" ;;
     tree) run tree 200 benchmarks.tree_index --case 'T=(32768|131072) H=32' --csv "$out/tree.csv" ;;
     texts) run texts 120 benchmarks.short_sequences --csv "$out/short_texts.csv" ;;

@@ -1,6 +1,6 @@
 """causal_softmax and its backward against torch.compile, torch.softmax without a mask, and eager PyTorch.
 
-Run: ``python -m benchmarks run causal_softmax --json PATH --csv PATH``.
+Run: ``python -m benchmarks run causal_softmax --csv PATH``.
 """
 
 from __future__ import annotations

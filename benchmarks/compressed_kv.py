@@ -1,6 +1,6 @@
 """Compressed decode attention against dense decode attention (cuDNN, FlashAttention-2), and packing against a copy.
 
-Run: ``python -m benchmarks run compressed_kv --json PATH --csv PATH``; ``--device cpu`` on a CPU.
+Run: ``python -m benchmarks run compressed_kv --csv PATH``; ``--device cpu`` on a CPU.
 Dense attention reads another cache and computes another function, so its rows say so. "decompress + SDPA" computes
 the same from the same compressed rows.
 """

@@ -1,6 +1,6 @@
 """fp8_quantize, its inverse and the rounding in place against torch.compile of the plain composition, and a copy.
 
-Run: ``python -m benchmarks run fp8 --json PATH --csv PATH``.
+Run: ``python -m benchmarks run fp8 --csv PATH``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """fp8_gemm against cuBLASLt through ``torch._scaled_mm``, with and without fast accumulation, and a bf16 product.
 
-Run: ``python -m benchmarks run fp8_gemm --json PATH --csv PATH``. cuBLASLt multiplies by reciprocal scales;
+Run: ``python -m benchmarks run fp8_gemm --csv PATH``. cuBLASLt multiplies by reciprocal scales;
 they are computed beforehand, while ``fp8_gemm`` gets the scales as they are. Fast accumulation leaves sums in the
 tensor cores throughout, with errors that grow with K: it counts as another function and stands beside the others.
 """

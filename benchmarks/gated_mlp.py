@@ -1,6 +1,6 @@
 """gated_mlp and its backward against cuBLAS with merged weights, two products, torch.compile and Liger.
 
-Run: ``python -m benchmarks run gated_mlp --json PATH --csv PATH``. Liger is timed where it is installed.
+Run: ``python -m benchmarks run gated_mlp --csv PATH``. Liger is timed where it is installed.
 """
 
 from __future__ import annotations

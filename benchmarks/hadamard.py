@@ -1,6 +1,6 @@
 """hadamard_transform and grouped_hadamard against a product with H, torch.compile of the butterflies, and a copy.
 
-Run: ``python -m benchmarks run hadamard --json PATH --csv PATH``.
+Run: ``python -m benchmarks run hadamard --csv PATH``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """index_loss, forward and backward, against plain PyTorch that takes a few positions at a time.
 
-Run: ``python -m benchmarks run index_loss --json PATH --csv PATH``.
+Run: ``python -m benchmarks run index_loss --csv PATH``.
 """
 
 from __future__ import annotations

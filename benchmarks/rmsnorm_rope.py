@@ -1,6 +1,6 @@
 """rmsnorm_rope, head_rmsnorm_rope and their backward against torch.compile, eager PyTorch and Liger's two kernels.
 
-Run: ``python -m benchmarks run rmsnorm_rope --json PATH --csv PATH``. Liger is timed where it is installed.
+Run: ``python -m benchmarks run rmsnorm_rope --csv PATH``. Liger is timed where it is installed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every benchmark on this machine's GPU: run.sh OUT LIMIT PYTHON [families...]; JSON, CSV and logs go to OUT.
+# Every benchmark on this machine's GPU: run.sh OUT LIMIT PYTHON [families...]; CSV files and logs go to OUT.
 # Uses the library that is built in place, or the one that `make cuda-build` left in build/cuda if that is newer.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -17,7 +17,7 @@ families=("$@")
 [ ${#families[@]} -gt 0 ] || readarray -t families < <("$python" -c 'from benchmarks.harness.run import FAMILIES; print(*FAMILIES, sep="\n")')
 status=0
 for family in "${families[@]}"; do
-  timeout "$limit" "$python" -m benchmarks run "$family" --json "$out/$family.json" --csv "$out/$family.csv" \
+  timeout "$limit" "$python" -m benchmarks run "$family" --csv "$out/$family.csv" \
     2>&1 | tee "$out/bench-$family.log"
   ended=${PIPESTATUS[0]}
   if [ "$ended" -eq 124 ]; then

@@ -1,6 +1,6 @@
 """select_blocks against plain PyTorch that holds all block scores, by chunks of queries.
 
-Run: ``python -m benchmarks run select_blocks --json PATH --csv PATH``.
+Run: ``python -m benchmarks run select_blocks --csv PATH``.
 """
 
 from __future__ import annotations

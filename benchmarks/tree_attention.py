@@ -1,6 +1,6 @@
 """Tree attention against dense causal attention on the same heads (SDPA: cuDNN and FlashAttention-2 on a GPU).
 
-Run: ``python -m benchmarks run tree_attention --json PATH --csv PATH``; ``--device cpu --rounds 3`` on a CPU.
+Run: ``python -m benchmarks run tree_attention --csv PATH``; ``--device cpu --rounds 3`` on a CPU.
 Dense attention computes another function, so its rows say so. It rotates nothing: RoPE is not part of its time.
 """
 

@@ -1,6 +1,6 @@
 """Decoding from a tree cache against dense decode attention, and an append against a copy of its rows.
 
-Run: ``python -m benchmarks run tree_cache --json PATH --csv PATH``; ``--device cpu`` on a CPU.
+Run: ``python -m benchmarks run tree_cache --csv PATH``; ``--device cpu`` on a CPU.
 Dense attention reads every token and computes another function, so its rows say so. "tree_attention" builds the tree
 again in each step and computes the same.
 """

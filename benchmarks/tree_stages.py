@@ -1,6 +1,6 @@
 """The staged kernels of tree attention against plain PyTorch; their floor is the measured IO-only variant.
 
-Run: ``python -m benchmarks run tree_stages --json PATH --csv PATH``.
+Run: ``python -m benchmarks run tree_stages --csv PATH``.
 """
 
 from __future__ import annotations

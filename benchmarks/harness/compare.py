@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.results import ResultsError, Row, read_json
+from benchmarks.harness.results import ResultsError, Row, read_rows
 from htree_ops.cli import Command, UsageError, columns, counted
 
 Key = tuple[str, str, str, str]
@@ -111,8 +111,8 @@ def format_changes(changes: Sequence[Change]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Files and flags of the command."""
-    parser.add_argument("old", type=Path, help="JSON file of the earlier run")
-    parser.add_argument("new", type=Path, help="JSON file of the later run")
+    parser.add_argument("old", type=Path, help="CSV file of the earlier run")
+    parser.add_argument("new", type=Path, help="CSV file of the later run")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.tolerance < math.inf:
         raise UsageError(f"--tolerance must be at least 0, got {arguments.tolerance}")
     try:
-        changes = compare(read_json(arguments.old), read_json(arguments.new), arguments.tolerance)
+        changes = compare(read_rows(arguments.old), read_rows(arguments.new), arguments.tolerance)
     except ResultsError as error:
         raise UsageError(str(error)) from error
     print(format_changes(changes))
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "compare",
-    """Compares two JSON files that run wrote on one machine. Status 1 where something became slower.
+    """Compares two CSV files that run wrote on one machine. Status 1 where something became slower.
 
 A case counts as slower where its new median exceeds the old one by more than the tolerance and by more than the
 noise of both runs.""",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.results import read_json
+from benchmarks.harness.results import holds_rows, read_rows
 
 NOTHING = "No figures are recorded: `make bench` measures them."
 
@@ -31,7 +31,7 @@ def sustained_or_median(row: Entry, prefix: str = "") -> float:
 
 @dataclass(frozen=True)
 class Results:
-    """Rows of the JSON and the CSV files by name, those of the quality study, and the folder as pages name it."""
+    """Rows of the harness, of other programs, those of the quality study, and the folder as pages name it."""
 
     files: dict[str, list[Entry]]
     tables: dict[str, list[dict[str, str]]]
@@ -45,11 +45,13 @@ def read_results(folder: Path) -> Results:
     Raises:
         ResultsError: a file holds something else.
     """
-    tables = {}
+    files, tables = {}, {}
     for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="") as file:
-            tables[path.stem] = list(csv.DictReader(file))
-    files = {path.name: [asdict(row) for row in read_json(path)] for path in sorted(folder.glob("*.json"))}
+        if holds_rows(path):
+            files[path.name] = [asdict(row) for row in read_rows(path)]
+        else:
+            with path.open(newline="") as file:
+                tables[path.stem] = list(csv.DictReader(file))
     study = folder / "quality" / "quality.json"
     return Results(files, tables, json.loads(study.read_text()) if study.is_file() else [])
 

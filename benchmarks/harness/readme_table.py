@@ -218,7 +218,7 @@ def render_settings(results: Results) -> str:
     """Time of a forward and of a decoding step, and the memory of 32 caches, of each setting at four lengths."""
     forward = attention_times(results, "tree_attention")
     steps: dict[tuple[int, int | None], tuple[float, float]] = {}
-    for row in results.files.get("tree_cache_h200.json", ()):
+    for row in results.files.get("tree_cache_h200.csv", ()):
         found = re.fullmatch(r"B=1 T=(\d+)(?: span=(\d+))?", row["case"])
         if found and row["baseline"] == DENSE:
             steps[int(found[1]), int(found[2] or 0) or None] = both_times(row)
@@ -291,7 +291,7 @@ def render_cache(results: Results) -> str:
 def render_decode(results: Results) -> str:
     """Decoding steps beside dense attention."""
     lines = []
-    for row in results.files.get("tree_cache_h200.json", ()):
+    for row in results.files.get("tree_cache_h200.csv", ()):
         if row["op"] == "tree_cache_attention" and row["baseline"] == DENSE:
             ours, theirs = both_times(row)
             facts = dict(fact.split("=") for fact in row["case"].replace(" in 1048576", "").split())
@@ -383,7 +383,7 @@ def render_short(results: Results) -> str:
 def render_strides(results: Results) -> str:
     """All strides on correlated inputs of 131 072 tokens."""
     lines = {}
-    for row in results.files.get("tree_attention_h200.json", ()):
+    for row in results.files.get("tree_attention_h200.csv", ()):
         found = re.fullmatch(r"T131072_ar1_s(\d+)", row["case"])
         if found and row["baseline"] == DENSE:
             ours, theirs = sustained_or_median(row), sustained_or_median(row, "baseline_")
@@ -546,7 +546,7 @@ def render_bits(results: Results) -> str:
 def render_cpu(results: Results) -> str:
     """How many times as fast as dense attention tree attention and a decoding step are on a CPU, run by run."""
     lines = []
-    for name in ("tree_attention_cpu.json", "tree_cache_cpu.json"):
+    for name in ("tree_attention_cpu.csv", "tree_cache_cpu.csv"):
         for row in results.files.get(name, ()):
             if row["baseline"].startswith("dense SDPA"):
                 case = row["case"].replace("_c", ", span ").replace("_s", ", stride ")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import base64
 import html
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import plots
 from benchmarks.harness.progress import Progress
-from benchmarks.harness.results import ResultsError, Row, read_json
+from benchmarks.harness.results import ResultsError, Row, holds_rows, read_rows
 from htree_ops.bench import verdict
 from htree_ops.cli import Command, UsageError
 
@@ -51,7 +50,7 @@ def with_floor(row: Row) -> tuple[float | None, str]:
 
 
 def read_folder(paths: Sequence[Path]) -> list[Row]:
-    """Rows of the files, and of every ``*.json`` in the folders; files with ``kernels`` in place of rows are left out.
+    """Rows of the files, and of every CSV file in the folders that holds such rows.
 
     Raises:
         ResultsError: a path does not exist, or a file holds something else, or nothing is there.
@@ -59,21 +58,13 @@ def read_folder(paths: Sequence[Path]) -> list[Row]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files += sorted(file for file in path.glob("*.json") if not _of_io_only(file))
+            files += sorted(file for file in path.glob("*.csv") if holds_rows(file))
         else:
             files.append(path)
-    rows = [row for file in files for row in read_json(file)]
+    rows = [row for file in files for row in read_rows(file)]
     if not rows:
         raise ResultsError(f"no results in {', '.join(map(str, paths))}")
     return rows
-
-
-def _of_io_only(file: Path) -> bool:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return False  # read_json reports what is wrong with it
-    return isinstance(content, dict) and "kernels" in content
 
 
 def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -177,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         default=[RESULTS],
-        help="JSON files of run, or folders of them; default: benchmarks/results",
+        help="CSV files of run, or folders of them; default: benchmarks/results",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("build/report"), metavar="FOLDER", help="folder to write"

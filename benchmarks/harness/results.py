@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from htree_ops.cli import columns
 from htree_ops.info import Environment
@@ -60,37 +60,53 @@ class Row(Environment):
     verdict: str | None = None
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """A JSON list with one object per row."""
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """A CSV file: a header and one line per row; None is an empty cell."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(_KINDS), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
 
 
-def read_json(path: Path) -> list[Row]:
-    """The rows of :func:`write_json`.
+def holds_rows(path: Path) -> bool:
+    """Whether the file's header is that of :func:`write_rows`; other programs write tables of their own."""
+    with path.open(newline="") as file:
+        return set(next(csv.reader(file), ())) >= _NEEDED
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of :func:`write_rows`.
 
     Raises:
         ResultsError: the file cannot be read, or holds something else.
     """
     try:
-        entries = json.loads(path.read_text())
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            names, entries = set(reader.fieldnames or ()), list(reader)
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ResultsError(f"{path}: not JSON ({error})") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ResultsError(f"{path}: not a results file: expected a list of rows")
-    known = {field.name for field in fields(Row)}
-    needed = {field.name for field in fields(Row) if field.default is MISSING}
+    except (ValueError, csv.Error) as error:
+        raise ResultsError(f"{path}: not CSV ({error})") from error
+    if lacking := sorted(_NEEDED - names):
+        raise ResultsError(f"{path}: not a results file: it lacks the columns {', '.join(lacking)}")
+    if foreign := sorted(names - set(_KINDS)):
+        raise ResultsError(f"{path}: not a results file: it has the columns {', '.join(foreign)}")
+    rows = []
     for number, entry in enumerate(entries):
-        if lacking := sorted(needed - set(entry)):
-            raise ResultsError(f"{path}: not a results file: row {number} lacks {', '.join(lacking)}")
-        if foreign := sorted(set(entry) - known):
-            raise ResultsError(f"{path}: not a results file: row {number} has {', '.join(foreign)}")
-        for name, value in entry.items():
-            if expected := _objection(name, value):
-                raise ResultsError(f"{path}: row {number}: {name} must be {expected}, got {value!r:.40}")
-    return [Row(**entry) for entry in entries]
+        if None in entry:  # DictReader's key for cells behind the header's
+            raise ResultsError(f"{path}: row {number} has more cells than the header")
+        values = {}
+        for name, cell in entry.items():
+            try:
+                values[name] = _value(name, cell)
+            except ValueError as error:
+                raise ResultsError(
+                    f"{path}: row {number}: {name} must be {error}, got {cell!r:.40}"
+                ) from None
+        rows.append(Row(**values))
+    return rows
 
 
 #: Fields by which others are divided.
@@ -104,30 +120,34 @@ _POSITIVE = (
 )
 
 
-def _objection(name: str, value: object) -> str | None:
-    """What a value of a row should be; None where it is so."""
+def _value(name: str, cell: str | None) -> Any:
+    """What a cell holds. Raises ValueError, which says what it should be."""
     kind = _KINDS[name]
-    optional = isinstance(kind, types.UnionType)  # float | None, str | None
-    if optional and value is None:
-        return None
-    kind = typing.get_args(kind)[0] if optional else kind
-    if kind is str or kind is bool:
-        return None if isinstance(value, kind) else "a string" if kind is str else "true or false"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return "a number"
-    return "above 0" if name in _POSITIVE and value <= 0 else None
+    if isinstance(kind, types.UnionType):  # float | None, str | None
+        if not cell:
+            return None
+        kind = typing.get_args(kind)[0]
+    if cell is None:
+        raise ValueError("there")
+    if kind is str:
+        return cell
+    if kind is bool:
+        if cell not in ("True", "False"):
+            raise ValueError("True or False")
+        return cell == "True"
+    try:
+        value = kind(cell)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("a number")
+    if name in _POSITIVE and value <= 0:
+        raise ValueError("above 0")
+    return value
 
 
 _KINDS = typing.get_type_hints(Row)
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """A header and one line per row; None is an empty cell."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+_NEEDED = {field.name for field in fields(Row) if field.default is MISSING}
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -81,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rounds in which the op and its baselines are timed",
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows to this JSON file")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="write the rows to this CSV file")
 
 
@@ -146,10 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name}: out of memory, not timed: {reason}", file=sys.stderr)
             too_large += 1
         bar.done += 1
-        if arguments.json:  # both after each benchmark, in case the run is cut short
-            results.write_json(arguments.json, rows)
-        if arguments.csv:
-            results.write_csv(arguments.csv, rows)
+        if arguments.csv:  # after each benchmark, in case the run is cut short
+            results.write_rows(arguments.csv, rows)
     bar.clear()
     print(results.format_table(rows))
     print(
@@ -164,7 +161,7 @@ COMMAND = Command(
     "run",
     """Checks each op and its baselines on each case, times them in turns, and prints a table.
 
-With --json or --csv the rows go to a file after each case; report draws JSON files and compare compares two of them.
+With --csv the rows go to a file after each case; report draws such files and compare compares two of them.
 Status 1 where a result was wrong or a case did not fit into memory.""",
     add_arguments,
     run,

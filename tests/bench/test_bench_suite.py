@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import importlib
-import json
+import io
 import math
 import subprocess
 import sys
@@ -121,10 +121,10 @@ ON_THE_CPU = ["run", "hadamard", "--device", "cpu"]
 
 
 def test_flags_of_the_command_line(families, tmp_path, capsys):
-    out = tmp_path / "rows.json"
-    flags = ["--repeat", "1", "--dtype", "bfloat16", "--baseline", "^ag", "--json", str(out)]
+    out = tmp_path / "rows.csv"
+    flags = ["--repeat", "1", "--dtype", "bfloat16", "--baseline", "^ag", "--csv", str(out)]
     assert program.main([*ON_THE_CPU, *flags]) == 0
-    (got,) = results.read_json(out)
+    (got,) = results.read_rows(out)
     assert (got.dtype, got.baseline) == ("bfloat16", "again")
     assert got.floor_kind == "copy"
     assert got.floor_us == pytest.approx(got.bytes / 10.0 / 1e3)
@@ -140,9 +140,9 @@ def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(families, tm
         return torch.empty(2**60) if x.dtype == torch.float32 else masked_softmax(x)
 
     families["hadamard"] = tiny(large)
-    out = tmp_path / "rows.json"
-    assert program.main([*ON_THE_CPU, "--repeat", "1", "--json", str(out)]) == 1
-    assert {row.dtype for row in results.read_json(out)} == {"bfloat16"}
+    out = tmp_path / "rows.csv"
+    assert program.main([*ON_THE_CPU, "--repeat", "1", "--csv", str(out)]) == 1
+    assert {row.dtype for row in results.read_rows(out)} == {"bfloat16"}
     captured = capsys.readouterr()
     assert "softmax tiny-float32: out of memory, not timed: " in captured.err
     assert "0 cases wrong, not timed; 1 case out of memory, not timed" in captured.out
@@ -157,13 +157,12 @@ def test_a_case_that_does_not_fit_is_named_and_the_others_are_timed(families, tm
 
 def test_a_wrong_result_is_not_timed(families, tmp_path, capsys):
     families["hadamard"] = tiny(lambda x: x[:4])
-    files = [tmp_path / "rows.json", tmp_path / "rows.csv"]
-    assert program.main([*ON_THE_CPU, "--json", str(files[0]), "--csv", str(files[1])]) == 1
+    out = tmp_path / "rows.csv"
+    assert program.main([*ON_THE_CPU, "--csv", str(out)]) == 1
     assert "softmax tiny-float32: ours is wrong" in capsys.readouterr().err
     families["hadamard"] = tiny()
-    assert program.main([*ON_THE_CPU, "--repeat", "1", "--json", str(files[0]), "--csv", str(files[1])]) == 0
-    rows = results.read_json(files[0])
-    assert len(files[1].read_text().splitlines()) == 1 + len(rows)
+    assert program.main([*ON_THE_CPU, "--repeat", "1", "--csv", str(out)]) == 0
+    rows = results.read_rows(out)
     assert {(row.case, row.commit, row.ceiling_gb_per_s) for row in rows} == {("tiny", "abc123", 10.0)}
     assert "copy ceiling 10 GB/s" in capsys.readouterr().out
 
@@ -182,8 +181,8 @@ def test_every_family_can_be_loaded():
         (["--baseline", "cuBLAS"], "there are again, eager"),
         (["--repeat", "0"], "must be at least 1"),
         (
-            ["--json", "/dev/null/x"],
-            "argument --json: /dev/null/x cannot be written: a folder above it is a file",
+            ["--csv", "/dev/null/x"],
+            "argument --csv: /dev/null/x cannot be written: a folder above it is a file",
         ),
         (["--csv", "/dev"], "argument --csv: /dev cannot be written: Is a directory"),
         (["--family", "absent"], "unrecognized arguments"),
@@ -210,7 +209,7 @@ def test_a_gpu_that_is_not_there(families, capsys, monkeypatch):
 
 
 def test_trying_a_file_leaves_nothing_behind(tmp_path):
-    path = tmp_path / "new" / "rows.json"
+    path = tmp_path / "new" / "rows.csv"
     assert output_file(str(path)) == path
     assert not path.exists()
     path.write_text("old")
@@ -221,15 +220,15 @@ def test_trying_a_file_leaves_nothing_behind(tmp_path):
 
 
 def write(path: Path, *rows: results.Row) -> str:
-    results.write_json(path, rows)
+    results.write_rows(path, rows)
     return str(path)
 
 
 def test_compare_flags_what_exceeds_tolerance_and_noise(tmp_path, capsys):
-    old = write(tmp_path / "old.json", row(), row(case="b"), row(case="c"), row(case="gone"))
+    old = write(tmp_path / "old.csv", row(), row(case="b"), row(case="c"), row(case="gone"))
     quiet = {"p20_us": 149.0, "p80_us": 151.0}
     new = write(
-        tmp_path / "new.json",
+        tmp_path / "new.csv",
         row(median_us=127.0, p20_us=126.0, p80_us=128.0),  # within the tolerance
         row(case="b", median_us=150.0, p20_us=100.0, p80_us=160.0),  # within the noise
         row(case="c", median_us=150.0, **quiet),
@@ -270,26 +269,34 @@ def test_compare_is_antisymmetric_and_quiet_on_equal_runs(old, factor, spread, t
 
 
 def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
-    good = write(tmp_path / "good.json", row())
+    good = write(tmp_path / "good.csv", row())
     files = {
-        "other machine": (write(tmp_path / "gpu.json", row(gpu="Other GPU")), "different machines"),
-        "other cases": (write(tmp_path / "case.json", row(case="x")), "no case in common"),
-        "absent": (str(tmp_path / "absent.json"), "No such file"),
+        "other machine": (write(tmp_path / "gpu.csv", row(gpu="Other GPU")), "different machines"),
+        "other cases": (write(tmp_path / "case.csv", row(case="x")), "no case in common"),
+        "absent": (str(tmp_path / "absent.csv"), "No such file"),
         "a folder": (str(tmp_path), "directory"),
     }
-    good_row = dataclasses.asdict(row())
+    header, cells = Path(good).read_text().splitlines()
+
+    def edited(**values):
+        changed = dict(zip(header.split(","), next(csv.reader([cells])), strict=True)) | values
+        text = io.StringIO()
+        csv.writer(text).writerows([changed.keys(), changed.values()])
+        return text.getvalue()
+
     for name, content, complaint in (
-        ("text", "hello", "not JSON"),
-        ("object", "{}", "expected a list of rows"),
-        ("foreign", '[{"op": "x"}]', "row 0 lacks"),
-        ("more", json.dumps([good_row | {"colour": 1}]), "row 0 has colour"),
-        ("type", json.dumps([good_row | {"median_us": "fast"}]), "median_us must be a number"),
-        ("zero", json.dumps([good_row | {"median_us": 0.0}]), "median_us must be above 0"),
-        ("no time", json.dumps([good_row | {"graph_us": math.nan}]), "graph_us must be a number"),
-        ("name", json.dumps([good_row | {"gpu": 3}]), "gpu must be a string"),
-        ("binary", "\udcff", "not JSON"),
+        ("text", "hello", "not a results file: it lacks the columns baseline, "),
+        ("empty", "", "not a results file: it lacks the columns baseline, "),
+        ("more", edited(colour=1), "it has the columns colour"),
+        ("type", edited(median_us="fast"), "median_us must be a number, got 'fast'"),
+        ("zero", edited(median_us=0.0), "median_us must be above 0, got '0.0'"),
+        ("no time", edited(graph_us=math.nan), "graph_us must be a number, got 'nan'"),
+        ("answer", edited(baseline_computes_the_same="yes"), "must be True or False, got 'yes'"),
+        ("short", f"{header}\na,b\n", "row 0: torch must be there, got None"),
+        ("long", f"{header}\n{cells},1\n", "row 0 has more cells than the header"),
+        ("binary", "\udcff", "not CSV"),
     ):
-        path = tmp_path / f"bad_{name}.json"
+        path = tmp_path / f"bad_{name}.csv"
         path.write_bytes(content.encode(errors="surrogateescape"))
         files[name] = (str(path), complaint)
     for name, (path, complaint) in files.items():
@@ -301,10 +308,10 @@ def test_compare_refuses_what_cannot_be_compared(tmp_path, capsys):
 
 
 def test_the_folder_runs_as_a_program():
-    command = [sys.executable, "-m", "benchmarks", "compare", "absent.json", "absent.json"]
+    command = [sys.executable, "-m", "benchmarks", "compare", "absent.csv", "absent.csv"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr.startswith("compare: absent.json")
+    assert done.stderr.startswith("compare: absent.csv")
 
 
 # ---- the stages of tree attention

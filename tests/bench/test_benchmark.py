@@ -376,7 +376,7 @@ def test_a_benchmark_needs_a_baseline_and_distinct_names():
             suite.run_benchmark(sum_benchmark(baselines=baselines), "cpu", ENVIRONMENT, QUICK)
 
 
-def test_json_and_csv_round_trip(tmp_path):
+def test_rows_come_back_from_a_file(tmp_path):
     row = suite.run_benchmark(sum_benchmark(), "cpu", ENVIRONMENT, QUICK)[0]
     rows = [
         row,
@@ -384,9 +384,8 @@ def test_json_and_csv_round_trip(tmp_path):
             row, graph_us=1 / 3, baseline='a "quoted", name', baseline_computes_the_same=False
         ),
     ]
-    results.write_json(tmp_path / "new" / "rows.json", rows)
-    results.write_csv(tmp_path / "new" / "rows.csv", rows)
-    assert results.read_json(tmp_path / "new" / "rows.json") == rows
+    results.write_rows(tmp_path / "new" / "rows.csv", rows)
+    assert results.read_rows(tmp_path / "new" / "rows.csv") == rows
     with (tmp_path / "new" / "rows.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert lines == [

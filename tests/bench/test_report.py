@@ -1,7 +1,6 @@
 """The report: a page that needs nothing from outside, pictures, and refusals in one line."""
 
 import dataclasses
-import json
 import re
 import sys
 import textwrap
@@ -54,8 +53,8 @@ def curves(axes):
 
 
 def test_a_page_and_pictures_per_machine(tmp_path, capsys):
-    results.write_json(tmp_path / "in" / "a.json", ROWS)
-    (tmp_path / "in" / "io.json").write_text(json.dumps({"kernels": [], "rows": []}))
+    results.write_rows(tmp_path / "in" / "a.csv", ROWS)
+    (tmp_path / "in" / "other.csv").write_text("keys,bits\nnormal,4\n")
     assert program.main(["report", str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
     written = capsys.readouterr().out.split()
     names = {name.rsplit("/", 1)[1] for name in written}
@@ -213,24 +212,24 @@ def test_many_bars_are_cut_to_a_legible_number(axes, tmp_path, ops, words):
 
 
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
-    results.write_json(tmp_path / "a.json", ROWS)
+    results.write_rows(tmp_path / "a.csv", ROWS)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert program.main(["report", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]) == 2
+    assert program.main(["report", str(tmp_path / "a.csv"), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
         "report: the report draws with matplotlib, which is not installed: pip install matplotlib\n"
     )
 
 
 def test_bad_input_is_one_line_and_status_two(tmp_path, capsys):
-    (tmp_path / "foreign.json").write_text('{"a": 1}')
+    (tmp_path / "foreign.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    results.write_json(tmp_path / "good.json", ROWS)
+    results.write_rows(tmp_path / "good.csv", ROWS)
     for arguments, complaint in (
-        ([str(tmp_path / "foreign.json")], "expected a list of rows"),
-        ([str(tmp_path / "absent.json")], "No such file"),
+        ([str(tmp_path / "foreign.csv")], "not a results file: it lacks the columns baseline, "),
+        ([str(tmp_path / "absent.csv")], "No such file"),
         ([str(tmp_path / "empty")], "no results in"),
-        ([str(tmp_path / "good.json"), "--out", str(tmp_path / "file")], "exists"),
+        ([str(tmp_path / "good.csv"), "--out", str(tmp_path / "file")], "exists"),
     ):
         assert program.main(["report", *arguments]) == 2
         message = capsys.readouterr().err

@@ -306,14 +306,14 @@ def test_the_figures_are_those_of_the_files():
 def test_settings_beside_dense_attention_come_first():
     """Rows of a setting with a span beside dense attention replace those of the program of spans alone."""
     before = readme_table.read_results(ROOT / "benchmarks" / "results")
-    plain = before.files["tree_attention_h200.json"]
+    plain = before.files["tree_attention_h200.csv"]
     rows = [
         {**row, "case": row["case"].replace("_s1", f"_c2_s{stride}"), "commit": "c" * 40, "sustained_us": 5e3}
         for row in plain
         for stride in (1, 4)
         if re.fullmatch(r"T\d+_s1", row["case"])
     ]
-    files = {**before.files, "tree_attention_h200.json": [*plain, *rows]}
+    files = {**before.files, "tree_attention_h200.csv": [*plain, *rows]}
     after = readme_table.Results(files, before.tables, before.quality)
     for op, lengths in (("tree_attention", 8), ("tree_attention_backward", 2)):
         times = readme_table.attention_times(after, op)
@@ -325,8 +325,8 @@ def test_settings_beside_dense_attention_come_first():
     assert "–" not in table
     assert "forward with a span ccccccc" in table
     assert "91a6d02" not in table
-    one = [{**row, "commit": "c" * 40} for row in files["tree_attention_h200.json"]]
-    files = {**files, "tree_attention_h200.json": one}
+    one = [{**row, "commit": "c" * 40} for row in files["tree_attention_h200.csv"]]
+    files = {**files, "tree_attention_h200.csv": one}
     alone = readme_table.render_summary(readme_table.Results(files, before.tables, before.quality))
     assert alone.endswith("commit ccccccc.")
 
