@@ -162,7 +162,7 @@ def check_engine(config: Any, options: TreeOptions) -> None:
         nearest = max(rate, round(block / rate) * rate)
         raise ValueError(
             f"htree: --block-size must be a multiple of compression_rate = {rate}, got {block}: give --block-size "
-            f"{nearest}, or 256 for the least room of nodes"
+            f"{nearest}, or 256, with which nodes take the least memory"
         )
     stride = options.selection_stride
     parallel, speculative = config.parallel_config, config.speculative_config
