@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import holds_rows, read_rows
+from benchmarks.quality.study import record
 
 NOTHING = "No figures are recorded: `make bench` measures them."
 
@@ -52,8 +52,8 @@ def read_results(folder: Path) -> Results:
         else:
             with path.open(newline="") as file:
                 tables[path.stem] = list(csv.DictReader(file))
-    study = folder / "quality" / "quality.json"
-    return Results(files, tables, json.loads(study.read_text()) if study.is_file() else [])
+    quality = [asdict(row) for row in record.read_rows(folder / "quality")]
+    return Results(files, tables, quality)
 
 
 def count_words(number: int | str) -> str:

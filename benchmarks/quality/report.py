@@ -1,19 +1,16 @@
 """Tables and pictures of what ``benchmarks/quality/run.py`` measured.
 
 Run: ``python -m benchmarks.quality.report DIR...`` prints the tables of the rows in the folders. With ``--publish`` the
-rows go to benchmarks/results/quality as JSON and CSV, in place of earlier ones of the same runs, the pictures to
-docs/images and the tables into docs/quality.md. ``--publish`` without a folder writes pictures and tables again.
+rows go to benchmarks/results/quality, in place of earlier ones of the same runs, the pictures to docs/images and the
+tables into docs/quality.md. ``--publish`` without a folder writes pictures and tables again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 
 try:
@@ -28,7 +25,6 @@ except ImportError as error:
     sys.exit(2)
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = "quality"  # name of the files under the folder of results
 LISTS = "lists.npz"  # of an index
 SHOWN = {
     "conversion": "quality_conversion",
@@ -59,26 +55,6 @@ def merge(earlier: Sequence[record.Row], later: Sequence[record.Row]) -> list[re
 def key_of(row: record.Row) -> tuple[str, str, str, str, int]:
     """What makes two rows rows of the same run."""
     return row.piece, row.run, row.scale, row.text, row.seen
-
-
-def read_published(folder: Path) -> list[record.Row]:
-    """The rows that are published; none where there is no file."""
-    path = folder / f"{PUBLISHED}.json"
-    return [record.Row(**entry) for entry in json.loads(path.read_text())] if path.is_file() else []
-
-
-def write_published(folder: Path, rows: Sequence[record.Row]) -> None:
-    """JSON and CSV with every row; a list is one cell of the CSV."""
-    folder.mkdir(parents=True, exist_ok=True)
-    entries = [asdict(row) for row in rows]
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    (folder / f"{PUBLISHED}.json").write_text(f"[\n{lines}\n]\n")
-    with (folder / f"{PUBLISHED}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(record.Row)], lineterminator="\n")
-        writer.writeheader()
-        for entry in entries:
-            cells = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in entry.items()}
-            writer.writerow(cells)
 
 
 def section(name: str, table: str) -> str:
@@ -121,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         measured = [row for folder in arguments.folders for row in record.read_rows(folder)]
-        rows = merge(read_published(results) if arguments.publish else [], measured)
+        rows = merge(record.read_rows(results) if arguments.publish else [], measured)
     except ValueError as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
@@ -139,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.pictures:
         pictures.draw(rows, arguments.pictures)
     if arguments.publish:
-        write_published(results, rows)
+        results.mkdir(parents=True, exist_ok=True)
+        record.write_rows(results, rows)
         for folder in arguments.folders:
             if (folder / LISTS).is_file():
                 shutil.copy(folder / LISTS, results / LISTS)

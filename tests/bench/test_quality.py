@@ -546,7 +546,7 @@ def test_the_report_publishes_every_finished_run(study, whole, tmp_path, capsys,
     for name in set(study.tables.SECTIONS) - {"choices"}:  # whose rows stay, and whose runs are over
         assert f"## {name}" in shown
         assert "| dense |" in page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0]
-    rows = study.report.read_published(tmp_path / "benchmarks" / "results" / "quality")
+    rows = study.record.read_rows(tmp_path / "benchmarks" / "results" / "quality")
     assert len(rows) == len(lines.splitlines())
     assert "| tree, mean, s=1, seed 0 | 4 | tree, span 1, s=1 |" in page
     for name in study.report.SHOWN.values():
@@ -592,7 +592,7 @@ def test_scales_are_shown_apart(study, whole, tmp_path, capsys):
 
 def test_the_page_shows_the_published_rows(study):
     page = (ROOT / "docs" / "quality.md").read_text()
-    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    rows = study.record.read_rows(ROOT / "benchmarks" / "results" / "quality")
     assert study.report.page_with(page, rows) == page, "run python -m benchmarks.quality.report --publish"
     named = {f"{name}_{theme}.png" for name in study.report.SHOWN.values() for theme in ("light", "dark")}
     assert {path.name for path in (ROOT / "docs" / "images").glob("quality_*.png")} <= named
@@ -601,7 +601,7 @@ def test_the_page_shows_the_published_rows(study):
 def test_a_picture_has_a_panel_for_every_model_that_its_table_has(study, tmp_path, monkeypatch):
     """And a line is of one model: its points are rows of one text, kind of model and commit."""
     pytest.importorskip("matplotlib")
-    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    rows = study.record.read_rows(ROOT / "benchmarks" / "results" / "quality")
     plt = study.pictures.plots.load_matplotlib("light")
     panels = {}
 
@@ -675,7 +675,7 @@ def test_the_list_has_the_chosen_pieces(study, capsys):
 
 def test_the_recommended_settings_are_those_of_the_rows(study):
     """What the page says of them are shares of the published rows; that for quality keeps its promise."""
-    rows = study.report.read_published(ROOT / "benchmarks" / "results" / "quality")
+    rows = study.record.read_rows(ROOT / "benchmarks" / "results" / "quality")
     size = study.settings.FULL.conversion
     models = [
         copies

@@ -139,6 +139,8 @@ def results_say_where_they_come_from(tree: Tree) -> list[str]:
         if re.fullmatch(r"benchmarks/results/.*\.json", name):
             content = json.loads(tree.text(name))
             rows = content.get("rows") if isinstance(content, dict) else content
+        elif name == "benchmarks/results/quality/rows.jsonl":
+            rows = [json.loads(line) for line in tree.text(name).splitlines()]
         elif re.fullmatch(
             r"benchmarks/results/[^/]*\.csv", name
         ) and "baseline_computes_the_same" in tree.text(name):

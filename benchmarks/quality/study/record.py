@@ -110,6 +110,13 @@ def append_row(folder: Path, row: Row) -> None:
         file.write(json.dumps(asdict(row)) + "\n")
 
 
+def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+    """Makes them the rows of the folder, in place of those that were there."""
+    temporary = (folder / ROWS).with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    os.replace(temporary, folder / ROWS)
+
+
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a folder; none where there is no file.
 
@@ -137,9 +144,7 @@ def mend(folder: Path) -> None:
     """Takes away a last line without its end, so that rows can follow."""
     rows, path = read_rows(folder), folder / ROWS
     if path.is_file() and not path.read_bytes().endswith(b"\n"):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-        os.replace(temporary, path)
+        write_rows(folder, rows)
 
 
 def _save(folder: Path, name: str, content: dict[str, Any], largest: int) -> list[Path]:
