@@ -12,6 +12,7 @@ has whole is a pending sum, and so is a product whose inner dimension is sharded
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,29 +21,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-#: Placements of the outputs and of the arguments; None for what is no tensor.
-Rule = tuple[list[Placement | None], list[Placement | None]]
+#: Placements of results or of tensors, in the order of the op's schema; one for all.
+Placed = Placement | Sequence[Placement | None]
+#: From the arguments of a call the ways in which it can be shared: placements of its results and of its tensors. They
+#: may go on behind the last one that an op has, so that ops which begin alike have one rule.
+Rule = Callable[..., list[tuple[Placed, Placed]]]
 _WHOLE = Replicate()
 
 
-def _rule(outputs: Sequence[Placement | None], tensors: Sequence[Placement | None], arguments: int) -> Rule:
-    """``tensors`` come first among the ``arguments`` of a call."""
-    return list(outputs), [*tensors, *[None] * (arguments - len(tensors))]
-
-
-def _wanted(outputs: Sequence[Placement], mask: Sequence[bool]) -> list[Placement | None]:
-    """The placements of gradients, None for one that is not computed."""
-    return [placement if wanted else None for placement, wanted in zip(outputs, mask, strict=True)]
-
-
-def _given(tensors: Sequence[Placement | None], args: tuple[Any, ...]) -> list[Placement | None]:
-    """The placements of those of the first ``args`` that are there; a gradient may be None."""
-    return [place if x is not None else None for place, x in zip(tensors, args, strict=False)]
-
-
-def _mask(args: tuple[Any, ...], place: int, size: int) -> Sequence[bool]:
-    """The ``output_mask`` of a call; the dispatcher leaves out what has its default value."""
-    return args[place] if len(args) > place else (True,) * size
+def _alike(ways: Callable[..., list[Placement]]) -> Rule:
+    """All tensors and results of a call lie the same way."""
+    return lambda *args: [(way, way) for way in ways(*args)]
 
 
 def _size(spec: Any, dim: int) -> int:
@@ -74,36 +63,18 @@ def _heads_divide(q: Any, k: Any, v: Any, dim: int) -> bool:
     return ranks > 1 and heads % ranks == 0
 
 
-def _attention_ways(q: Any, k: Any, v: Any) -> list[Placement]:
+def _attention_ways(q: Any, k: Any, v: Any, *_: Any) -> list[Placement]:
     """Placements that q, k and v [B, T, heads, D] may have together."""
     return [_WHOLE, Shard(0), *([Shard(2)] if _heads_divide(q, k, v, 2) else [])]
 
 
-def _attention(outputs: int, tensors: int = 3) -> Callable[..., list[Rule]]:
-    """Of ops on q, k, v and, where ``tensors`` is 4, lists. All outputs have the batch first and the heads third."""
-
-    def rules(*args: Any) -> list[Rule]:
-        ways = _attention_ways(*args[:3])
-        return [_rule([way] * outputs, [way] * tensors, len(args)) for way in ways]
-
-    return rules
-
-
-def _index_lists(q: Any, k: Any, index_query: Any, index_key: Any, *options: Any) -> list[Rule]:
+def _index_lists(q: Any, k: Any, index_query: Any, *_: Any) -> list[tuple[Placed, Placed]]:
     """One index for all K/V heads lies on every rank."""
-    rules = []
+    found: list[tuple[Placed, Placed]] = []
     for way in _attention_ways(q, k, k):
         of_index = _WHOLE if way == Shard(2) and _size(index_query, 2) == 1 else way
-        rules.append(_rule([way], [way, way, of_index, of_index], 4 + len(options)))
-    return rules
-
-
-def _attention_rows_backward(*args: Any) -> list[Rule]:
-    """Of (q, k, v, out, gmax, gsum, lists, dout or None, dlse or None, starts, output_mask, ...)."""
-    return [
-        _rule(_wanted([way] * 3, args[10]), _given([way] * 9, args), len(args))
-        for way in _attention_ways(*args[:3])
-    ]
+        found.append((way, [way, way, of_index, of_index]))
+    return found
 
 
 # ---- tree attention of packed documents, whose offsets every rank has
@@ -114,43 +85,31 @@ def _varlen_ways(query: Any, key: Any, value: Any) -> list[Placement]:
     return [_WHOLE, *([Shard(1)] if _heads_divide(query, key, value, 1) else [])]
 
 
-def _packed_ways(args: tuple[Any, ...]) -> list[tuple[Placement, list[Placement]]]:
-    """Placements of query, and of (query, key, value, both of an index or None, both offsets).
+def _attention_varlen(
+    query: Any, key: Any, value: Any, index_query: Any, *_: Any
+) -> list[tuple[Placed, Placed]]:
+    """Of query, key, value, both of an index or None, both offsets, and in a backward results and gradients.
 
     One index for all K/V heads lies on every rank.
     """
-    ways = []
-    for way in _varlen_ways(*args[:3]):
-        of_index = _WHOLE if way == Shard(1) and args[3] is not None and _size(args[3], 1) == 1 else way
-        ways.append((way, [*[way] * 3, of_index, of_index, _WHOLE, _WHOLE]))
-    return ways
-
-
-def _attention_varlen(outputs: int) -> Callable[..., list[Rule]]:
-    def rules(*args: Any) -> list[Rule]:
-        return [_rule([way] * outputs, _given(places, args), len(args)) for way, places in _packed_ways(args)]
-
-    return rules
-
-
-def _attention_varlen_backward(*args: Any) -> list[Rule]:
-    """Of (..., max_q, max_k, out, gmax, gsum, dout, dlse, grouping, output_mask, ...)."""
-    rules = []
-    for way, places in _packed_ways(args):
-        tensors = _given([*places, None, None, *[way] * 5], args)
-        rules.append(_rule(_wanted([way] * 3, args[15]), tensors, len(args)))
-    return rules
+    found: list[tuple[Placed, Placed]] = []
+    for way in _varlen_ways(query, key, value):
+        is_shared = way == Shard(1) and index_query is not None and _size(index_query, 1) == 1
+        of_index = _WHOLE if is_shared else way
+        found.append((way, [way, way, way, of_index, of_index, _WHOLE, _WHOLE, *[way] * 5]))
+    return found
 
 
 # ---- attention over lists
 
 
-def _list_ways(args: tuple[Any, ...], dim: int) -> list[tuple[Placement, Placement, Placement]]:
+def _list_ways(
+    dim: int, query: Any, key: Any, value: Any, blocks: Any
+) -> list[tuple[Placement, Placement, Placement]]:
     """Placements of (query, key and value; blocks; sinks); the heads are dimension ``dim``, 2 in batches.
 
     One list for all K/V heads lies on every rank, and sinks lie as the heads do.
     """
-    query, key, value, blocks = args[:4]
     ways: list[tuple[Placement, Placement, Placement]] = [(_WHOLE, _WHOLE, _WHOLE)]
     if dim == 2:
         ways.append((Shard(0), Shard(0), _WHOLE))
@@ -159,60 +118,47 @@ def _list_ways(args: tuple[Any, ...], dim: int) -> list[tuple[Placement, Placeme
     return ways
 
 
-def _sparse_attention(dim: int) -> Callable[..., list[Rule]]:
+def _sparse_attention(dim: int) -> Rule:
     """Of (query, key, value, blocks, both offsets of documents, sinks or None, ...)."""
     offsets = [_WHOLE] * (0 if dim == 2 else 2)
-
-    def rules(*args: Any, **_: Any) -> list[Rule]:
-        return [
-            _rule([way] * 2, _given([*[way] * 3, lists, *offsets, of_sinks], args), len(args))
-            for way, lists, of_sinks in _list_ways(args, dim)
-        ]
-
-    return rules
+    return lambda *args, **_: [
+        (way, [way, way, way, lists, *offsets, of_sinks])
+        for way, lists, of_sinks in _list_ways(dim, *args[:4])
+    ]
 
 
-def _sparse_attention_backward(dim: int) -> Callable[..., list[Rule]]:
-    """Of (query, key, value, blocks, both offsets, out, lse, sinks, dout, dlse, both bounds, ..., output_mask)."""
+def _sparse_attention_backward(dim: int) -> Rule:
+    """Of (query, key, value, blocks, both offsets, out, lse, sinks or None, dout, dlse, ...)."""
     offsets = [_WHOLE] * (0 if dim == 2 else 2)
-    of_mask = 12 + 2 * len(offsets)
 
-    def rules(*args: Any, **_: Any) -> list[Rule]:
-        found = []
-        dq, dk, dv, dsinks = _mask(args, of_mask, 4)
-        for way, lists, of_sinks in _list_ways(args, dim):
-            tensors = [*[way] * 3, lists, *offsets, way, way, of_sinks, way, way]
+    def rule(*args: Any) -> list[tuple[Placed, Placed]]:
+        found: list[tuple[Placed, Placed]] = []
+        for way, lists, of_sinks in _list_ways(dim, *args[:4]):
             of_gradient = Partial() if dim == 2 and way == Shard(0) else of_sinks
-            wanted = (dq, dk, dv, dsinks and args[6 + len(offsets)] is not None)
-            found.append(_rule(_wanted([*[way] * 3, of_gradient], wanted), _given(tensors, args), len(args)))
+            gradients = [way, way, way, None if args[6 + len(offsets)] is None else of_gradient]
+            found.append((gradients, [way, way, way, lists, *offsets, way, way, of_sinks, way, way]))
         return found
 
-    return rules
+    return rule
 
 
 # ---- selection of blocks, for which each index head stands alone
 
 
-def _select_blocks(index_query: Any, index_key: Any, *options: Any) -> list[Rule]:
-    ways = _attention_ways(index_query, index_key, index_key)
-    return [_rule([way] * 2, [way] * 2, 2 + len(options)) for way in ways]
-
-
-def _select_blocks_varlen(index_query: Any, index_key: Any, *args: Any) -> list[Rule]:
+def _select_blocks_varlen(index_query: Any, index_key: Any, *_: Any) -> list[tuple[Placed, Placed]]:
     ways = _varlen_ways(index_query, index_key, index_key)
-    return [_rule([way] * 2, [way] * 2 + [_WHOLE] * 2, 2 + len(args)) for way in ways]
+    return [(way, [way, way, _WHOLE, _WHOLE]) for way in ways]
 
 
 # ---- the loss of an index, a mean over sequences and index heads
 
 
-def _loss_ways(args: tuple[Any, ...]) -> list[Placement]:
+def _loss_ways(query: Any, key: Any, _: Any, index_key: Any, positions: Any) -> list[Placement]:
     """Placements that query, key and both tensors of the index may have together; positions are whole on every rank.
 
     The mean of the ranks' means is that of all where they have as many terms. One index for all K/V heads is compared
     with the mean of all of them. Positions of each sequence may be left out in one and not in another.
     """
-    query, key, _, index_key, positions = args[:5]
     batched = len(query.shape) == 4
     ways: list[Placement] = [_WHOLE]
     if batched and len(positions.shape) == 1 and _size(query, 0) % query.mesh.size() == 0:
@@ -228,38 +174,26 @@ def _of_states(way: Placement) -> Placement:
     return Shard(2) if way == Shard(1) else way
 
 
-def _index_loss(states: int) -> Callable[..., list[Rule]]:
-    """Of (query, key, index_query, index_key, positions, offsets or None); the results end with so many lse."""
-
-    def rules(*args: Any, **_: Any) -> list[Rule]:
-        return [
-            _rule(
-                [_mean(way), *[_of_states(way)] * states],
-                _given([*[way] * 4, _WHOLE, _WHOLE], args),
-                len(args),
-            )
-            for way in _loss_ways(args)
-        ]
-
-    return rules
+def _index_loss(*args: Any, **_: Any) -> list[tuple[Placed, Placed]]:
+    """Of (query, key, index_query, index_key, positions, offsets or None); behind the loss two lse."""
+    return [
+        (
+            [way if way == _WHOLE else Partial("avg"), _of_states(way), _of_states(way)],
+            [way, way, way, way, _WHOLE, _WHOLE],
+        )
+        for way in _loss_ways(*args[:5])
+    ]
 
 
-def _index_loss_backward(*args: Any) -> list[Rule]:
-    """Of (query, key, index_query, index_key, positions, both lse, dloss, offsets or None, ..., output_mask)."""
-    rules = []
-    mask = _mask(args, 11, 2)
-    for way in _loss_ways(args):
-        of_loss = (
-            _WHOLE if way == _WHOLE else Partial()
-        )  # of n ranks each has 1/n of the gradient of their mean
-        tensors = [*[way] * 4, _WHOLE, *[_of_states(way)] * 2, of_loss, _WHOLE]
-        rules.append(_rule(_wanted([way] * 2, mask), _given(tensors, args), len(args)))
-    return rules
-
-
-def _mean(way: Placement) -> Placement:
-    """Placement of a mean over terms that lie so."""
-    return way if way == _WHOLE else Partial("avg")
+def _index_loss_backward(*args: Any) -> list[tuple[Placed, Placed]]:
+    """Of (query, key, index_query, index_key, positions, both lse, dloss, offsets or None, ...)."""
+    found: list[tuple[Placed, Placed]] = []
+    for way in _loss_ways(*args[:5]):
+        # Of n ranks each has 1/n of the gradient of their mean.
+        of_loss = _WHOLE if way == _WHOLE else Partial()
+        states = [_of_states(way)] * 2
+        found.append((way, [way, way, way, way, _WHOLE, *states, of_loss, _WHOLE]))
+    return found
 
 
 # ---- norms and rotary positions
@@ -283,27 +217,18 @@ def _norm_ways(x: Any, cos: Any, sin: Any) -> list[tuple[Placement, Placement, P
     return [(way, c, s) for way, (c, s) in zip(ways, tables, strict=True) if c is not None and s is not None]
 
 
-def _norm(x: Any, weight: Any, cos: Any, sin: Any, *options: Any) -> list[Rule]:
-    return [_rule([way], [way, _WHOLE, c, s], 4 + len(options)) for way, c, s in _norm_ways(x, cos, sin)]
+def _norm(x: Any, weight: Any, cos: Any, sin: Any, *_: Any) -> list[tuple[Placed, Placed]]:
+    return [(way, [way, _WHOLE, c, s]) for way, c, s in _norm_ways(x, cos, sin)]
 
 
-def _norm_backward(mask_place: int) -> Callable[..., list[Rule]]:
-    def rules(dy: Any, x: Any, weight: Any, cos: Any, sin: Any, *options: Any) -> list[Rule]:
-        args = (dy, x, weight, cos, sin, *options)
-        mask = _mask(args, mask_place, 2)
-        return [
-            _rule(
-                _wanted([way, _WHOLE if way == _WHOLE else Partial()], mask),
-                [way, way, _WHOLE, c, s],
-                len(args),
-            )
-            for way, c, s in _norm_ways(x, cos, sin)
-        ]
-
-    return rules
+def _norm_backward(dy: Any, x: Any, weight: Any, cos: Any, sin: Any, *_: Any) -> list[tuple[Placed, Placed]]:
+    return [
+        ([way, _WHOLE if way == _WHOLE else Partial()], [way, way, _WHOLE, c, s])
+        for way, c, s in _norm_ways(x, cos, sin)
+    ]
 
 
-def _rope(x: Any, cos: Any, sin: Any, positions: Any, *options: Any) -> list[Rule]:
+def _rope(x: Any, cos: Any, sin: Any, positions: Any, *_: Any) -> list[tuple[Placed, Placed]]:
     """Every rank has the whole table, and the positions of its rows: those of a token, or of one of a sequence."""
     tokens = len(positions.shape) - 1
     ways: list[tuple[Placement, Placement]] = [
@@ -312,51 +237,52 @@ def _rope(x: Any, cos: Any, sin: Any, positions: Any, *options: Any) -> list[Rul
         (Shard(1), Shard(tokens)),
         (Shard(2), _WHOLE),
     ]
-    return [_rule([way], [way, _WHOLE, _WHOLE, placed], 4 + len(options)) for way, placed in ways]
+    return [(way, [way, _WHOLE, _WHOLE, placed]) for way, placed in ways]
+
+
+# ---- row-wise functions
+
+
+def _row_ways(x: Any, kept: int = 1) -> list[Placement]:
+    """Every dimension of x but the last ``kept``."""
+    return [Shard(dim) for dim in range(len(x.shape) - kept)]
+
+
+def _rows(kept: int) -> Rule:
+    """Of ops that work within the last ``kept`` dimensions of their tensors, all of one shape."""
+    return _alike(lambda x, *_: [_WHOLE, *_row_ways(x, kept)])
+
+
+def _hadamard_ways(x: Any, group: int, *_: Any) -> list[Placement]:
+    is_whole = _size(x, 1) % (group * x.mesh.size()) == 0  # every rank gets whole groups of heads
+    return [_WHOLE, Shard(0), Shard(2), *([Shard(1)] if is_whole else [])]
 
 
 # ---- gated MLP
 
 
-def _row_ways(x: Any) -> list[Placement]:
-    """Every dimension of x [..., n] but the last."""
-    return [Shard(dim) for dim in range(len(x.shape) - 1)]
+def _gated_mlp(x: Any, *_: Any) -> list[tuple[Placed, Placed]]:
+    columns = Shard(len(x.shape) - 1)
+    by_rows: list[tuple[Placed, Placed]] = [(way, [way, _WHOLE, _WHOLE]) for way in [_WHOLE, *_row_ways(x)]]
+    return [*by_rows, (columns, [_WHOLE, Shard(0), Shard(0)])]
 
 
-def _gated_mlp(outputs: int) -> Callable[..., list[Rule]]:
-    def rules(x: Any, gate_weight: Any, up_weight: Any, *options: Any) -> list[Rule]:
-        arguments = 3 + len(options)
-        columns = Shard(len(x.shape) - 1)
-        return [
-            *(_rule([way] * outputs, [way, _WHOLE, _WHOLE], arguments) for way in [_WHOLE, *_row_ways(x)]),
-            _rule([columns] * outputs, [_WHOLE, Shard(0), Shard(0)], arguments),
-        ]
-
-    return rules
-
-
-def _gated_mlp_backward(saved: int) -> Callable[..., list[Rule]]:
+def _gated_mlp_backward(saved: int) -> Rule:
     """Of (dy, what was saved, x, gate_weight, up_weight, ...)."""
 
-    def rules(*args: Any) -> list[Rule]:
+    def rule(*args: Any) -> list[tuple[Placed, Placed]]:
         x = args[1 + saved]
-        mask = _mask(args, saved + 6, 3)
         columns = Shard(len(x.shape) - 1)
-        ways: list[tuple[list[Placement], list[Placement]]] = [([_WHOLE] * 3, [_WHOLE] * (saved + 4))]
-        ways += [
-            ([way, Partial(), Partial()], [way] * (saved + 2) + [_WHOLE, _WHOLE]) for way in _row_ways(x)
+        return [
+            (_WHOLE, _WHOLE),
+            *(([way, Partial(), Partial()], [way] * (saved + 2) + [_WHOLE, _WHOLE]) for way in _row_ways(x)),
+            ([Partial(), Shard(0), Shard(0)], [columns] * (saved + 1) + [_WHOLE, Shard(0), Shard(0)]),
         ]
-        ways += [([Partial(), Shard(0), Shard(0)], [columns] * (saved + 1) + [_WHOLE, Shard(0), Shard(0)])]
-        return [_rule(_wanted(gradients, mask), tensors, len(args)) for gradients, tensors in ways]
 
-    return rules
+    return rule
 
 
 # ---- FP8
-
-
-def _option(args: tuple[Any, ...], place: int, default: Any) -> Any:
-    return args[place] if len(args) > place else default
 
 
 def _scale_ways(x: Any, scale: Any, granularity: str, dim: int) -> list[tuple[Placement, Placement]]:
@@ -366,130 +292,133 @@ def _scale_ways(x: Any, scale: Any, granularity: str, dim: int) -> list[tuple[Pl
         along = dim % len(x.shape)
         ways += [(Shard(d), Shard(d)) for d in range(len(x.shape)) if d != along]
     elif granularity == "tensor" and scale is not None:  # the maximum of the whole is not that of a part
-        ways += [(Shard(d), _WHOLE) for d in range(len(x.shape))]
+        ways += [(way, _WHOLE) for way in _row_ways(x, 0)]
     return ways
 
 
-def _fp8_compute_scale(x: Any, *options: Any) -> list[Rule]:
-    ways = _scale_ways(x, None, _option(options, 0, "tensor"), _option(options, 1, -1))
-    return [_rule([scale], [way], 1 + len(options)) for way, scale in ways]
+def _fp8_compute_scale(
+    x: Any, granularity: str = "tensor", dim: int = -1, *_: Any
+) -> list[tuple[Placed, Placed]]:
+    return [(scale, way) for way, scale in _scale_ways(x, None, granularity, dim)]
 
 
-def _quantized(outputs: Callable[[Placement, Placement], list[Placement]]) -> Callable[..., list[Rule]]:
-    """Of (x, scale or None, granularity, dim, block)."""
-
-    def rules(x: Any, *args: Any) -> list[Rule]:
-        given = _option(args, 0, None)
-        ways = _scale_ways(x, given, _option(args, 1, "tensor"), _option(args, 2, -1))
-        return [
-            _rule(outputs(way, scale), [way, *([scale] if given is not None else [])], 1 + len(args))
-            for way, scale in ways
-        ]
-
-    return rules
+def _fp8_quantize(
+    x: Any, scale: Any = None, granularity: str = "tensor", dim: int = -1, *_: Any
+) -> list[tuple[Placed, Placed]]:
+    """The results of ``fp8_quantize``, of which ``fp8_fake_quant`` has the first: codes, scale, number of overflows."""
+    return [
+        ([way, of_scale, _WHOLE if way == _WHOLE else Partial()], [way, of_scale])
+        for way, of_scale in _scale_ways(x, scale, granularity, dim)
+    ]
 
 
-def _fp8_dequantize(q: Any, scale: Any, *options: Any) -> list[Rule]:
+def _fp8_dequantize(q: Any, scale: Any, *_: Any) -> list[tuple[Placed, Placed]]:
     """A scale of no dimension belongs to all codes; another one spans the dimension in which it is shorter."""
-    ways: list[tuple[Placement, Placement]] = [(_WHOLE, _WHOLE)]
+    ways = _row_ways(q, 0)
     if len(scale.shape):
-        ways += [(Shard(d), Shard(d)) for d in range(len(q.shape)) if _size(scale, d) == _size(q, d)]
-    else:
-        ways += [(Shard(d), _WHOLE) for d in range(len(q.shape))]
-    return [_rule([way], [way, placed], 2 + len(options)) for way, placed in ways]
+        same = [way for d, way in enumerate(ways) if _size(scale, d) == _size(q, d)]
+        return [(way, way) for way in [_WHOLE, *same]]
+    return [(way, [way, _WHOLE]) for way in [_WHOLE, *ways]]
 
 
-def _fp8_fake_quant_backward(dy: Any, x: Any, scale: Any, *options: Any) -> list[Rule]:
-    ways = _scale_ways(x, scale, _option(options, 0, "tensor"), _option(options, 1, -1))
-    return [_rule([way], [way, way, scale_way], 3 + len(options)) for way, scale_way in ways]
+def _fp8_fake_quant_backward(
+    dy: Any, x: Any, scale: Any, granularity: str = "tensor", dim: int = -1, *_: Any
+) -> list[tuple[Placed, Placed]]:
+    return [(way, [way, way, of_scale]) for way, of_scale in _scale_ways(x, scale, granularity, dim)]
 
 
-def _fp8_gemm(a: Any, b: Any, a_scale: Any, b_scale: Any, *options: Any) -> list[Rule]:
-    arguments = 4 + len(options)
+def _fp8_gemm(a: Any, b: Any, a_scale: Any, b_scale: Any, *_: Any) -> list[tuple[Placed, Placed]]:
     rows = Shard(0) if len(a_scale.shape) == 2 and _size(a_scale, 0) > 1 else _WHOLE
     columns = Shard(1) if len(b_scale.shape) == 2 and _size(b_scale, 1) > 1 else _WHOLE
-    ways = [
-        _rule([_WHOLE], [_WHOLE] * 4, arguments),
-        _rule([Shard(0)], [Shard(0), _WHOLE, rows, _WHOLE], arguments),
-        _rule([Shard(1)], [_WHOLE, Shard(1), _WHOLE, columns], arguments),
+    ways: list[tuple[Placed, Placed]] = [
+        (_WHOLE, _WHOLE),
+        (Shard(0), [Shard(0), _WHOLE, rows, _WHOLE]),
+        (Shard(1), [_WHOLE, Shard(1), _WHOLE, columns]),
     ]
     # FP8 tensor cores take multiples of 16; each part of the sum is rounded to the output's dtype.
     if _size(a, 1) % (16 * a.mesh.size()) == 0:
-        ways.append(_rule([Partial()], [Shard(1), Shard(0), _WHOLE, _WHOLE], arguments))
+        ways.append((Partial(), [Shard(1), Shard(0), _WHOLE, _WHOLE]))
     return ways
 
 
-# ---- row-wise functions
-
-
-def _rows(kept: int, tensors: int = 1) -> Callable[..., list[Rule]]:
-    """Of ops that work within the last ``kept`` dimensions of their first ``tensors`` arguments, all of one shape."""
-
-    def rules(x: Any, *args: Any) -> list[Rule]:
-        ways = [_WHOLE, *(Shard(dim) for dim in range(len(x.shape) - kept))]
-        return [_rule([way], [way] * tensors, 1 + len(args)) for way in ways]
-
-    return rules
-
-
-def _grouped_hadamard(x: Any, group: int, *options: Any) -> list[Rule]:
-    ways = [_WHOLE, Shard(0), Shard(2)]
-    if _size(x, 1) % (group * x.mesh.size()) == 0:  # whole groups of heads on every rank
-        ways.append(Shard(1))
-    return [_rule([way], [way], 2 + len(options)) for way in ways]
-
-
-#: The rule of each op, and the place of its first argument that is no tensor.
-RULES: dict[str, tuple[Callable[..., list[Rule]], int]] = {
-    "_attention": (_attention(1), 3),
-    "_attention_lse": (_attention(2), 3),
-    "_attention_rows": (_attention(4), 3),
-    "_attention_rows_backward": (_attention_rows_backward, 9),
-    "_attention_rows_backward_sums": (_attention_rows_backward, 9),
-    "_attention_varlen": (_attention_varlen(2), 7),
-    "_attention_varlen_forward": (_attention_varlen(3), 7),
-    "_attention_varlen_backward": (_attention_varlen_backward, 7),
-    "_index_lists": (_index_lists, 4),
-    "_listed_attention": (_attention(2, tensors=4), 4),
-    "_listed_attention_rows": (_attention(3, tensors=4), 4),
-    "sparse_attention": (_sparse_attention(2), 5),
-    "_sparse_attention_backward": (_sparse_attention_backward(2), 9),
-    "sparse_attention_varlen": (_sparse_attention(1), 7),
-    "_sparse_attention_varlen_backward": (_sparse_attention_backward(1), 11),
-    "select_blocks": (_select_blocks, 2),
-    "select_blocks_varlen": (_select_blocks_varlen, 4),
-    "index_loss": (_index_loss(0), 6),
-    "_index_loss_forward": (_index_loss(2), 6),
-    "_index_loss_backward": (_index_loss_backward, 9),
-    "rope": (_rope, 4),
-    "rmsnorm_rope": (_norm, 4),
-    "rmsnorm_rope_backward": (_norm_backward(7), 5),
-    "head_rmsnorm_rope": (_norm, 4),
-    "head_rmsnorm_rope_backward": (_norm_backward(6), 5),
-    "gated_mlp": (_gated_mlp(1), 3),
-    "_gated_mlp_forward": (_gated_mlp(3), 3),
-    "gated_mlp_backward": (_gated_mlp_backward(0), 4),
-    "_gated_mlp_saved_backward": (_gated_mlp_backward(2), 6),
-    "fp8_compute_scale": (_fp8_compute_scale, 1),
-    "fp8_quantize": (_quantized(lambda way, scale: [way, scale, _WHOLE if way == _WHOLE else Partial()]), 1),
-    "fp8_dequantize": (_fp8_dequantize, 2),
-    "fp8_fake_quant": (_quantized(lambda way, scale: [way]), 1),
-    "_fp8_fake_quant_backward": (_fp8_fake_quant_backward, 3),
-    "fp8_gemm": (_fp8_gemm, 4),
-    "fp8_gemm_exact": (_fp8_gemm, 4),
-    "hadamard_transform": (_rows(1), 1),
-    "grouped_hadamard": (_grouped_hadamard, 1),
-    "causal_softmax": (_rows(2), 1),
-    "causal_softmax_backward": (_rows(2, tensors=2), 2),
+RULES: dict[str, Rule] = {
+    "_attention": _alike(_attention_ways),
+    "_attention_lse": _alike(_attention_ways),
+    "_attention_rows": _alike(_attention_ways),
+    "_attention_rows_backward": _alike(_attention_ways),
+    "_attention_rows_backward_sums": _alike(_attention_ways),
+    "_attention_varlen": _attention_varlen,
+    "_attention_varlen_forward": _attention_varlen,
+    "_attention_varlen_backward": _attention_varlen,
+    "_index_lists": _index_lists,
+    "_listed_attention": _alike(_attention_ways),
+    "_listed_attention_rows": _alike(_attention_ways),
+    "sparse_attention": _sparse_attention(2),
+    "_sparse_attention_backward": _sparse_attention_backward(2),
+    "sparse_attention_varlen": _sparse_attention(1),
+    "_sparse_attention_varlen_backward": _sparse_attention_backward(1),
+    "select_blocks": _alike(lambda query, key, *_: _attention_ways(query, key, key)),
+    "select_blocks_varlen": _select_blocks_varlen,
+    "index_loss": _index_loss,
+    "_index_loss_forward": _index_loss,
+    "_index_loss_backward": _index_loss_backward,
+    "rope": _rope,
+    "rmsnorm_rope": _norm,
+    "rmsnorm_rope_backward": _norm_backward,
+    "head_rmsnorm_rope": _norm,
+    "head_rmsnorm_rope_backward": _norm_backward,
+    "gated_mlp": _gated_mlp,
+    "_gated_mlp_forward": _gated_mlp,
+    "gated_mlp_backward": _gated_mlp_backward(0),
+    "_gated_mlp_saved_backward": _gated_mlp_backward(2),
+    "fp8_compute_scale": _fp8_compute_scale,
+    "fp8_quantize": _fp8_quantize,
+    "fp8_dequantize": _fp8_dequantize,
+    "fp8_fake_quant": _fp8_quantize,
+    "_fp8_fake_quant_backward": _fp8_fake_quant_backward,
+    "fp8_gemm": _fp8_gemm,
+    "fp8_gemm_exact": _fp8_gemm,
+    "hadamard_transform": _rows(1),
+    "grouped_hadamard": _alike(_hadamard_ways),
+    "causal_softmax": _rows(2),
+    "causal_softmax_backward": _rows(2),
 }
+
+
+def ways_of(
+    name: str, *args: Any, **named: Any
+) -> list[tuple[list[Placement | None], list[Placement | None]]]:
+    """The ways of a call as DTensor wants them: a placement, or None, for each result and each argument.
+
+    None is what is no tensor, a tensor that is not given, and a gradient that ``output_mask`` does not want.
+    """
+    schema = getattr(torch.ops.htree, name).default._schema
+    wanted: Sequence[bool] = [True] * len(schema.returns)
+    for place, argument in enumerate(schema.arguments):
+        if argument.name == "output_mask":  # the dispatcher leaves out what has its default value
+            wanted = args[place] if place < len(args) else argument.default_value
+    tensors = [i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type)]
+    found = []
+    for results, given in RULES[name](*args, **named):
+        results = [results] * len(wanted) if isinstance(results, Placement) else results
+        given = [given] * len(tensors) if isinstance(given, Placement) else given
+        places = dict(zip(tensors, given, strict=False))
+        found.append(
+            (
+                [place if is_wanted else None for place, is_wanted in zip(results, wanted, strict=False)],
+                [None if x is None else places.get(i) for i, x in enumerate(args)],
+            )
+        )
+    return found
 
 
 def register() -> None:
     """Gives DTensor the rule of every op in :data:`RULES`; done when ``htree_ops.distributed`` is imported."""
     known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for name, (rules, tensors) in RULES.items():
+    for name in RULES:
         op = getattr(torch.ops.htree, name).default
-        register_sharding(op)(rules)
+        register_sharding(op)(functools.partial(ways_of, name))
         # DTensor remembers a decision by the arguments from the first int on. Ours follow from all behind the tensors:
         # output_mask, for one, says which gradients there are.
-        known[op].static_argnum = tensors
+        others = (i for i, argument in enumerate(op._schema.arguments) if str(argument.type) != "Tensor")
+        known[op].static_argnum = next(others, len(op._schema.arguments))

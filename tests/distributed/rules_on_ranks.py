@@ -204,7 +204,7 @@ def follow_rules(size: int, name: str, mask: tuple[bool, ...] | None = None) -> 
     expected = expected if isinstance(expected, (list, tuple)) else (expected,)
     specs = [spread(x, mesh, Replicate())._spec if isinstance(x, Tensor) else x for x in args]
     found = []
-    for outputs, inputs in sharding.RULES[name][0](*specs):
+    for outputs, inputs in sharding.ways_of(name, *specs):
         given = [spread(x, mesh, place) for x, place in zip(args, inputs, strict=True)]
         with CommDebugMode() as traffic:
             results = op(*given)
