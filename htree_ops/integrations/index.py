@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,30 +74,22 @@ def chooses_by_index(module: nn.Module, asked: int | None, head_dim: int, option
     return wanted > 0
 
 
-def with_indexes(
-    post_init: Any, width_of: Callable[[PretrainedConfig], tuple[int | None, TreeOptions]]
-) -> Any:
-    """``PreTrainedModel.post_init``, before which the attentions of a model get the index that their config says.
+def add_indexes(
+    model: PreTrainedModel, width_of: Callable[[PretrainedConfig], tuple[int | None, TreeOptions]]
+) -> None:
+    """Gives the attentions of a model the index that their config says.
 
     Args:
-        post_init: as it was.
         width_of: index_dim of a config whose ``htree`` has one, and its options.
     """
-
-    @functools.wraps(post_init)
-    def make(self: PreTrainedModel) -> None:
-        parts: list[Any] = [part for part in self.modules() if _projections(part) is not None]
-        for part in parts:
-            if index_dim_of(part) or not _says_a_width(part.config):
-                continue
-            asked, options = width_of(part.config)
-            width = resolve_index_dim("config.htree", asked, part.head_dim, options)
-            if width:
-                _add(part, width)
-        post_init(self)
-
-    make.adds_indexes = post_init  # type: ignore[attr-defined]
-    return make
+    parts: list[Any] = [part for part in model.modules() if _projections(part) is not None]
+    for part in parts:
+        if index_dim_of(part) or not _says_a_width(part.config):
+            continue
+        asked, options = width_of(part.config)
+        width = resolve_index_dim("config.htree", asked, part.head_dim, options)
+        if width:
+            _add(part, width)
 
 
 def _says_a_width(config: Any) -> bool:
@@ -106,23 +97,19 @@ def _says_a_width(config: Any) -> bool:
     return given == "recommended" or (isinstance(given, Mapping) and KEY in given)
 
 
-def with_drawn_indexes(initialize: Any) -> Any:
+def draw_where_missing(
+    initialize: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
+) -> None:
     """``PreTrainedModel._initialize_weights`` of a module, which draws an index that no checkpoint had."""
-
-    @functools.wraps(initialize)
-    def draw(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        is_done = getattr(module, "_is_hf_initialized", False)
-        initialize(self, module, *args, **kwargs)
-        if not index_dim_of(module):
-            return
-        weights = [getattr(module, name) for name in WEIGHTS]
-        if not is_done and not all(getattr(weight, "_is_hf_initialized", False) for weight in weights):
-            draw_index_(module)
-        for weight in weights:  # loading lets every weight require grad, and no loss has seen this one
-            weight.requires_grad_(False)
-
-    draw.draws_indexes = initialize  # type: ignore[attr-defined]
-    return draw
+    is_done = getattr(module, "_is_hf_initialized", False)
+    initialize(self, module, *args, **kwargs)
+    if not index_dim_of(module):
+        return
+    weights = [getattr(module, name) for name in WEIGHTS]
+    if not is_done and not all(getattr(weight, "_is_hf_initialized", False) for weight in weights):
+        draw_index_(module)
+    for weight in weights:  # loading lets every weight require grad, and no loss has seen this one
+        weight.requires_grad_(False)
 
 
 # ---- for fit_index

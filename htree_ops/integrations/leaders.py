@@ -7,14 +7,13 @@ values alone do not say what the next token attends to. transformers makes such 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from htree_ops.integrations.documents import attend_cached
@@ -158,24 +157,11 @@ def leaders_of(key: Tensor, stride: int) -> LeaderLayer | None:
     return layer if layer is not None and layer.stride == stride else None
 
 
-def keep_leaders(init: Any, stride_of: Callable[[PretrainedConfig], int]) -> Any:
-    """``DynamicCache.__init__``, after which the layers of a model with a stride above 1 keep its leaders.
-
-    Args:
-        init: as it was. stride_of: selection_stride of a model that has this config, 1 with another attention.
-    """
-
-    @functools.wraps(init)
-    def make(self: DynamicCache, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        config = kwargs.get("config", args[1] if len(args) > 1 else None)
-        stride = 1 if config is None else stride_of(config.get_text_config(decoder=True))
-        # transformers exports a cache of its own layers alone, and of these keys and values.
-        if stride > 1 and not torch.compiler.is_exporting():
-            self.layers = [
-                LeaderLayer(stride) if type(layer) is DynamicLayer and not layer.is_initialized else layer
-                for layer in self.layers
-            ]
-
-    make.keeps_leaders = init  # type: ignore[attr-defined]
-    return make
+def keep_leaders(cache: DynamicCache, stride: int) -> None:
+    """Lets the layers of an empty cache keep the leaders of a model with this ``selection_stride``."""
+    # transformers exports a cache of its own layers alone, and of these keys and values.
+    if stride > 1 and not torch.compiler.is_exporting():
+        cache.layers = [
+            LeaderLayer(stride) if type(layer) is DynamicLayer and not layer.is_initialized else layer
+            for layer in cache.layers
+        ]

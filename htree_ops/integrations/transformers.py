@@ -46,6 +46,7 @@ from htree_ops.integrations.documents import (
     restarts,
 )
 from htree_ops.integrations.leaders import LeaderLayer, keep_leaders, leaders_of
+from htree_ops.integrations.wrapping import wrap
 from htree_ops.ops.arguments import check_dtype, check_tensors, constant_in_traces, validate_arguments_as
 from htree_ops.ops.index_loss.collector import is_fitting
 from htree_ops.ops.tree_attention import TreeOptions
@@ -129,19 +130,11 @@ def register(positions: Positions | None = None) -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     for rotary in ROTARY.values():
-        if not hasattr(rotary.forward, "rotates"):
-            rotary.forward = _identity_where_compact(rotary.forward)
-    chosen = PreTrainedModel.get_correct_attn_implementation
-    if not hasattr(chosen, "refuses"):
-        PreTrainedModel.get_correct_attn_implementation = _only_with_interface(chosen)  # type: ignore[method-assign]
-    if not hasattr(DynamicCache.__init__, "keeps_leaders"):
-        DynamicCache.__init__ = keep_leaders(DynamicCache.__init__, _stride_of)  # type: ignore[method-assign]
-    if not hasattr(PreTrainedModel.post_init, "adds_indexes"):
-        made = index.with_indexes(PreTrainedModel.post_init, _width_and_options)
-        PreTrainedModel.post_init = made  # type: ignore[method-assign]
-    if not hasattr(PreTrainedModel._initialize_weights, "draws_indexes"):
-        drawn = index.with_drawn_indexes(PreTrainedModel._initialize_weights)
-        PreTrainedModel._initialize_weights = drawn  # type: ignore[method-assign]
+        wrap(rotary, "forward", _rotate_unless_compact)
+    wrap(PreTrainedModel, "get_correct_attn_implementation", _choose_with_interface)
+    wrap(PreTrainedModel, "post_init", _add_indexes)
+    wrap(PreTrainedModel, "_initialize_weights", index.draw_where_missing)
+    wrap(DynamicCache, "__init__", _keep_leaders)
     quantizer.register()
 
 
@@ -169,17 +162,13 @@ def refuse_without_interface(kind: type[PreTrainedModel]) -> None:
         )
 
 
-def _only_with_interface(chosen: Any) -> Any:
-    """The method by which a model finds the implementation for what was asked: not htree for one that ignores it."""
-
-    @functools.wraps(chosen)
-    def choose(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
-        if requested_attention == NAME:
-            refuse_without_interface(type(self))
-        return chosen(self, requested_attention, *args, **kwargs)
-
-    choose.refuses = chosen  # type: ignore[attr-defined]
-    return choose
+def _choose_with_interface(
+    choose: Any, self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> Any:
+    """How a model finds the implementation for what was asked: not htree for one that ignores it."""
+    if requested_attention == NAME:
+        refuse_without_interface(type(self))
+    return choose(self, requested_attention, *args, **kwargs)
 
 
 # ---- options
@@ -237,6 +226,20 @@ def _width_and_options(config: PretrainedConfig) -> tuple[int | None, TreeOption
     return choices.index_dim, tree_options("config.htree", None, choices.options)
 
 
+def _add_indexes(post_init: Any, self: PreTrainedModel) -> None:
+    """Gives the attentions of a model, before its weights are drawn or loaded, the index that their config says."""
+    index.add_indexes(self, _width_and_options)
+    post_init(self)
+
+
+def _keep_leaders(init: Any, self: DynamicCache, *args: Any, **kwargs: Any) -> None:
+    """Makes a cache whose layers keep leaders where its model has a stride above 1."""
+    init(self, *args, **kwargs)
+    config = kwargs.get("config", args[1] if len(args) > 1 else None)
+    if config is not None:
+        keep_leaders(self, _stride_of(config.get_text_config(decoder=True)))
+
+
 def _stride_of(config: PretrainedConfig) -> int:
     """selection_stride of a model with this config, 1 where it has another attention or a value that is refused."""
     if config._attn_implementation != NAME:
@@ -257,18 +260,12 @@ def has_compact_positions(config: PretrainedConfig) -> bool:
     return config._attn_implementation == NAME and options_of_config(config).compact
 
 
-def _identity_where_compact(forward: Any) -> Any:
+def _rotate_unless_compact(forward: Any, self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The forward of a rotary module: rotates nothing where the tree will."""
-
-    @functools.wraps(forward)
-    def rotate(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        if not has_compact_positions(self.config):
-            return forward(self, x, position_ids)
-        ones = x.new_ones(*position_ids.shape, 2 * self.inv_freq.shape[0])
-        return ones, torch.zeros_like(ones)
-
-    rotate.rotates = forward  # type: ignore[attr-defined]
-    return rotate
+    if not has_compact_positions(self.config):
+        return forward(self, x, position_ids)
+    ones = x.new_ones(*position_ids.shape, 2 * self.inv_freq.shape[0])
+    return ones, torch.zeros_like(ones)
 
 
 @functools.lru_cache

@@ -1,6 +1,7 @@
 """What the backend for vLLM refuses at start and the words it does it with (docs/vllm.md); no vLLM is needed."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from htree_ops.integrations.vllm.index import (
     add_weights,
     check_weights,
     heads_of_rank,
-    loads_indexes,
+    load_indexes,
     rows_of_index,
 )
 from htree_ops.integrations.vllm.pages import page_sizes, pools_of, table_width
@@ -280,7 +281,7 @@ def names_loaded(layer: Layer) -> list[str]:
     """The names under which a loader gets what a checkpoint has."""
     model = torch.nn.ModuleList([layer])
     loader = SimpleNamespace(module=model)
-    load = loads_indexes(lambda self, weights: [name for name, _ in weights], Layer)
+    load = partial(load_indexes, Layer, lambda self, weights: [name for name, _ in weights])
     names = ["0.self_attn.q_proj.weight", "0.self_attn.index_key_weight", "0.self_attn.index_query_weight"]
     first: list[str] = load(loader, ((name, torch.zeros(2, 64, 32)) for name in names))
     again: list[str] = load(loader, ((name, torch.zeros(2, 64, 32)) for name in first))

@@ -6,7 +6,6 @@ A checkpoint has them beside the projections, vLLM's attention layer is one modu
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -74,22 +73,18 @@ def rows_of_index(layer: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tenso
     return index_of("htree", query, key, *(getattr(layer, name) for name in WEIGHTS))
 
 
-def loads_indexes(load: Any, attention: type[nn.Module]) -> Any:
-    """``AutoWeightsLoader.load_weights`` that knows the weights of an index.
+def load_indexes(
+    attention: type[nn.Module], load: Any, self: Any, weights: Iterable[tuple[str, Tensor]], **kwargs: Any
+) -> Any:
+    """``AutoWeightsLoader.load_weights``, which knows the weights of an index.
 
     They go to the layers that choose by it. Dense attention, and a config that says ``index_dim = 0``, leave them out.
 
     Args:
-        attention: vLLM's attention layer.
+        attention: vLLM's attention layer. load: the method as it was.
     """
-
-    @functools.wraps(load)
-    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]], **kwargs: Any) -> Any:
-        impls = [part.impl for part in self.module.modules() if isinstance(part, attention)]
-        return load(self, _renamed(weights, impls), **kwargs)
-
-    load_weights.plain = load  # type: ignore[attr-defined]
-    return load_weights
+    impls = [part.impl for part in self.module.modules() if isinstance(part, attention)]
+    return load(self, _renamed(weights, impls), **kwargs)
 
 
 def _renamed(weights: Iterable[tuple[str, Tensor]], impls: list[Any]) -> Iterator[tuple[str, Tensor]]:
