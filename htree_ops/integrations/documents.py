@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from htree_ops.ops.tree_attention.index import TreeOf
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """Documents that lie packed one behind the other.
 
     Attributes:
@@ -30,31 +29,6 @@ class Documents:
     cu_k: Tensor
     max_q: int
     max_k: int
-
-    @classmethod
-    def of(cls, lengths_q: Sequence[int], lengths_k: Sequence[int], device: torch.device) -> Documents:
-        """From lengths that are known on the host."""
-        cu_q, cu_k = (
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-            for lengths in (lengths_q, lengths_k)
-        )
-        return cls(cu_q, cu_k, max(lengths_q, default=0), max(lengths_k, default=0))
-
-
-def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, tree: TreeOf) -> Tensor:
-    """Tree attention of packed documents: :func:`htree_ops.tree_attention_varlen`.
-
-    Args:
-        query: [N, H, K], the documents one behind the other; the rows of each are its last tokens.
-        key: [N_k, H_kv, K]; value: [N_k, H_kv, V].
-        documents: where they begin.
-        tree: the attention.
-
-    Returns:
-        [N, H, V].
-    """
-    bounds = (documents.cu_q, documents.cu_k, documents.max_q, documents.max_k)
-    return tree.documents(query, key, value, *bounds)
 
 
 def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, tree: TreeOf) -> Tensor:
@@ -123,15 +97,16 @@ def attend_restarting(
     row = torch.arange(B * T, device=starts.device)
     first = torch.where(starts, row, B * T).sort().values
     cu = torch.cat((first, first.new_full((1,), B * T))).int()  # F.pad would make a constant of the length
-    documents = Documents(cu, cu, T, T)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        packed = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, tree)
-        return packed.unflatten(0, (B, T))
-
+    attend = functools.partial(_attend_packed, documents=Documents(cu, cu, T, T), tree=tree)
     if real is None:
         return attend(query, key, value)
     return _through_front((query, key, value), real, order, attend)
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, documents: Documents, tree: TreeOf) -> Tensor:
+    """Tree attention [B, T, H, V] of documents that are packed in all rows of all sequences."""
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+    return tree.documents(q, k, v, *documents).unflatten(0, query.shape[:2])
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -167,25 +142,28 @@ def _real_rows(real: Tensor) -> tuple[Tensor, Tensor]:
     return rows, torch.cat((torch.zeros_like(ends[:1]), ends)).int()
 
 
-def attend_real_documents(
-    query: Tensor, key: Tensor, value: Tensor, real: Tensor, positions: Tensor, tree: TreeOf
+def attend_read_documents(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, real: Tensor | None, tree: TreeOf
 ) -> Tensor:
-    """Tree attention of the documents that restarting positions [B or 1, T] show in padded sequences; reads lengths.
-
-    Shapes and results are those of :func:`attend_restarting`, which can be traced.
-    """
-    documents, rows = _remembered((real, positions), "rows", lambda: _real_documents(real, positions))
+    """:func:`attend_restarting`, which can be traced, with lengths that are read on the host."""
+    documents, rows = _remembered(
+        positions, real, ("documents", len(query)), lambda: _read_documents(positions, real, len(query))
+    )
+    if rows is None:
+        return _attend_packed(query, key, value, documents, tree)
     return _attend_rows(query, key, value, documents, rows, rows, tree)
 
 
-def _real_documents(real: Tensor, positions: Tensor) -> tuple[Documents, Tensor]:
-    """The documents without padding, and the rows [B * T] that are real."""
-    starts = restarts(positions, real)
-    starts[:, :1] = True
-    rows = real.flatten().nonzero().flatten()
-    document = (starts.flatten().cumsum(0) - 1)[rows]
+def _read_documents(positions: Tensor, real: Tensor | None, batch: int) -> tuple[Documents, Tensor | None]:
+    """The documents without padding, sequence after sequence, and the rows [B * T] that are real; None is all."""
+    starts = F.pad(restarts(positions, real)[:, 1:], (1, 0), value=True).expand(batch, -1).flatten()
+    document, rows = starts.cumsum(0) - 1, None
+    if real is not None:
+        rows = real.flatten().nonzero().flatten()
+        document = document[rows]
     lengths = torch.bincount(document, minlength=int(starts.sum())).tolist()
-    return Documents.of(lengths, lengths, real.device), rows
+    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=starts.device)
+    return Documents(cu, cu, max(lengths), max(lengths)), rows
 
 
 def _attend_rows(
@@ -199,7 +177,7 @@ def _attend_rows(
 ) -> Tensor:
     """Tree attention of documents in these rows of [B * T_q] queries and [B * T] keys; 0 in the others."""
     q, k, v = (x.flatten(0, 1)[rows] for x, rows in ((query, rows_q), (key, rows_k), (value, rows_k)))
-    out = attend_documents(q, k, v, documents, tree)
+    out = tree.documents(q, k, v, *documents)
     result = out.new_zeros(query.shape[0] * query.shape[1], *out.shape[1:])
     return result.index_copy(0, rows_q, out).unflatten(0, query.shape[:2])
 
@@ -209,15 +187,16 @@ def _attend_rows(
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _remembered(known: tuple[Tensor, ...], what: object, read: Callable[[], T]) -> T:
-    """``read()``, which waits for the device, or what it gave for ``what`` before one of these tensors was changed."""
+def _remembered(positions: Tensor, real: Tensor | None, what: object, read: Callable[[], T]) -> T:
+    """``read()``, which waits for the device, or what it gave for ``what`` before one of the tensors was changed."""
+    known = [x for x in (positions, real) if x is not None]
     if any(x.is_inference() for x in known):
         return read()  # such a tensor does not count its changes
-    state = (what, [(WeakIdRef(x), x._version) for x in known])
-    found = _known.get(known[0])
-    if found is None or found[0] != state:
-        found = _known[known[0]] = (state, read())
-    return found[1]
+    state = [(WeakIdRef(x), x._version) for x in known]
+    of_positions = _known.setdefault(positions, {})
+    if what not in of_positions or of_positions[what][0] != state:
+        of_positions[what] = (state, read())
+    return of_positions[what][1]
 
 
 def restarts(positions: Tensor, real: Tensor | None = None, before: int = 0) -> Tensor:
@@ -246,21 +225,5 @@ def restarts(positions: Tensor, real: Tensor | None = None, before: int = 0) -> 
 
 def has_restarts(positions: Tensor, real: Tensor | None, before: int = 0) -> bool:
     """Whether there are :func:`restarts`; waits for the device."""
-    known = (positions,) if real is None else (positions, real)
-    return _remembered(known, ("restarts", before), lambda: bool(restarts(positions, real, before).any()))
-
-
-def documents_of(positions: Tensor, batch: int) -> Documents | None:
-    """The documents in position_ids [B or 1, T], sequence after sequence. None where every sequence is one."""
-
-    def read() -> Documents | None:
-        starts = restarts(positions)
-        starts[:, :1] = True
-        first = starts.flatten().nonzero().flatten().tolist()
-        if len(first) == len(positions):
-            return None
-        lengths = [end - begin for begin, end in zip(first, [*first[1:], positions.numel()], strict=True)]
-        lengths *= batch // len(positions)
-        return Documents.of(lengths, lengths, positions.device)
-
-    return _remembered((positions,), ("documents", batch), read)
+    what = ("restarts", before)
+    return _remembered(positions, real, what, lambda: bool(restarts(positions, real, before).any()))

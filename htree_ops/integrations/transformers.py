@@ -35,13 +35,10 @@ from transformers.utils.import_utils import is_tracing
 from htree_ops.integrations import index, quantizer
 from htree_ops.integrations.cache import CACHE, HandedOver, TreeCache
 from htree_ops.integrations.documents import (
-    Documents,
     attend_cached,
-    attend_documents,
     attend_padded,
-    attend_real_documents,
+    attend_read_documents,
     attend_restarting,
-    documents_of,
     has_restarts,
     restarts,
 )
@@ -495,9 +492,21 @@ def _attend(
     if mask is None:
         return tree.sequences(q, k, v)
     _check_mask(mask)
-    if mask.dtype == torch.bool:
-        return _attend_real(q, k, v, mask, positions, tree, packed)
-    return _attend_positions(q, k, v, mask, tree, packed)
+    real = mask if mask.dtype == torch.bool else None
+    if real is None:  # of documents that transformers has packed, or of the call
+        positions = mask
+    if positions is not None and torch.compiler.is_compiling():
+        if packed:
+            return attend_restarting(q, k, v, positions, real, tree)
+        q = _nan_where_packed(q, positions, real)
+    elif positions is not None and has_restarts(positions, real):
+        return attend_read_documents(q, k, v, positions, real, tree)
+    if real is None:
+        return tree.sequences(q, k, v)
+    if tree.options.importance == "lse":
+        # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
+        return attend_cached(q, k, v, real, real, tree)
+    return attend_padded(q, k, v, real, tree)
 
 
 def _attend_from_a_tree_cache(
@@ -517,29 +526,6 @@ def _attend_from_a_tree_cache(
         mask = mask.bool()
     q = _without_documents(q, positions, mask, new.layer.columns)
     return new.layer.attend(q, k, v, mask, tree)
-
-
-def _attend_real(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    real: Tensor,
-    positions: Tensor | None,
-    tree: TreeOf,
-    packed: bool,
-) -> Tensor:
-    """The rows that are no padding, of whole sequences or of documents."""
-    if torch.compiler.is_compiling():
-        if positions is not None and packed:
-            return attend_restarting(q, k, v, positions, real, tree)
-        if positions is not None:
-            q = _nan_where_packed(q, positions, real)
-    elif positions is not None and has_restarts(positions, real):
-        return attend_real_documents(q, k, v, real, positions, tree)
-    if tree.options.importance == "lse":
-        # Its lists depend on what stands behind a row, padding too: each sequence needs a call of its own length.
-        return attend_cached(q, k, v, real, real, tree)
-    return attend_padded(q, k, v, real, tree)
 
 
 def _attend_behind_a_cache(
@@ -604,23 +590,7 @@ def _attend_bounded(
     check_tensors("htree", query=(q, "B T H K"), **{name: (x, "documents+1") for name, x in bounds.items()})
     check_dtype("htree", (torch.int32,), **bounds)
     longest = (max_length_q or q.shape[1], max_length_k or k.shape[1])
-    documents = Documents(cu_seq_lens_q, cu_seq_lens_k, *longest)
-    return attend_documents(q[0], k[0], v[0], documents, tree)[None]
-
-
-def _attend_positions(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, tree: TreeOf, packed: bool
-) -> Tensor:
-    """Whole sequences, or documents where positions start again."""
-    if torch.compiler.is_compiling():
-        if packed:
-            return attend_restarting(q, k, v, positions, None, tree)
-        return tree.sequences(_nan_where_packed(q, positions), k, v)
-    documents = documents_of(positions, len(q))
-    if documents is None:
-        return tree.sequences(q, k, v)
-    out = attend_documents(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents, tree)
-    return out.unflatten(0, q.shape[:2])
+    return tree.documents(q[0], k[0], v[0], cu_seq_lens_q, cu_seq_lens_k, *longest)[None]
 
 
 def _without_documents(q: Tensor, positions: Tensor | None, real: Tensor | None, before: int) -> Tensor:
