@@ -17,7 +17,14 @@ from htree_ops.integrations.vllm.pages import LayerPools, page_sizes, pools_of
 from htree_ops.ops.paging import on_device
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import tree_cache_append_, tree_cache_attention
-from htree_ops.ops.tree_cache.prompts import LISTED_ROWS, PROMPT_ROWS, indexed_rows, prompt_begin
+from htree_ops.ops.tree_cache.prompts import (
+    PROMPT_ROWS,
+    SequenceCopies,
+    indexed_rows,
+    prompt_begin,
+    prompt_bytes,
+    prompt_rows,
+)
 from htree_ops.ops.tree_cache.ring import RING, Ring
 
 #: Index queries and index keys of the rows of a step, [N or more, H_kv, d] each.
@@ -281,8 +288,9 @@ def try_prompt(
         query, key, value, index: as in :func:`attend_step`, of one step.
     """
     if index is None:
-        pools = [x.new_empty(1, x.shape[1], 1, x.shape[2]) for x in (key, value)]
-        query.new_empty(_prompt_bytes(options, pools, query.shape[1], length), dtype=torch.uint8)
+        keys, values = (x.new_empty(1, x.shape[1], 1, x.shape[2]) for x in (key, value))
+        size = prompt_bytes(keys, values, 1, query.shape[1], length, options)
+        query.new_empty(size, dtype=torch.uint8)
         return
     count = min(len(query), length)
     first = prompt_begin(length, count, options.selection_stride)
@@ -291,12 +299,6 @@ def try_prompt(
     rows, chooser = (x[None, first:count] for x in (query, index[0]))
     keys, values, index_keys = (x.new_zeros(1, length, *x.shape[1:]) for x in (key, value, index[1]))
     indexed_rows(rows, keys, values, chooser, index_keys, options)
-
-
-def _prompt_bytes(options: TreeOptions, pools: Sequence[Tensor], heads: int, length: int) -> int:
-    """Bytes of the copies from which a prompt of ``length`` tokens is computed; 0 where it needs none."""
-    size: int = torch.ops.htree._tree_cache_prompt_bytes(*pools, 1, heads, length, *options.packed())
-    return size
 
 
 def _prompt_rows(
@@ -320,27 +322,8 @@ def _prompt_rows(
         )
         out, _, lists = indexed_rows(query, keys, values, index_query, index_keys, options)
         return out[0], lists.transpose(0, 1)
-    packed, both = options.packed(), (pools.keys, pools.values)
-    n, heads, stride = *query.shape[1:3], options.selection_stride
-    copies = query.new_empty(_prompt_bytes(options, both, heads, length), dtype=torch.uint8)
-    copied = 0
-
-    def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, ...]:
-        nonlocal copied
-        held = length - n + end
-        if copies.numel():
-            torch.ops.htree._tree_cache_pack_prompt_(
-                copies, *both, table, heads, copied, held, length, page_size, *packed
-            )
-            copied = held
-        found: tuple[Tensor, ...] = torch.ops.htree._tree_cache_prompt(
-            query[:, begin:end], *both, table, held, copies, length, store_lists, page_size, *packed
-        )
-        return found
-
-    # Lists are kept of the last rows alone, from a leader on.
-    plain = max(0, (n - max(LISTED_ROWS, RING * stride)) // stride * stride) if stride > 1 else 0
-    parts = [rows(0, plain, store_lists=False)] if plain else []
-    parts.append(rows(plain, n, store_lists=stride > 1))
-    out = parts[0][0][0] if len(parts) == 1 else torch.cat([part[0][0] for part in parts])
-    return out, parts[-1][3]
+    heads, both = query.shape[2], (pools.keys, pools.values)
+    size = prompt_bytes(*both, 1, heads, length, options)
+    copies = SequenceCopies((), heads, 0, length, query.new_empty(size, dtype=torch.uint8))
+    out, _, lists = prompt_rows(query, (*both, table), length, copies, options, page_size, return_lse=False)
+    return out[0], lists

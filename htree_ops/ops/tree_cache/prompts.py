@@ -89,6 +89,62 @@ class SequenceCopies:
     tokens: int = 0
 
 
+def prompt_bytes(
+    keys: Tensor, values: Tensor, sequences: int, heads: int, capacity: int, options: TreeOptions
+) -> int:
+    """Bytes of the copies of so many sequences of up to ``capacity`` tokens; 0 where their prompts need none."""
+    size: int = torch.ops.htree._tree_cache_prompt_bytes(
+        keys, values, sequences, heads, capacity, *options.packed()
+    )
+    return size
+
+
+def prompt_rows(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor, Tensor],
+    length: int,
+    copies: SequenceCopies,
+    options: TreeOptions,
+    page_size: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The last n rows of sequences of ``length`` tokens, and the lists of their last leaders for a stride above 1.
+
+    Args:
+        q: [B, n, H, K], from a leader on. pages: pools of keys and of values, and the block table of the sequences.
+        copies: which get the tokens that they lack.
+
+    Returns:
+        out [B, n, H, V], lse [B, n, H] (without ``return_lse`` of no use), lists [layers, B, leaders, H_kv, k].
+    """
+    n, heads, stride, packed = *q.shape[1:3], options.selection_stride, options.packed()
+
+    def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, Tensor, Tensor]:
+        held = length - n + end
+        if copies.tokens > held:  # rows that come again: a shorter sequence may have another top
+            copies.tokens = 0
+        if copies.buffer.numel():
+            torch.ops.htree._tree_cache_pack_prompt_(
+                copies.buffer, *pages, heads, copies.tokens, held, copies.capacity, page_size, *packed
+            )
+            copies.tokens = held
+        of_copies = (copies.buffer, copies.capacity, store_lists, page_size)
+        out, gmax, gsum, lists = torch.ops.htree._tree_cache_prompt(
+            q[:, begin:end], *pages, held, *of_copies, *packed
+        )
+        return out, gmax + gsum.log() if return_lse else gmax, lists
+
+    # Lists are kept of the last rows alone, from a leader on.
+    listed = max(LISTED_ROWS, RING * stride)
+    plain = max(0, (n - listed) // stride * stride) if stride > 1 else 0
+    earlier = rows(0, plain, store_lists=False)[:2] if plain else None
+    out, lse, lists = rows(plain, n, store_lists=stride > 1)
+    if earlier is not None:
+        out = torch.cat((earlier[0], out), dim=1)
+        lse = torch.cat((earlier[1], lse), dim=1) if return_lse else lse
+    return out, lse, lists
+
+
 class _WithoutGradient(torch.autograd.Function):
     """Results that depend on a tensor and whose backward raises, as that of ``tree_cache_attention`` does."""
 
@@ -159,10 +215,10 @@ class Prompts:
             As ``TreeKVCache.attend``.
         """
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            results = self._attend(q, index_query, lengths, counts, return_lse, rows)
+            out, lse = self._attend(q, index_query, lengths, counts, return_lse, rows)
         if torch.is_grad_enabled() and q.requires_grad:
-            results = _WithoutGradient.apply(q, *results)
-        return (results[0], results[1]) if return_lse else results[0]
+            out, lse = _WithoutGradient.apply(q, out, lse)
+        return (out, lse) if return_lse else out
 
     def _attend(
         self,
@@ -172,7 +228,7 @@ class Prompts:
         counts: list[int],
         return_lse: bool,
         rows: Rows,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         batch, n, heads, _ = q.shape
         stride = self.options.selection_stride
         begins = [prompt_begin(length, count, stride) for length, count in zip(lengths, counts, strict=True)]
@@ -204,81 +260,42 @@ class Prompts:
                 out[b, begin:count] = found[0][i]
                 if return_lse:
                     lse[b, begin:count] = found[1][i]
-        return (out, lse) if return_lse else (out,)
+        return out, lse
 
     def _group_rows(
         self, q: Tensor, index_query: Tensor | None, length: int, sequences: list[int], return_lse: bool
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         """The last rows of sequences of ``length`` tokens; the ring gets the lists of the last leaders."""
-        packed, stride, page_size = (
-            self.options.packed(),
-            self.options.selection_stride,
-            self.pools.sizes.page_size,
-        )
         first, last = sequences[0], sequences[-1] + 1
         if len(sequences) == last - first:
             table = self.block_table[first:last]
         else:
             table = torch.stack([self.block_table[b] for b in sequences])
-        n, heads = q.shape[1:3]
         if index_query is not None:
-            return self._indexed_rows(q, index_query, length, sequences, table, return_lse)
-        copies, keeps = self._take(sequences, heads, length, n)
-        pages = (self.pools.keys, self.pools.values, table)
-
-        def rows(begin: int, end: int, *, store_lists: bool) -> tuple[Tensor, ...]:
-            """Those of q, and the lists of all layers."""
-            held = length - n + end
-            if copies.tokens > held:  # rows that come again: a shorter sequence may have another top
-                copies.tokens = 0
-            if copies.buffer.numel():
-                torch.ops.htree._tree_cache_pack_prompt_(
-                    copies.buffer, *pages, heads, copies.tokens, held, copies.capacity, page_size, *packed
-                )
-                copies.tokens = held
-            out, gmax, gsum, lists = torch.ops.htree._tree_cache_prompt(
-                q[:, begin:end],
-                *pages,
-                held,
-                copies.buffer,
-                copies.capacity,
-                store_lists,
-                page_size,
-                *packed,
-            )
-            return (out, gmax + gsum.log(), lists) if return_lse else (out, lists)
-
-        # Lists are kept of the last rows alone, from a leader on.
-        listed = max(LISTED_ROWS, RING * stride)
-        plain = max(0, (n - listed) // stride * stride) if stride > 1 else 0
-        parts = [rows(0, plain, store_lists=False)] if plain else []
-        parts.append(rows(plain, n, store_lists=stride > 1))
-        if stride > 1:
-            self.ring.keep(sequences, length, parts[-1][-1])
-        if keeps:
-            self.kept = (*self.kept, copies)
-        found = [part[:-1] for part in parts]
-        return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
+            found = self._indexed_rows(q, index_query, length, table)
+        else:
+            copies, keeps = self._take(sequences, q.shape[2], length, q.shape[1])
+            pages = (self.pools.keys, self.pools.values, table)
+            page_size = self.pools.sizes.page_size
+            found = prompt_rows(q, pages, length, copies, self.options, page_size, return_lse)
+            if keeps:
+                self.kept = (*self.kept, copies)
+        out, lse, lists = found
+        if self.options.selection_stride > 1:
+            self.ring.keep(sequences, length, lists)
+        return out, lse
 
     def _indexed_rows(
-        self,
-        q: Tensor,
-        index_query: Tensor,
-        length: int,
-        sequences: list[int],
-        table: Tensor,
-        return_lse: bool,
-    ) -> tuple[Tensor, ...]:
-        """:meth:`_group_rows` by an index: tokens are gathered from the pages, lists made for some rows at a time."""
+        self, q: Tensor, index_query: Tensor, length: int, table: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """:func:`prompt_rows` by an index: tokens are gathered from the pages, lists made for some rows at a time."""
         index = self.pools.index
         assert index is not None
         k, v = (
             torch.stack(x) for x in zip(*(self.pools.layer(row, 0, length) for row in table), strict=True)
         )
-        *found, lists = indexed_rows(q, k, v, index_query, index.tokens(table, length), self.options)
-        if self.options.selection_stride > 1:
-            self.ring.keep(sequences, length, lists.transpose(0, 1))
-        return tuple(found) if return_lse else (found[0],)
+        out, lse, lists = indexed_rows(q, k, v, index_query, index.tokens(table, length), self.options)
+        return out, lse, lists.transpose(0, 1)
 
     def _take(self, sequences: list[int], heads: int, length: int, rows: int) -> tuple[SequenceCopies, bool]:
         """Copies with space for sequences of ``length`` tokens, whose last ``rows`` attend, and whether to keep them.
@@ -293,19 +310,13 @@ class Prompts:
         if held is not None and held.tokens <= length <= held.capacity:
             return held, True
         held = None  # its buffer goes before a larger one is taken
-        packed = self.options.packed()
-
-        def num_bytes(capacity: int) -> int:
-            return torch.ops.htree._tree_cache_prompt_bytes(
-                self.pools.keys, self.pools.values, len(names), heads, capacity, *packed
-            )
-
+        pools = (self.pools.keys, self.pools.values, len(names), heads)
         # With space for half as many tokens again, all of the sequence is copied anew a few times only while it grows.
         capacity = min(self.capacity, length + length // 2)
-        size = num_bytes(capacity)
+        size = prompt_bytes(*pools, capacity, self.options)
         bounded = self.most_bytes is not None and self.num_bytes() + size > self.most_bytes
         keeps = size > 0 and rows < length and not bounded
         if not keeps:
-            capacity, size = length, num_bytes(length) if size else 0
+            capacity, size = length, prompt_bytes(*pools, length, self.options) if size else 0
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return SequenceCopies(names, heads, stream, capacity, buffer), keeps
