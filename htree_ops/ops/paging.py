@@ -19,8 +19,6 @@ from torch import Tensor
 from htree_ops.errors import OutOfPagesError
 from htree_ops.ops.arguments import check_int, check_integers
 
-__all__ = ["Change", "PagedCache", "Pages", "host_integers", "is_recorded", "on_device", "stream_of"]
-
 #: A page that a change will take from the free ones.
 FRESH = -1
 

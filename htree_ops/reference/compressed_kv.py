@@ -13,19 +13,6 @@ from torch import Tensor
 
 from htree_ops.reference.hadamard import grouped_hadamard, hadamard_matrix, hadamard_transform
 
-__all__ = [
-    "attention",
-    "expanded_query",
-    "gather_pages",
-    "key_weight_from_queries",
-    "kv_compress",
-    "kv_decode_attention",
-    "kv_decompress",
-    "kv_prune",
-    "num_kept",
-    "row_bytes",
-]
-
 #: Largest code per number of bits.
 LARGEST_CODE = {8: 127, 4: 7}
 LARGEST_HALF = 65504.0

@@ -20,16 +20,6 @@ from .tree_attention.attention import Forward
 from .tree_attention.selection import Choice
 from .tree_attention.tree import accumulate_dtype
 
-__all__ = [
-    "advance",
-    "cache_layers",
-    "gather_tokens",
-    "tree_cache_append",
-    "tree_cache_attention",
-    "tree_cache_prompt",
-    "truncate",
-]
-
 
 def cache_layers(capacity: int, compression_rate: int, max_top_nodes: int) -> int:
     """The number of layers of the tree over ``capacity`` tokens."""

@@ -27,8 +27,6 @@ from htree_ops.ops.compressed_kv.checks import check_policy, pair, prompt_length
 from htree_ops.ops.compressed_kv.format import check_format, check_hadamard_group, num_kept
 from htree_ops.ops.tree_attention.stages import rope_cache
 
-__all__ = ["MustafarAttention", "key_weight_from_queries"]
-
 OP = "MustafarAttention"
 
 

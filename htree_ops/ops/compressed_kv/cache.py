@@ -27,8 +27,6 @@ from htree_ops.ops.compressed_kv.window import DenseWindow
 from htree_ops.ops.hadamard.transform import grouped_hadamard
 from htree_ops.ops.paging import host_integers
 
-__all__ = ["CacheBytes", "CompressedKVCache"]
-
 
 class CacheBytes(NamedTuple):
     """What a cache holds, in bytes.

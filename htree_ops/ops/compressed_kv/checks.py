@@ -19,15 +19,6 @@ from htree_ops.ops.arguments import (
 )
 from htree_ops.ops.paging import host_integers
 
-__all__ = [
-    "check_new_tokens",
-    "check_place",
-    "check_policy",
-    "check_query",
-    "pair",
-    "prompt_lengths",
-]
-
 
 def pair(value: Any) -> tuple[Any, Any]:
     """(keys, values): two values as they are, one value for both."""

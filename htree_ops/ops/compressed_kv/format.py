@@ -12,8 +12,6 @@ from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import FLOATING_AND_DOUBLE, check_dtype, check_int, check_number
 from htree_ops.ops.hadamard.transform import MAX_LENGTH
 
-__all__ = ["BITS", "WORD", "CompressedKV", "num_kept", "row_bytes"]
-
 BITS = (16, 8, 4)
 #: Channels that one word of a bitmap covers.
 WORD = 64

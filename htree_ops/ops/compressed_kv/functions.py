@@ -12,8 +12,6 @@ from torch import Tensor
 from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.compressed_kv.format import CompressedKV, check_lengths
 
-__all__ = ["kv_compress", "kv_decode_attention", "kv_decompress", "kv_prune"]
-
 
 @validate_arguments
 def kv_prune(x: Tensor, keep: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:

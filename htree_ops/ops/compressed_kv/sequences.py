@@ -12,8 +12,6 @@ from htree_ops.ops.compressed_kv.storage import StoredRows
 from htree_ops.ops.compressed_kv.window import DenseWindow
 from htree_ops.ops.paging import PagedCache, host_integers
 
-__all__ = ["OP", "CompressedSequences"]
-
 OP = "CompressedKVCache"
 
 

@@ -13,8 +13,6 @@ from htree_ops.ops.arguments import check_data
 from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
 from htree_ops.ops.compressed_kv.storage import RowFormat, StoredRows
 
-__all__ = ["check_state", "state_of"]
-
 _DTYPES = (torch.int64, torch.uint8, torch.float16)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
 from htree_ops.ops.paging import Change, Pages
 
-__all__ = ["RowFormat", "StoredRows"]
-
 
 @dataclass(frozen=True)
 class RowFormat:

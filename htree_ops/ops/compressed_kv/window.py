@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DenseWindow"]
-
 
 class DenseWindow:
     """Keys and values [B, H_kv, slots, D]: the dense tokens of a sequence are in slots 0, 1, ... in their order.

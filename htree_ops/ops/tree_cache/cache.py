@@ -38,8 +38,6 @@ from htree_ops.ops.tree_cache.ring import Ring
 from htree_ops.ops.tree_cache.sequences import OP, CacheSequences
 from htree_ops.ops.tree_cache.state import OF_NO_CACHE, check_state, options_as_tensors
 
-__all__ = ["TreeCacheBytes", "TreeKVCache"]
-
 #: The default page is the smallest one of at least so many tokens.
 LEAST_PAGE = 256
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["WRONG_LENGTH", "in_words"]
-
 #: A length that a cache refuses itself, without the op.
 WRONG_LENGTH = 4
 

@@ -13,16 +13,6 @@ from htree_ops.ops.arguments import validate_arguments
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
 from htree_ops.ops.tree_cache.ring import empty_ring
 
-__all__ = [
-    "cache_layers",
-    "cache_options",
-    "page_rows",
-    "rope_positions",
-    "tree_cache_append_",
-    "tree_cache_append_packed_",
-    "tree_cache_attention",
-]
-
 
 def cache_layers(capacity: int, compression_rate: int = 16, max_top_nodes: int = 8192) -> int:
     """Layers of the tree over ``capacity`` tokens: 1, and one more while the top has more than max_top_nodes nodes."""

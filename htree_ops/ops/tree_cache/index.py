@@ -14,8 +14,6 @@ from htree_ops.ops.arguments import (
 )
 from htree_ops.ops.tree_attention.options import TreeOptions, check_index_dim
 
-__all__ = ["IndexPages", "index_sizes"]
-
 #: The entries of a state; the second is that of scales.
 INDEX_KEYS, INDEX_SCALES = "index_keys", "index_scales"
 #: Index keys of one byte a channel.

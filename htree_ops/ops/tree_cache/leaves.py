@@ -13,8 +13,6 @@ from htree_ops.ops.arguments import FLOATING, check_option_dtype
 from htree_ops.ops.compressed_kv.format import WIDTHS, row_bytes
 from htree_ops.ops.compressed_kv.functions import kv_decompress
 
-__all__ = ["LEAF_BITS", "PackedLeaves", "check_bits", "check_leaf_bits"]
-
 #: What ``leaf_bits`` may be besides None.
 LEAF_BITS = (8, 4)
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from htree_ops.ops.arguments import check_integers
 from htree_ops.ops.paging import host_integers
 
-__all__ = ["HostLengths", "counts_of"]
-
 
 def counts_of(
     name: str, values: Tensor | Sequence[int], batch: int, least: int, most: int, device: torch.device

@@ -13,8 +13,6 @@ from htree_ops.ops.tree_cache.functions import cache_layers, page_rows
 from htree_ops.ops.tree_cache.index import IndexPages
 from htree_ops.ops.tree_cache.leaves import PackedLeaves
 
-__all__ = ["Pools", "Sizes"]
-
 
 class Sizes:
     """How many rows a page has (docs/semantics/tree_cache.md §7.1).

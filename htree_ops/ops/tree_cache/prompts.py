@@ -21,8 +21,6 @@ from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.ops.tree_cache.pools import Pools
 from htree_ops.ops.tree_cache.ring import RING, Ring
 
-__all__ = ["PROMPT_ROWS", "Prompts", "indexed_rows", "prompt_begin"]
-
 #: From so many rows of a sequence in a call on, they are a prompt. It depends on nothing else, so that a row has the
 #: same bits beside other sequences and in other pages.
 PROMPT_ROWS = 256

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from htree_ops.ops.tree_attention.options import TreeOptions
 
-__all__ = ["RING", "Ring", "empty_ring", "has_open_top"]
-
 #: How many leaders' lists are kept, so that up to 3 strides of speculative tokens can be taken back.
 RING = 4
 

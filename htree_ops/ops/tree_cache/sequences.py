@@ -16,8 +16,6 @@ from htree_ops.ops.tree_cache.pools import Pools
 from htree_ops.ops.tree_cache.prompts import Prompts
 from htree_ops.ops.tree_cache.ring import Ring
 
-__all__ = ["OP", "CacheSequences"]
-
 OP = "TreeKVCache"
 
 

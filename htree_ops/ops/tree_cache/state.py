@@ -17,8 +17,6 @@ from htree_ops.ops.tree_cache.index import CODES, INDEX_KEYS, INDEX_SCALES
 from htree_ops.ops.tree_cache.leaves import LEAF_BITS, PackedLeaves
 from htree_ops.ops.tree_cache.pools import Sizes
 
-__all__ = ["OF_NO_CACHE", "Placed", "check_state", "options_as_tensors"]
-
 #: Options that make no difference to a cache.
 OF_NO_CACHE = ("scope", "store_parents")
 #: Entries of a state that say what it was made with; as long as their numbers need.
