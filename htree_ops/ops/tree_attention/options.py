@@ -93,8 +93,8 @@ class TreeOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", frequencies("TreeOptions", self.inv_freq))
-        _check("store_parents", "bool", self.store_parents)
-        _check("scope", "str", self.scope)
+        check_kind("TreeOptions", "store_parents", self.store_parents, "bool")
+        check_kind("TreeOptions", "scope", self.scope, "str")
         if self.scope not in get_args(Scope):
             raise ValueError(
                 f"TreeOptions: scope must be one of {', '.join(get_args(Scope))}, got {self.scope!r}"
@@ -189,20 +189,6 @@ def _op_kwargs() -> tuple[tuple[str, str, bool], ...]:
 OP_KWARGS = _op_kwargs()
 #: The words of the options that are words, in the order of the packed form.
 WORDS: dict[str, tuple[str, ...]] = {"importance": get_args(Importance)}
-#: What an option of a kind may be. To Python a bool is an int; here it is not.
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "int": ("an int", (int, torch.SymInt)),
-    "float": ("a number", (float, int, torch.SymInt, torch.SymFloat)),
-    "str": ("a str", (str,)),
-    "bool": ("a bool", (bool,)),
-}
-
-
-def _check(name: str, kind: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is of the kind."""
-    words, types = _TYPES[kind]
-    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
-        raise TypeError(f"TreeOptions: {name} must be {words}, got {type(value).__name__}")
 
 
 def pack(options: TreeOptions) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -213,8 +199,8 @@ def pack(options: TreeOptions) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """
     values: dict[str, Any] = {name: getattr(options, name) for name, _, _ in OP_KWARGS}
     for name, kind, optional in OP_KWARGS:
-        if kind in _TYPES and not (values[name] is None and (optional or name == "max_top_nodes")):
-            _check(name, kind, values[name])
+        if kind != "List[float]" and not (values[name] is None and (optional or name == "max_top_nodes")):
+            check_kind("TreeOptions", name, values[name], kind)
     if values["max_top_nodes"] is None:
         values["max_top_nodes"] = options.top_nodes
     ints: list[int] = []
