@@ -20,8 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import FLOATING, check_devices, check_tensors, validate_arguments_as
+from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
+from htree_ops.ops.arguments import (
+    FLOATING,
+    check_devices,
+    check_tensors,
+    refuse_shape,
+    validate_arguments_as,
+)
 from htree_ops.ops.compressed_kv.functions import kv_compress, kv_decode_attention
 from htree_ops.ops.fp8 import FP8Format, handle_fp8_overflow
 from htree_ops.ops.gated_mlp import gated_mlp
@@ -415,14 +421,8 @@ def _rotated(function: str, x: Tensor, cos: Tensor, sin: Tensor, position_ids: T
             sizes = tuple(table.shape)
             is_row_per_token = len(sizes) == 3 and sizes[0] in (1, batch) and sizes[1] == length
             if not is_row_per_token or sizes[2] not in (width, width // 2):
-                refuse(
-                    ShapeMismatchError,
-                    f"{function}: {name} must be [1 or {batch}, {length}, {width} or {width // 2}] where position_ids "
-                    f"is None, got {sizes}",
-                    expected=(batch, length, width),
-                    actual=sizes,
-                    tensor_name=name,
-                )
+                words = f"[1 or {batch}, {length}, {width} or {width // 2}] where position_ids is None"
+                refuse_shape(function, name, table, words, (batch, length, width))
         dtype = torch.promote_types(x.dtype, torch.float32)
         rows = torch.arange(cos.shape[:2].numel(), device=x.device, dtype=torch.int32)
         position_ids = rows.view(cos.shape[:2]).expand(batch, length)

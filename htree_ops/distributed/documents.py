@@ -35,12 +35,13 @@ from htree_ops.distributed.context_parallel import (
     options_of,
     under_autocast,
 )
-from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
+from htree_ops.errors import DeviceError
 from htree_ops.ops.arguments import (
     check_dtype,
     check_kind,
     check_tensor,
     check_tensors,
+    refuse_shape,
     validate_arguments_as,
 )
 from htree_ops.ops.tree_attention.attention import Balance, Index, check_balance
@@ -312,13 +313,7 @@ def _offsets(function: str, cu_seqlens: object) -> tuple[int, ...]:
             )
         check_dtype(function, (torch.int32,), cu_seqlens=cu_seqlens)
         if cu_seqlens.dim() != 1:
-            refuse(
-                ShapeMismatchError,
-                f"{function}: cu_seqlens must be [documents + 1], got {tuple(cu_seqlens.shape)}",
-                expected=("documents + 1",),
-                actual=tuple(cu_seqlens.shape),
-                tensor_name="cu_seqlens",
-            )
+            refuse_shape(function, "cu_seqlens", cu_seqlens, "[documents + 1]", ("documents + 1",))
         offsets = tuple(cu_seqlens.tolist())
     elif isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, (str, bytes)):
         for place, x in enumerate(cu_seqlens):

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -290,16 +290,17 @@ def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
     check_devices(op, {name: tensor for name, (tensor, _) in arguments.items()})
 
 
+def refuse_shape(op: str, name: str, x: Tensor, words: str, expected: object) -> NoReturn:
+    """Raises ShapeMismatchError for x, which must be what ``words`` spell in the message."""
+    came = tuple(x.shape)
+    message = f"{op}: {name} must be {words}, got {came}"
+    refuse(ShapeMismatchError, message, expected=expected, actual=came, tensor_name=name)
+
+
 def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: str = "") -> None:
     """Raises ShapeMismatchError unless x has the shape ``wanted``, which ``words`` spells in the message."""
     if x.shape != wanted:
-        refuse(
-            ShapeMismatchError,
-            f"{op}: {name} must be {words or list(wanted)}, got {tuple(x.shape)}",
-            expected=wanted,
-            actual=tuple(x.shape),
-            tensor_name=name,
-        )
+        refuse_shape(op, name, x, words or str(list(wanted)), wanted)
 
 
 def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) -> None:

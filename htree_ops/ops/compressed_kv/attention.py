@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
     autocast_dtype,
@@ -20,6 +19,7 @@ from htree_ops.ops.arguments import (
     check_shape,
     check_tensors,
     option_device,
+    refuse_shape,
     validate_arguments_as,
 )
 from htree_ops.ops.compressed_kv.cache import CompressedKVCache
@@ -54,13 +54,8 @@ def key_weight_from_queries(
     check_int(op, "num_kv_heads", num_kv_heads, 1)
     check_int(op, "last", last, 1)
     if q.shape[2] % num_kv_heads or not q.shape[1]:
-        refuse(
-            ShapeMismatchError,
-            f"{op}: q must be [B, S >= 1, a multiple of {num_kv_heads}, D], got {tuple(q.shape)}",
-            expected=f"a multiple of {num_kv_heads} heads",
-            actual=tuple(q.shape),
-            tensor_name="q",
-        )
+        words = f"[B, S >= 1, a multiple of {num_kv_heads}, D]"
+        refuse_shape(op, "q", q, words, f"a multiple of {num_kv_heads} heads")
     stop = torch.tensor(prompt_lengths(op, lengths, q.shape[0], q.shape[1]), device=q.device)[:, None]
     rows = torch.arange(q.shape[1], device=q.device)
     share = ((rows < stop) & (rows >= stop - last)).float()

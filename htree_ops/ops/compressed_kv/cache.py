@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from htree_ops.errors import UnsupportedDtypeError, refuse
-from htree_ops.ops.arguments import FLOATING, check_data, check_int, check_shape, check_tensors, option_device
+from htree_ops.ops.arguments import (
+    FLOATING,
+    check_data,
+    check_devices,
+    check_int,
+    check_shape,
+    check_tensors,
+    option_device,
+)
 from htree_ops.ops.compressed_kv.checks import (
     check_new_tokens,
-    check_place,
     check_policy,
     check_query,
     pair,
@@ -212,14 +219,14 @@ class CompressedKVCache(CompressedSequences):
     def key_weight(self, weight: Tensor | None) -> None:
         if weight is not None:
             check_tensors(OP, key_weight=(weight, "B H_kv D"))
-            check_place(OP, "key_weight", weight, self.device)
+            check_devices(OP, {"the cache": self.comp_len, "key_weight": weight})
             check_shape(OP, "key_weight", weight, (*self.k_win.shape[:2], self.k_win.shape[3]))
             check_weight(OP, "key_weight", weight)
         self._key_weight = weight
 
     def _check_new(self, op: str, k: Tensor, v: Tensor) -> None:
         widths = (self.formats[0].head_dim, self.formats[1].head_dim)
-        check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, *widths), self.dtype, self.device)
+        check_new_tokens(op, k, v, (self.batch, self.num_kv_heads, *widths), self.dtype, self.comp_len)
 
     def _check_capacity(self, name: str, new_lengths: Sequence[int]) -> None:
         for sequence, length in enumerate(new_lengths):
@@ -469,7 +476,7 @@ class CompressedKVCache(CompressedSequences):
 
     def _check_q(self, op: str, q: Tensor, scale: float | None) -> None:
         place = (self.batch, self.num_kv_heads, self.formats[0].head_dim)
-        check_query(op, q, scale, place, self.dtype, self.device)
+        check_query(op, q, scale, place, self.dtype, self.comp_len)
 
     def attend(
         self, q: Tensor, scale: float | None = None, lengths: Sequence[int] | None = None

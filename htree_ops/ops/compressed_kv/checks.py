@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, refuse
+from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import (
+    check_devices,
     check_dtype,
     check_int,
     check_number,
@@ -25,22 +26,10 @@ def pair(value: Any) -> tuple[Any, Any]:
     return (value[0], value[1]) if isinstance(value, (tuple, list)) and len(value) == 2 else (value, value)
 
 
-def check_place(op: str, name: str, x: Tensor, device: torch.device) -> None:
-    """Raises DeviceError unless x is on the device of the cache."""
-    if x.device != device:
-        refuse(
-            DeviceError,
-            f"{op}: {name} must be on the device of the cache ({device}), got {x.device}",
-            expected_device=device,
-            actual_device=x.device,
-            tensor_name=name,
-        )
-
-
 def check_new_tokens(
-    op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, cache: Tensor
 ) -> None:
-    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values.
+    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values, beside its tensor.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming k or v.
@@ -54,7 +43,7 @@ def check_new_tokens(
         and k.shape == (batch, k.shape[1], heads, width)
         and v.shape == (batch, k.shape[1], heads, value_width)
         and k.dtype == v.dtype == dtype
-        and k.device == v.device == device
+        and k.device == v.device == cache.device
     ):
         return  # fast path: a model's step comes here twice per layer; the rest only finds the words
     of_k = {"k": (k, "B S H_kv D")}
@@ -64,7 +53,7 @@ def check_new_tokens(
     ):
         check_tensors(op, **tensors)
         check_dtype(op, (dtype,), **{name: x})
-        check_place(op, name, x, device)
+        check_devices(op, {"the cache": cache, name: x})
         check_shape(op, name, x, (batch, x.shape[1], heads, size), f"[{batch}, S, {heads}, {size}]")
 
 
@@ -74,9 +63,9 @@ def check_query(
     scale: float | None,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
-    device: torch.device,
+    cache: Tensor,
 ) -> None:
-    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D.
+    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D, beside its tensor.
 
     Raises:
         ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming q.
@@ -85,7 +74,7 @@ def check_query(
     batch, kv_heads, width = sizes
     check_tensor(op, "q", q)
     check_dtype(op, (dtype,), q=q)
-    check_place(op, "q", q, device)
+    check_devices(op, {"the cache": cache, "q": q})
     heads = q.shape[-2] if q.dim() > 1 else 0
     wanted = (batch, *(q.shape[1:2] if q.dim() == 4 else ()), heads, width)
     check_shape(op, "q", q, wanted, f"[{batch}, H, {width}] or [{batch}, n, H, {width}]")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError, refuse
+from htree_ops.errors import UnsupportedDtypeError, refuse
 from htree_ops.ops.arguments import (
     FLOATING_AND_DOUBLE,
     autocast_dtype,
@@ -25,6 +25,7 @@ from htree_ops.ops.arguments import (
     check_option_dtype,
     check_tensor,
     option_device,
+    refuse_shape,
     validate_arguments_as,
 )
 from htree_ops.ops.index_loss.collector import Attended, collect, is_fitting
@@ -553,13 +554,8 @@ class HTreeAttention(nn.Module):
         """The layer on packed documents [N, E]."""
         check_tensor("HTreeAttention", "cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            refuse(
-                ShapeMismatchError,
-                f"HTreeAttention: cu_seqlens must be [documents + 1], got {tuple(cu_seqlens.shape)}",
-                expected=("documents + 1",),
-                actual=tuple(cu_seqlens.shape),
-                tensor_name="cu_seqlens",
-            )
+            words = "[documents + 1]"
+            refuse_shape("HTreeAttention", "cu_seqlens", cu_seqlens, words, ("documents + 1",))
         if self.cp_group is not None:
             return self._attend_shared_documents(x, cu_seqlens)
         check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
@@ -613,14 +609,8 @@ class HTreeAttention(nn.Module):
         fits = (x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)) if is_packed else x.dim() == 3
         if not fits or x.shape[-1] != self.embed_dim:
             width = self.embed_dim
-            refuse(
-                ShapeMismatchError,
-                f"HTreeAttention: x must be {f'[1, N, {width}] or [N, {width}]' if is_packed else f'[B, T, {width}]'}"
-                f"{' with cu_seqlens' if is_packed else ''}, got {tuple(x.shape)}",
-                expected=("N", width) if is_packed else ("B", "T", width),
-                actual=tuple(x.shape),
-                tensor_name="x",
-            )
+            words = f"[1, N, {width}] or [N, {width}] with cu_seqlens" if is_packed else f"[B, T, {width}]"
+            refuse_shape("HTreeAttention", "x", x, words, ("N", width) if is_packed else ("B", "T", width))
 
     def forward(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from htree_ops.errors import DeviceError, ShapeMismatchError, in_words_of, refuse
+from htree_ops.errors import DeviceError, in_words_of, refuse
 from htree_ops.ops.arguments import (
     FLOATING,
     FLOATING_AND_DOUBLE,
@@ -58,16 +58,8 @@ class TreeCacheBytes(NamedTuple):
 
 def _num_rows(name: str, argument: str, rows: Tensor) -> int:
     """n of rows [B, n, heads, channels]; the op checks the rest."""
-    if type(rows) is not Tensor:
-        check_kind(name, argument, rows, "Tensor")
-    if rows.dim() != 4:
-        refuse(
-            ShapeMismatchError,
-            f"{name}: {argument} must be 4-D [B, n, heads, channels], got {rows.dim()}-D {tuple(rows.shape)}",
-            expected=4,
-            actual=rows.dim(),
-            tensor_name=argument,
-        )
+    if type(rows) is not Tensor or rows.dim() != 4:
+        check_tensors(name, **{argument: (rows, "B n heads channels")})
     return rows.shape[1]
 
 
