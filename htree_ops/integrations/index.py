@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from htree_ops.ops.arguments import FLOATING_AND_DOUBLE
 from htree_ops.ops.index_loss.layers import WEIGHTS, add_index_, draw_index_, index_dim_of, set_index_
 from htree_ops.ops.tree_attention import TreeOptions
 from htree_ops.ops.tree_attention import options as of_tree
+from htree_ops.ops.tree_attention.fitted import FittedLayer
 from htree_ops.ops.tree_attention.index import resolve_index_dim
 from htree_ops.ops.tree_attention.options import OTHER_CHOICES
 
@@ -115,27 +115,21 @@ def draw_where_missing(
 # ---- for fit_index
 
 
-@dataclass(frozen=True)
-class FittedAttention:
+class FittedAttention(FittedLayer):
     """An attention of transformers that gets an index."""
-
-    layer: Any
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Query heads, K/V heads and their width."""
         return _sizes(self.layer)
 
-    def check(self, index_dim: int) -> None:
-        """Raises ValueError unless the layer can have an index of this width beside ``config.htree``."""
+    @property
+    def options(self) -> TreeOptions:
+        """Those of ``config.htree`` that choose in another way than by an index."""
         given = getattr(self.layer.config, "htree", None)
         others = {x: given[x] for x in OTHER_CHOICES if isinstance(given, Mapping) and x in given}
-        others.pop("selection_span", None)  # whose place the index takes
-        resolve_index_dim("fit_index", index_dim, self.layer.head_dim, TreeOptions(**others))
-
-    def over_ranks(self, x: torch.Tensor, summed: bool) -> torch.Tensor:
-        """x: no ranks share the tokens of these models."""
-        return x
+        others.pop("selection_span", None)
+        return TreeOptions(**others)
 
     def take(self, query_weight: torch.Tensor, key_weight: torch.Tensor) -> None:
         """Gives the layer its index, and its config the width."""

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,29 +16,11 @@ from htree_ops.ops.arguments import check_int, check_kind
 from htree_ops.ops.index_loss.collector import fitting
 from htree_ops.ops.index_loss.layers import WEIGHTS, draw_index, index_dim_of, query_scale
 
+if TYPE_CHECKING:  # which imports this family
+    from htree_ops.ops.tree_attention.fitted import FittedLayer
+
 #: The last steps whose mean loss is returned.
 REPORTED = 10
-
-
-class Fitted(Protocol):
-    """A layer that gets an index."""
-
-    @property
-    def layer(self) -> nn.Module:
-        """The layer."""
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Query heads, K/V heads and their width."""
-
-    def check(self, index_dim: int) -> None:
-        """Raises unless the layer can have an index of this width."""
-
-    def over_ranks(self, x: Tensor, summed: bool) -> Tensor:
-        """The sum of x over the ranks that share the layer's tokens, or what the first of them has."""
-
-    def take(self, query_weight: Tensor, key_weight: Tensor) -> None:
-        """Gives it to the layer."""
 
 
 def fit_index(
@@ -148,18 +130,18 @@ def fit_index(
     return nats
 
 
-def _width(one: Fitted, index_dim: int | None) -> int:
+def _width(one: FittedLayer, index_dim: int | None) -> int:
     """Of the index that a layer gets, or goes on from."""
     if index_dim is not None:
         return index_dim
     return index_dim_of(one.layer) or (32 if one.sizes[2] >= 32 else 16)
 
 
-def _layers(model: nn.Module, index_dim: int | None) -> list[Fitted]:
+def _layers(model: nn.Module, index_dim: int | None) -> list[FittedLayer]:
     """The layers that get an index, in the order of ``model.modules()``."""
     from htree_ops.ops.tree_attention.fitted import fitted_layers  # which imports this family
 
-    found: list[Fitted] = [*fitted_layers(model)]
+    found: list[FittedLayer] = [*fitted_layers(model)]
     if _is_of_transformers(model):
         from htree_ops.integrations import index
 
@@ -193,7 +175,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
     return any(isinstance(part, PreTrainedModel) for part in model.modules())
 
 
-def _start(one: Fitted, scale: float, index_dim: int) -> tuple[Tensor, Tensor]:
+def _start(one: FittedLayer, scale: float, index_dim: int) -> tuple[Tensor, Tensor]:
     """The weights that Adam moves, in float32 or wider; that of the queries times ``scale``."""
     device = next(one.layer.parameters()).device
     if index_dim_of(one.layer):
