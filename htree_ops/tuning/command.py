@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +19,10 @@ from htree_ops.cli import (
     output_folder,
     show_progress,
 )
-from htree_ops.errors import TuningFailedError
 from htree_ops.tuning import problems
 from htree_ops.tuning.cache import TuningCache, cache_dir
-from htree_ops.tuning.metrics import compute_metrics, peak_of
 from htree_ops.tuning.space import SPACES
-from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark
+from htree_ops.tuning.tuner import AutoTuner, search
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,22 +98,14 @@ def _tune(problem: problems.Problem, arguments: argparse.Namespace, folder: Path
         num_bytes=problem.num_bytes,
         progress=partial(show_progress, f"configurations of {label} ({count})"),
     )
-    own = benchmark(problem.call, problem.device, arguments.warmup, arguments.runs)
-    try:
-        result = tuner.tune()
-    except TuningFailedError:
-        result = None
-    if result is not None and result.latency < WORTHWHILE * own:
+    best, result, own = search(tuner)
+    ran = counted(len(result.all_results) if result else 0, "configuration")
+    if best and result:
         return (
-            f"{label}: {result.best_config}, {result.latency * 1e3:.1f} us against {own * 1e3:.1f} us of the "
-            f"kernel's own choice; {counted(len(result.all_results), 'configuration')} ran"
+            f"{label}: {best}, {result.latency * 1e3:.1f} us against {own * 1e3:.1f} us of the kernel's own choice; "
+            f"{ran} ran"
         )
-    key = tuner.key()
-    metrics = compute_metrics(own, problem.flops, problem.num_bytes, peak_of(key.device) or 0.0)
-    tuner.cache.try_set(key, {}, asdict(metrics))
-    ran = len(result.all_results) if result else 0
-    words = f"{counted(ran, 'configuration')} ran, none faster by 2 %"
-    return f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {words}"
+    return f"{label}: the kernel's own choice, {own * 1e3:.1f} us; {ran} ran, none faster by 2 %"
 
 
 def nothing_to_tune(place: torch.device) -> str | None:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from htree_ops.errors import TuningFailedError
 from htree_ops.ops.arguments import constant_in_traces, dtype_name
 from htree_ops.tuning.cache import TuningCache, cache_dir
 from htree_ops.tuning.key import CacheKey
-from htree_ops.tuning.metrics import compute_metrics
 from htree_ops.tuning.space import SPACES
 
 MODES = ("off", "read", "tune")
@@ -121,42 +118,25 @@ def choose(
         if config and set(config) != set(SPACES[kernel]):
             config = None  # it belongs to a space that has changed since
         if config is None and mode == "tune":
-            from htree_ops.tuning.tuner import may_tune
+            from htree_ops.tuning.tuner import AutoTuner, may_tune, search
 
             if may_tune():
                 return None
-            config = _search(cache, key, device, call)
+            tuner = AutoTuner(
+                lambda **config: call(list(config.values()) or None),
+                SPACES[kernel],
+                warmup_runs=3,
+                benchmark_runs=20,
+                cache_dir=cache.folder,
+                problem_size=problem,
+                device=device,
+                kernel_type=kernel,
+                dtype=dtype,
+                layout=layout,
+            )
+            with torch.no_grad():
+                config, _, _ = search(tuner)
     if len(_chosen) >= MAX_CHOSEN:
         _chosen.clear()
     _chosen[memory_key] = [config[name] for name in SPACES[kernel]] if config else None
     return _chosen[memory_key]
-
-
-def _search(
-    cache: TuningCache, key: CacheKey, device: torch.device, call: Callable[[list[int] | None], Any]
-) -> dict[str, Any]:
-    """The best configuration of the space, or {} where the kernel's own choice is about as fast. Both are stored."""
-    from htree_ops.tuning.tuner import WORTHWHILE, AutoTuner, benchmark
-
-    tuner = AutoTuner(
-        lambda **config: call(list(config.values())),
-        SPACES[key.kernel],
-        warmup_runs=3,
-        benchmark_runs=20,
-        cache_dir=cache.folder,
-        problem_size=key.problem,
-        device=device,
-        kernel_type=key.kernel,
-        dtype=key.dtype,
-        layout=key.layout,
-    )
-    with torch.no_grad():
-        own = benchmark(lambda: call(None), device, 3, 20)
-        try:
-            result = tuner.tune()
-        except TuningFailedError:
-            result = None
-    if result is not None and result.latency < WORTHWHILE * own:
-        return result.best_config
-    cache.try_set(key, {}, asdict(compute_metrics(own)))
-    return {}

@@ -263,5 +263,27 @@ class AutoTuner:
         return compute_metrics(latency_ms, flops, self.num_bytes, peak_of(key.device) or 0.0)
 
 
+def search(tuner: AutoTuner) -> tuple[Config, TuningResult | None, float]:
+    """Searches for one problem, whose size and device the tuner was told, and compares with the kernel's own choice.
+
+    That is what its function does without a configuration. Where none is clearly faster, {} is stored.
+
+    Returns:
+        The configuration to take, {} for the own choice; the result, None where no configuration ran; and the
+        milliseconds of the own choice.
+    """
+    assert tuner.device is not None
+    own = benchmark(tuner.kernel_fn, tuner.device, tuner.warmup_runs, tuner.benchmark_runs)
+    try:
+        result = tuner.tune()
+    except TuningFailedError:
+        result = None
+    if result is not None and result.latency < WORTHWHILE * own:
+        return result.best_config, result, own
+    key = tuner.key()
+    tuner.cache.try_set(key, {}, asdict(tuner._metrics(own, key.problem, key)))
+    return {}, result, own
+
+
 #: The name that the design document uses.
 TritonAutoTuner = AutoTuner
