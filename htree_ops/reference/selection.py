@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .sparse_attention import documents
+
 
 def block_scores(
     index_query: Tensor, index_key: Tensor, block_size: int = 16, selection_stride: int = 1
@@ -79,11 +81,7 @@ def select_blocks_varlen(
     wide = torch.promote_types(index_query.dtype, torch.float32)
     blocks = index_query.new_full((*index_query.shape[:2], count), -1, dtype=torch.int32)
     scores = index_query.new_full((*index_query.shape[:2], count), -torch.inf, dtype=wide)
-    for i in range(len(cu_seq_q) - 1):
-        queries = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1]))
-        keys = slice(int(cu_seq_k[i]), int(cu_seq_k[i + 1]))
-        if queries.start == queries.stop:
-            continue
+    for queries, keys in documents(cu_seq_q, cu_seq_k):
         found = select_blocks(index_query[None, queries], index_key[None, keys], count, **options)
         leaders = slice(queries.start, queries.stop, options.get("selection_stride", 1))
         blocks[leaders], scores[leaders] = found[0][0], found[1][0]

@@ -5,8 +5,19 @@ Computes in the dtype of its inputs, float64 too, on any device, and is differen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def documents(cu_seq_q: Tensor, cu_seq_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The rows of queries and of keys of each packed document that has queries."""
+    for of_queries, of_keys in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
+        if of_queries[0] < of_queries[1]:
+            yield slice(*of_queries), slice(*of_keys)
 
 
 def seen_tokens(
@@ -65,32 +76,16 @@ def sparse_attention_varlen(
     blocks: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
-    *,
-    block_size: int = 16,
-    selection_stride: int = 1,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`htree_ops.sparse_attention_varlen`, document by document."""
-    starts_q, starts_k = cu_seq_q.tolist(), cu_seq_k.tolist()
     outs, lses = [], []
-    for i in range(len(starts_q) - 1):
-        rows, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        if rows.start == rows.stop:
-            continue
-        out, lse = sparse_attention(
-            query[None, rows],
-            key[None, keys],
-            value[None, keys],
-            blocks[None, rows][:, ::selection_stride],
-            block_size=block_size,
-            selection_stride=selection_stride,
-            scale=scale,
-            sinks=sinks,
-        )
+    for rows, keys in documents(cu_seq_q, cu_seq_k):
+        lists = blocks[None, rows][:, :: options.get("selection_stride", 1)]
+        out, lse = sparse_attention(query[None, rows], key[None, keys], value[None, keys], lists, **options)
         outs.append(out[0])
         lses.append(lse[0])
-    rest = query[starts_q[-1] :]
+    rest = query[int(cu_seq_q[-1]) :]
     outs.append(rest.new_zeros(*rest.shape[:2], value.shape[2]))
     lses.append(rest.new_full(rest.shape[:2], -torch.inf))
     return torch.cat(outs), torch.cat(lses)

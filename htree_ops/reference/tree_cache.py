@@ -18,15 +18,12 @@ from . import compressed_kv
 from .tree_attention import htree_forward_naive
 from .tree_attention.attention import Forward
 from .tree_attention.selection import Choice
-from .tree_attention.tree import accumulate_dtype
+from .tree_attention.tree import accumulate_dtype, layer_sizes
 
 
 def cache_layers(capacity: int, compression_rate: int, max_top_nodes: int) -> int:
     """The number of layers of the tree over ``capacity`` tokens."""
-    layers = 1
-    while capacity > max_top_nodes * compression_rate ** (layers - 1):
-        layers += 1
-    return layers
+    return len(layer_sizes(capacity, compression_rate, max_top_nodes))
 
 
 def _mean(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import selection, state
-from .rotary import rope_cache
+from .rotary import tables
 from .stages import gather_values, importance_of_leaders, score_candidates
 from .state import State
 from .tree import (
@@ -133,7 +133,7 @@ def htree_forward_naive(
     group = q.shape[2] // k.shape[2]
     if scope == "q_head":
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    batch, num_queries, num_heads, width = q.shape
+    batch, num_queries, num_heads = q.shape[:3]
     groups, t0 = k.shape[2], k.shape[1] - num_queries
     query = q.to(wide)
     if tree is not None:
@@ -160,15 +160,7 @@ def htree_forward_naive(
         busy = max(1, int(num_parents(lists).max())) if lists.numel() else 0  # the tail of -1 costs only time
         short = lists[..., :busy]
         found = candidates(rows_of_queries(short, num_queries, stride), layer, layer_k.shape[1], rate, t0)
-        table = rope_cache(
-            max(busy * rate, 1),
-            width,
-            rope_base,
-            dtype=accumulate_dtype(q),
-            device=q.device,
-            inv_freq=inv_freq,
-        )
-        cos, sin = table.to(wide)
+        cos, sin = tables(busy * rate, q, rope_base, inv_freq, wide)
         scores = score_candidates(query, layer_k, found, cos, sin, scale)
         value = None
         if layer > 0 and (parents is None or with_importance):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .attention import Forward
-from .rotary import rope_cache, rotate
+from .rotary import rotate, tables
 from .state import gather_nodes
-from .tree import accumulate_dtype, tree_build_backward
+from .tree import tree_build_backward
 
 
 def htree_backward_naive(
@@ -50,15 +50,7 @@ def htree_backward_naive(
             dk, dv = tree_build_backward(dk, dv, layer_k.shape[1], rate)
         found = step.candidates
         num_positions = found.nodes.shape[-1]
-        table = rope_cache(
-            max(num_positions, 1),
-            width,
-            rope_base,
-            dtype=accumulate_dtype(q),
-            device=q.device,
-            inv_freq=inv_freq,
-        )
-        cos, sin = table.to(wide)
+        cos, sin = tables(num_positions, q, rope_base, inv_freq, wide)
         last = (found.num - 1).clamp(min=0)
         cos_q, sin_q = cos[last][..., None, :], sin[last][..., None, :]
         cos_k, sin_k = cos[:num_positions], sin[:num_positions]

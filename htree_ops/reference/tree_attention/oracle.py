@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .attention import Forward
-from .rotary import rope, rope_cache
+from .rotary import rope, tables
 from .state import gather_nodes
 from .tree import accumulate_dtype
 
@@ -28,15 +28,7 @@ def dense_causal_attention(
     """
     wide = accumulate_dtype(q) if compute_dtype is None else compute_dtype
     length, num_queries, group = k.shape[1], q.shape[1], q.shape[2] // k.shape[2]
-    table = rope_cache(
-        max(length, 1),
-        q.shape[3],
-        rope_base,
-        dtype=accumulate_dtype(q),
-        device=q.device,
-        inv_freq=inv_freq,
-    )
-    cos, sin = table.to(wide)
+    cos, sin = tables(length, q, rope_base, inv_freq, wide)
     tokens = torch.arange(length, device=q.device)
     times = tokens[length - num_queries :]
     query = rope(q.to(wide), cos, sin, times)

@@ -39,6 +39,17 @@ def rope_cache(
     return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
 
+def tables(
+    size: int, q: Tensor, rope_base: float | None, inv_freq: Sequence[float] | None, dtype: torch.dtype
+) -> Tensor:
+    """Return :func:`rope_cache` for q [...,K], rounded to float32 first unless q is float64, as in the library."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    width = q.shape[-1]
+    return rope_cache(max(size, 1), width, rope_base, dtype=wide, device=q.device, inv_freq=inv_freq).to(
+        dtype
+    )
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [...,K] by the angles whose cos and sin [...,K/2] broadcast against its halves."""
     low, high = x.chunk(2, dim=-1)

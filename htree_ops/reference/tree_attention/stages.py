@@ -15,35 +15,43 @@ from .state import State
 from .tree import Candidates, accumulate_dtype, candidates, rows_of_queries
 
 
-def score_candidates(
-    q: Tensor, layer_k: Tensor, found: Candidates, cos: Tensor, sin: Tensor, scale: float | None
+def _score(
+    q: Tensor,
+    layer_k: Tensor,
+    nodes: Tensor,
+    present: Tensor,
+    found: Candidates,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float | None,
 ) -> Tensor:
-    """Return scale * <R_{n-1} q, R_p K_c(p)> as [B,T,S,C,G]; -inf where the candidate is absent.
+    """Return scale * <R_{n-1} q, R_p K> as [B,T,S,C,J,G] of rows `nodes` [B,T,S,C,J]; -inf where not `present`.
 
     q [B,T,S*G,K], layer_k [B,N,S,K], cos and sin [>= C,K/2]; arithmetic in the dtype of `cos` or wider.
     """
-    batch, num_queries, num_heads, _ = q.shape
-    groups = layer_k.shape[2]
+    groups, num_positions, per_position = layer_k.shape[2], *nodes.shape[3:]
     wide = torch.promote_types(accumulate_dtype(q), cos.dtype)
-    num_positions = found.nodes.shape[-1]
     if q.numel() == 0 or layer_k.shape[1] == 0 or num_positions == 0:
-        shape = (batch, num_queries, groups, num_positions, num_heads // max(groups, 1))
+        shape = (*nodes.shape, q.shape[2] // max(groups, 1))
         return torch.full(shape, -torch.inf, dtype=wide, device=q.device)
     cos, sin = cos.to(wide), sin.to(wide)
-    keys = state.gather_nodes(layer_k.to(wide), found.nodes)
-    keys = rotate(keys, cos[:num_positions], sin[:num_positions])
-    query = _rotated_query(q.to(wide), groups, found, cos, sin, scale)
-    scores = torch.einsum("btscd,btsgd->btscg", keys, query)
-    return scores.masked_fill(~found.present[..., None], -torch.inf)
-
-
-def _rotated_query(
-    q: Tensor, groups: int, found: Candidates, cos: Tensor, sin: Tensor, scale: float | None
-) -> Tensor:
-    """Return scale * R_{n-1} q as [B,T,S,G,K]."""
+    keys = state.gather_nodes(layer_k.to(wide), torch.where(present, nodes, 0).flatten(3))
+    keys = keys.unflatten(3, (num_positions, per_position))
+    keys = rotate(keys, cos[:num_positions, None], sin[:num_positions, None])
     last = (found.num - 1).clamp(min=0)
-    query = rotate(q.unflatten(2, (groups, -1)), cos[last][..., None, :], sin[last][..., None, :])
-    return query * (q.shape[-1] ** -0.5 if scale is None else scale)
+    query = q.to(wide).unflatten(2, (groups, -1))
+    query = rotate(query, cos[last][..., None, :], sin[last][..., None, :])
+    query = query * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("btscjd,btsgd->btscjg", keys, query)
+    return scores.masked_fill(~present[..., None], -torch.inf)
+
+
+def score_candidates(
+    q: Tensor, layer_k: Tensor, found: Candidates, cos: Tensor, sin: Tensor, scale: float | None
+) -> Tensor:
+    """Return the scores [B,T,S,C,G] of the candidates; -inf where one is absent."""
+    nodes, present = found.nodes[..., None], found.present[..., None]
+    return _score(q, layer_k, nodes, present, found, cos, sin, scale).squeeze(4)
 
 
 #: Gathered elements of span means of one piece of query rows: 128 MiB in float64.
@@ -64,23 +72,10 @@ def score_span_means(
     span_k [B,ceil(T/c),S,K]. -inf where the candidate or the mean is absent, and for the rightmost candidate,
     whose means may hold tokens after the query.
     """
-    num_heads = q.shape[2]
-    groups, num_means = span_k.shape[2], span_k.shape[1]
-    wide = torch.promote_types(accumulate_dtype(q), cos.dtype)
-    num_positions = found.nodes.shape[-1]
     means = found.nodes[..., None] * means_per_node + torch.arange(means_per_node, device=q.device)
-    whole = torch.arange(num_positions, device=q.device) < found.num[..., None] - 1
-    present = (found.present & whole)[..., None] & (means < num_means)
-    if q.numel() == 0 or num_means == 0 or num_positions == 0:
-        shape = (*means.shape, num_heads // max(groups, 1))
-        return torch.full(shape, -torch.inf, dtype=wide, device=q.device)
-    cos, sin = cos.to(wide), sin.to(wide)
-    keys = state.gather_nodes(span_k.to(wide), torch.where(present, means, 0).flatten(3))
-    keys = keys.unflatten(3, (num_positions, means_per_node))
-    keys = rotate(keys, cos[:num_positions, None], sin[:num_positions, None])
-    query = _rotated_query(q.to(wide), groups, found, cos, sin, scale)
-    scores = torch.einsum("btscjd,btsgd->btscjg", keys, query)
-    return scores.masked_fill(~present[..., None], -torch.inf)
+    whole = torch.arange(found.nodes.shape[-1], device=q.device) < found.num[..., None] - 1
+    present = (found.present & whole)[..., None] & (means < span_k.shape[1])
+    return _score(q, span_k, means, present, found, cos, sin, scale)
 
 
 def span_importance(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .selection import sort_nodes
+
 State = tuple[Tensor, Tensor, Tensor]
 
 
@@ -93,11 +95,4 @@ def subtract_topk(
     new_max = torch.where(empty, -torch.inf, lmax)
     new_sum = torch.where(empty, 0.0, rest)
     new_out = torch.where(empty[..., None], 0.0, lout - tout * factor[..., None])
-    return new_max, new_sum, new_out, sort_valid(topk_indices)
-
-
-def sort_valid(indices: Tensor) -> Tensor:
-    """Sort a list [...,k] ascending with its -1 entries at the tail, int32."""
-    last = torch.iinfo(torch.int32).max
-    ordered = torch.where(indices == -1, last, indices).sort(dim=-1).values
-    return torch.where(ordered == last, -1, ordered).to(torch.int32)
+    return new_max, new_sum, new_out, sort_nodes(topk_indices, topk_indices != -1)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from htree_ops.reference.sparse_attention import documents
+
 from .attention import htree_forward_naive
 
 
@@ -19,11 +21,7 @@ def attention_varlen(
     options: keywords of `htree_forward_naive`.
     """
     outs, lses = [], []
-    for i in range(len(cu_seq_q) - 1):
-        queries = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1]))
-        keys = slice(int(cu_seq_k[i]), int(cu_seq_k[i + 1]))
-        if queries.start == queries.stop:
-            continue
+    for queries, keys in documents(cu_seq_q, cu_seq_k):
         found = htree_forward_naive(query[None, queries], key[None, keys], value[None, keys], **options)
         outs.append(found.out[0])
         lses.append(found.lse[0])
