@@ -32,7 +32,7 @@ from htree_ops.ops.tree_attention.attention import (
     Balance,
     Index,
     check_balance,
-    check_index,
+    options_of_call,
     tree_attention,
 )
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
@@ -159,15 +159,12 @@ def _choose(q: Tensor, k: Tensor, index_query: Tensor | None, index_keys: Tensor
 
 def _whole(gathered: list[Tensor], ctx: Any) -> list[Tensor]:
     """A step's keys and values in the order of the sequence [B, T, heads * groups, D], when they are there."""
-    whole = [join(waited(x), 1, ctx.balance) for x in gathered]
-    return whole if ctx.groups == 1 else [x.repeat_interleave(ctx.groups, 2) for x in whole]
+    return [repeated(join(waited(x), 1, ctx.balance), ctx.groups) for x in gathered]
 
 
 def _send(gradient: Tensor, ctx: Any) -> Tensor:
     """Sends every rank what this rank's rows give for the rank's keys or values, as it was summed."""
-    if ctx.groups > 1:
-        gradient = gradient.unflatten(2, (-1, ctx.groups)).sum(3)
-    return exchange(cut(gradient, ctx.size, 1, ctx.balance), ctx.group_name)
+    return exchange(cut(of_groups(gradient, ctx.groups), ctx.size, 1, ctx.balance), ctx.group_name)
 
 
 @validate_arguments_as("tree_attention_cp")
@@ -234,22 +231,25 @@ def kind_of_index(index: Index | None) -> dict[str, object]:
     return {"(H_i, d, dtype) of index": None if index is None else (*index[1].shape[-2:], index[1].dtype)}
 
 
-def options_of(
-    function: str, index: Index | None, options: TreeOptions | None, keywords: TreeKeywords
-) -> TreeOptions:
-    """The options of a call, those beside an index where there is one."""
-    chosen = tree_options(function, options, keywords)
-    if index is None:
-        return chosen
-    check_index(function, index, chosen)
-    return chosen.beside_index()
+def facts_of(lead: tuple[str, ...], **tensors: Tensor) -> dict[str, int]:
+    """What the ranks must have in common of queries, keys and values, beside dtype, device and options.
+
+    Args:
+        lead: names of the dimensions before the heads.
+    """
+    q, k, v = tensors.values()
+    facts = dict(zip((*lead, "H", "K"), q.shape, strict=True)) | {"H_kv": k.shape[-2], "V": v.shape[-1]}
+    return facts | wanted_gradients(**tensors)
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """What the ranks must have in common, beside dtype, device and options."""
-    facts = dict(zip(("the batch of q", "T/n", "H", "K"), q.shape, strict=True))
-    facts |= {"H_kv": k.shape[2], "V": v.shape[3]}
-    return facts | wanted_gradients(q=q, k=k, v=v)
+def repeated(x: Tensor, groups: int) -> Tensor:
+    """Keys or values [..., heads, D] for the heads of q, where each of them has a selection of its own."""
+    return x if groups == 1 else x.repeat_interleave(groups, -2)
+
+
+def of_groups(gradient: Tensor, groups: int) -> Tensor:
+    """The gradient of what :func:`repeated` was given."""
+    return gradient if groups == 1 else gradient.unflatten(-2, (-1, groups)).sum(-2)
 
 
 def tree_attention_cp(
@@ -309,13 +309,13 @@ def tree_attention_cp(
         return tree_attention(q, k, v, index=index, return_lse=return_lse, options=chosen)
     q, k, v = under_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        chosen = options_of(name, index, options, keywords)
+        chosen = options_of_call(name, index, options, keywords)
         _check(q, k, v, index, size, balance, chosen, gather_steps)
     else:
         with agreement(name, members) as (facts, same):
-            chosen = options_of(name, index, options, keywords)
+            chosen = options_of_call(name, index, options, keywords)
             _check(q, k, v, index, size, balance, chosen, gather_steps)
-            facts |= _facts(q, k, v)
+            facts |= facts_of(("the batch of q", "T/n"), q=q, k=k, v=v)
             same |= {**kind_of(q), "balance": balance, **chosen.to_dict(), "gather_steps": gather_steps}
             same |= kind_of_index(index)
     groups = q.shape[2] // k.shape[2] if chosen.scope == "q_head" else 1

@@ -28,11 +28,12 @@ from htree_ops.distributed.collectives import (
     parts_of,
     parts_per_rank,
     waited,
-    wanted_gradients,
 )
 from htree_ops.distributed.context_parallel import (
+    facts_of,
     kind_of_index,
-    options_of,
+    of_groups,
+    repeated,
     under_autocast,
 )
 from htree_ops.errors import DeviceError
@@ -44,7 +45,7 @@ from htree_ops.ops.arguments import (
     refuse_shape,
     validate_arguments_as,
 )
-from htree_ops.ops.tree_attention.attention import Balance, Index, check_balance
+from htree_ops.ops.tree_attention.attention import Balance, Index, check_balance, options_of_call
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions
 
 # ---- which documents a rank works on. A document inside one part needs nothing of another rank.
@@ -184,7 +185,7 @@ class _Attention(torch.autograd.Function):
             )
             if dq is not None:
                 dq[rows] = of_rows
-            inside.append((rows, [x if x is None else _of_groups(x, ctx) for x in of_keys]))
+            inside.append((rows, [x if x is None else of_groups(x, ctx.groups) for x in of_keys]))
         keys, values = _packed(under_way, ctx) or (k[:0], v[:0])
         sums: list[Tensor | None] = [
             x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) if wanted else None
@@ -206,7 +207,7 @@ class _Attention(torch.autograd.Function):
                 _put(dq, piece, of_rows)
             for total, x in zip(sums, of_keys, strict=True):
                 if total is not None and x is not None:
-                    total[piece.begin : piece.end] += _of_groups(x[0], ctx)
+                    total[piece.begin : piece.end] += of_groups(x[0], ctx.groups)
         sent = [_send(x, ctx) for x in sums]
         gradients: list[Tensor | None] = []
         for place, (received, x) in enumerate(zip(sent, (k, v), strict=True)):
@@ -230,16 +231,6 @@ def _packed(under_way: list[Tensor], ctx: Any) -> list[Tensor]:
     return [join(waited(x), 0, ctx.balance) for x in under_way]
 
 
-def _repeated(x: Tensor, ctx: Any) -> Tensor:
-    """Keys or values [..., heads, D] for the heads of q, where each of them has a selection of its own."""
-    return x if ctx.groups == 1 else x.repeat_interleave(ctx.groups, -2)
-
-
-def _of_groups(gradient: Tensor, ctx: Any) -> Tensor:
-    """The gradient of what :func:`_repeated` was given."""
-    return gradient if ctx.groups == 1 else gradient.unflatten(-2, (-1, ctx.groups)).sum(-2)
-
-
 def _documents(
     rows: slice,
     offsets: tuple[int, ...],
@@ -257,7 +248,7 @@ def _documents(
     of_index = (
         (None, None) if index_query is None or index_key is None else (index_query[rows], index_key[rows])
     )
-    keys, values = _repeated(k[rows], ctx), _repeated(v[rows], ctx)
+    keys, values = repeated(k[rows], ctx.groups), repeated(v[rows], ctx.groups)
     return q[rows], keys, values, *of_index, ends, ends, longest, longest
 
 
@@ -274,7 +265,7 @@ def _put(x: Tensor, piece: Piece, rows: Tensor) -> None:
 
 def _keys(packed: Tensor, piece: Piece, ctx: Any) -> Tensor:
     """The keys or values of a piece's document as a batch of one."""
-    return _repeated(packed[piece.begin : piece.end], ctx)[None]
+    return repeated(packed[piece.begin : piece.end], ctx.groups)[None]
 
 
 def _send(sums: Tensor | None, ctx: Any) -> Tensor | None:
@@ -382,13 +373,6 @@ def _check(
             )
 
 
-def _facts(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
-    """What the ranks must have in common, beside documents, dtype, device and options."""
-    facts = dict(zip(("N/n", "H", "K"), query.shape, strict=True))
-    facts |= {"H_kv": key.shape[1], "V": value.shape[2]}
-    return facts | wanted_gradients(query=query, key=key, value=value)
-
-
 @torch.compiler.disable(reason="the work of tree_attention_varlen_cp differs between the ranks")
 def tree_attention_varlen_cp(
     query: Tensor,
@@ -450,9 +434,9 @@ def tree_attention_varlen_cp(
         balance = "contiguous"  # one part, in which every document lies
     with agreement(name, members) as (facts, same):
         offsets = _offsets(name, cu_seqlens)
-        chosen = options_of(name, index, options, keywords)
+        chosen = options_of_call(name, index, options, keywords)
         _check(query, key, value, index, offsets, size, balance, chosen)
-        facts |= _facts(query, key, value)
+        facts |= facts_of(("N/n",), query=query, key=key, value=value)
         same |= {"cu_seqlens": offsets, **kind_of(query), "balance": balance, **chosen.to_dict()}
         same |= kind_of_index(index)
     parts = parts_of(rank, size, balance, size * query.shape[0])

@@ -175,7 +175,7 @@ def tree_attention(
         >>> tree_attention(q, k, v, top_k=8, max_top_nodes=128, selection_span=2).shape
         torch.Size([1, 1000, 8, 64])
     """
-    chosen = tree_options("tree_attention", options, keywords)
+    chosen = options_of_call("tree_attention", index, options, keywords)
     if torch.compiler.is_compiling():
         return _attend(q, k, v, index, chosen, return_lse)
     _warn_of_transposed(q, k)
@@ -194,8 +194,6 @@ def _attend(
         k, v = expand_heads(options, q, k, v)
         op = torch.ops.htree._attention_lse if return_lse else torch.ops.htree._attention
         return op(q, k, v, options.store_parents, *options.packed())
-    check_index("tree_attention", index, options)
-    options = options.beside_index()
     before = k.shape[1] - q.shape[1] if q.dim() == k.dim() == 4 else 0
     lists = torch.ops.htree._index_lists(q, k, *(x.detach() for x in index), [before], *options.packed())
     out, lse = torch.ops.htree._listed_attention(q, k, v, lists, *options.packed())
@@ -208,17 +206,28 @@ def pair_words(index: object) -> str:
     return type(index).__name__ + length
 
 
-def check_index(function: str, index: Index, options: TreeOptions) -> None:
-    """Raises unless ``index`` is a pair of tensors and ``options`` have a list for each K/V head."""
-    if options.scope != "kv_head":
+def options_of_call(
+    function: str, index: Index | None, options: TreeOptions | None, keywords: TreeKeywords
+) -> TreeOptions:
+    """The options of a call, those beside an index where there is one.
+
+    Raises:
+        TypeError, ValueError: as :func:`tree_options`; ``index`` is no pair of tensors, or the options have no list for
+            each K/V head.
+    """
+    chosen = tree_options(function, options, keywords)
+    if index is None:
+        return chosen
+    if chosen.scope != "kv_head":
         raise ValueError(
             f"{function}: scope must be kv_head beside an index, which has a list for each K/V head, got "
-            f"{options.scope}"
+            f"{chosen.scope}"
         )
     if not (isinstance(index, (tuple, list)) and len(index) == 2):
         raise TypeError(f"{function}: index must be (index_query, index_key), got {pair_words(index)}")
     for name, x in zip(("index_query", "index_key"), index, strict=True):
         check_tensor(function, name, x)
+    return chosen.beside_index()
 
 
 class DocumentedKeywords(TreeKeywords, total=False):

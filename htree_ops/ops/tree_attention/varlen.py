@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from htree_ops.ops.arguments import validate_arguments
-from htree_ops.ops.tree_attention.attention import Index, check_index, expand_heads
-from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, tree_options
+from htree_ops.ops.tree_attention.attention import Index, expand_heads, options_of_call
+from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions
 
 
 @overload
@@ -123,12 +123,9 @@ def tree_attention_varlen(
         >>> tree_attention_varlen(q, k, v, ends, ends, 700, 700, top_k=8, max_top_nodes=128).shape
         torch.Size([1000, 8, 64])
     """
-    chosen = tree_options("tree_attention_varlen", options, keywords)
+    chosen = options_of_call("tree_attention_varlen", index, options, keywords)
     if index is None:
         key, value = expand_heads(chosen, query, key, value)
-    else:
-        check_index("tree_attention_varlen", index, chosen)
-        chosen = chosen.beside_index()
     by = (None, None) if index is None else index
     documents = (cu_seq_q, cu_seq_k, max_q, max_k)
     out, lse = torch.ops.htree._attention_varlen(query, key, value, *by, *documents, "auto", *chosen.packed())
