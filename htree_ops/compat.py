@@ -191,15 +191,7 @@ def _wrong_weight(
 
 @dataclass
 class RMSNormRoPEInput:
-    """The arguments of :func:`rmsnorm_rope` as one value.
-
-    Attributes:
-        x: [B, S, Hd].
-        weight: [Hd].
-        cos: [S, hd], or [1 or B, S, hd].
-        sin: like cos.
-        eps: added to the mean of squares.
-    """
+    """The arguments of :func:`rmsnorm_rope` as one value: x [B, S, Hd], weight [Hd], tables [1 or B, S, hd]."""
 
     x: Tensor
     weight: Tensor
@@ -242,14 +234,7 @@ def validate_rmsnorm_rope_inputs(
 
 @dataclass
 class GatedMLPInput:
-    """The arguments of :func:`gated_mlp` as one value.
-
-    Attributes:
-        x: [B, S, Hd].
-        gate_weight: [I, Hd].
-        up_weight: [I, Hd].
-        activation: "silu" or "gelu".
-    """
+    """The arguments of :func:`gated_mlp` as one value: x [B, S, Hd], gate_weight and up_weight [I, Hd]."""
 
     x: Tensor
     gate_weight: Tensor
@@ -301,15 +286,7 @@ def validate_gated_mlp_inputs(
 
 @dataclass
 class FP8GEMMInput:
-    """The arguments of ``fp8_gemm`` as one value.
-
-    Attributes:
-        a: [M, K] float8_e4m3fn.
-        b: [K, N] float8_e4m3fn, row- or column-major.
-        a_scale: fp32 [] or [M, 1].
-        b_scale: fp32 [] or [1, N].
-        output_dtype: float16, bfloat16 or float32; float16 by default, as in the design document and in the op.
-    """
+    """The arguments of :func:`htree_ops.fp8_gemm` as one value: a [M, K] and b [K, N] in FP8, with their scales."""
 
     a: Tensor
     b: Tensor

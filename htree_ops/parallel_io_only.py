@@ -69,12 +69,7 @@ def io_compute_scores(
 ) -> tuple[Tensor, Tensor]:
     """IO-only variant of ``compute_scores``: a hash of the node plus small multiples of sums of everything read (§2.3).
 
-    Args:
-        q: [B, T_q, H, K]; layer_k: [B, N, H_kv, K]; parents: int32 [B, T_q, H_kv, k].
-        cos, sin: [size >= k*r, K/2]; layer: l >= 0; scale: accepted and ignored; t0: token of the first row.
-
-    Returns:
-        scores [B, T_q, H_kv, k*r, G], -inf at p >= n; num_candidates int32 [B, T_q, H_kv].
+    Arguments and results are those of ``compute_scores``; scale is accepted and ignored.
     """
     return torch.ops.htree.io_compute_scores(
         q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0
@@ -126,10 +121,6 @@ def io_compute_next_parents(
 ) -> Tensor:
     """IO-only variant of ``compute_next_parents``: copies topk_positions; with ``map_positions`` the op itself (§2.3).
 
-    Args:
-        parents: int32 [B, T_q, H_kv, k]; topk_positions: int32 [B, T_q, H_kv, top_k].
-
-    Returns:
-        int32 [B, T_q, H_kv, top_k].
+    Arguments and results are those of ``compute_next_parents``.
     """
     return torch.ops.htree.io_compute_next_parents(parents, topk_positions, compression_rate, map_positions)

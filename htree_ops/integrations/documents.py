@@ -1,4 +1,9 @@
-"""Tree attention over padded and packed batches: each sequence and each document has a tree of its own."""
+"""Tree attention over padded and packed batches: each sequence and each document has a tree of its own.
+
+The functions take query [B, T_q, H, K], key [B, T, H_kv, K] and value [B, T, H_kv, V]; ``real``, bool [B, T], False at
+padding, or None where all rows are real; and ``tree``, the attention. They return [B, T_q, H, V], 0 at padding, which
+has no gradient and may hold NaN. T_q is T but for :func:`attend_cached`.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +41,6 @@ def attend_padded(query: Tensor, key: Tensor, value: Tensor, real: Tensor, tree:
 
     The real rows of each sequence move to its front, in order, and become a sequence of their own. What stands behind
     them influences no earlier row, because the attention is causal, with every importance but "lse".
-
-    Args:
-        query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
-        real: bool [B, T], False at padding.
-        tree: the attention.
-
-    Returns:
-        [B, T, H, V]; 0 at padding, which has no gradient and may hold NaN.
     """
     order = front_first(real)
     return _through_front(
@@ -79,13 +76,7 @@ def attend_restarting(
     reads them on the host, or pads every rank where a CUDA graph is recorded (§1.16, ``grouping="auto"``).
 
     Args:
-        query: [B, T, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
         positions: [B or 1, T], as :func:`restarts` reads them.
-        real: bool [B, T], False at padding; None where all are real.
-        tree: the attention.
-
-    Returns:
-        [B, T, H, V]; 0 at padding.
     """
     B, T = query.shape[:2]
     starts = restarts(positions, real).expand(B, T)
@@ -123,12 +114,7 @@ def attend_cached(
     how many there are: rows behind the last document count for nothing, whatever they hold (§1.16).
 
     Args:
-        query: [B, T_q, H, K]; key: [B, T, H_kv, K]; value: [B, T, H_kv, V].
-        real_q: bool [B, T_q]; real_k: bool [B, T]; False at padding.
-        tree: the attention, with any importance.
-
-    Returns:
-        [B, T_q, H, V]; 0 at padding, which has no gradient and may hold NaN.
+        real_q: bool [B, T_q]; real_k: bool [B, T].
     """
     (rows_q, cu_q), (rows_k, cu_k) = (_real_rows(real) for real in (real_q, real_k))
     documents = Documents(cu_q, cu_k, real_q.shape[1], real_k.shape[1])
