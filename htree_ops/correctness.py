@@ -407,14 +407,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a line per case and per seed, reasons below it, and a last line with the worst status.
-
-    Returns:
-        1 for FAIL, and with ``--fail-on-alarm`` for PASS_WITH_ALARM, else 0.
-
-    Raises:
-        UsageError: impossible sizes or tolerances, no GPU, not enough memory.
-    """
+    """Prints a line per case and per seed, reasons below it, and a last line with the worst status; returns that."""
     bounds = {name: getattr(arguments, name) for name in BOUNDS}
     if not all(0 <= bound < float("inf") for bound in bounds.values()):
         raise UsageError("tolerances must be finite and at least 0")

@@ -72,11 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_device(gpu: int | None) -> torch.device:
-    """The GPU that was asked for; the CPU for -1, or where none was asked for and none exists.
-
-    Raises:
-        UsageError: the GPU that was asked for does not exist.
-    """
+    """The GPU that was asked for; the CPU for -1, or where none was asked for and none exists."""
     if gpu == -1 or (gpu is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     index = gpu or 0
@@ -87,11 +83,7 @@ def choose_device(gpu: int | None) -> torch.device:
 
 
 def choose_rows(problem: PipelineProblem, free_bytes: int) -> int:
-    """Queries per piece: all of them where the score buffer fits in memory beside the inputs, else as many as fit.
-
-    Raises:
-        UsageError: not even one query fits.
-    """
+    """Queries per piece: all of them where the score buffer fits in memory beside the inputs, else as many as fit."""
     left = int(USABLE * free_bytes) - RESERVE - problem.input_bytes
     rows = left // (problem.score_bytes_per_query + problem.row_bytes_per_query)
     if rows < 1:
@@ -207,11 +199,7 @@ def to_json(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and prints; status 0.
-
-    Raises:
-        UsageError: impossible flags, no such GPU, not enough memory.
-    """
+    """Measures and prints; status 0."""
     try:
         sizes = {f.name: getattr(arguments, f.name) for f in fields(PipelineProblem) if f.name != "dtype"}
         problem = PipelineProblem(**sizes, dtype=DTYPES[arguments.dtype])

@@ -21,12 +21,7 @@ from htree_ops.ops.tree_attention.attention import Balance
 
 
 def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group that a caller means; None is the default group.
-
-    Raises:
-        TypeError: neither a process group nor a mesh that this process is in. ValueError: a mesh of several dimensions.
-        RuntimeError: torch.distributed is not initialised.
-    """
+    """The process group that a caller means; None is the default group, which must be there."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{function}: group must be a mesh of one dimension, got {group.ndim}: {group}")

@@ -290,12 +290,7 @@ def positions_of(
 
 
 def _offsets(function: str, cu_seqlens: object) -> tuple[int, ...]:
-    """``cu_seqlens`` as ints.
-
-    Raises:
-        TypeError, UnsupportedDtypeError, ShapeMismatchError: neither ints nor an int32 tensor [documents + 1].
-        DeviceError: a tensor without numbers. ValueError: they do not ascend from 0.
-    """
+    """``cu_seqlens`` as ints that ascend from 0."""
     if isinstance(cu_seqlens, Tensor):
         check_tensor(function, "cu_seqlens", cu_seqlens)
         if cu_seqlens.is_meta:

@@ -48,14 +48,7 @@ def _add(module: Any, index_dim: int) -> None:
 
 
 def chooses_by_index(module: nn.Module, asked: int | None, head_dim: int, options: TreeOptions) -> bool:
-    """Whether an attention chooses by its index.
-
-    Args:
-        asked: the width that ``config.htree`` says.
-
-    Raises:
-        ValueError: the layer does not have the index that the config says, or has one of which the config says nothing.
-    """
+    """Whether an attention chooses by its index, which must have the width ``asked`` by ``config.htree``."""
     has = index_dim_of(module)
     if asked == ABSENT:
         if has:

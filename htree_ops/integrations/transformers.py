@@ -148,9 +148,6 @@ def refuse_without_interface(kind: type[PreTrainedModel]) -> None:
     """Refuses a model of transformers that computes its attention itself, whatever ``attn_implementation`` says.
 
     Some of these ask for a mask, and would take None for attention to every token; others ask for nothing.
-
-    Raises:
-        NotImplementedError: it is such a model.
     """
     if kind.__module__.startswith("transformers.models.") and not kind._can_set_attn_implementation():
         _refuse(
@@ -188,12 +185,7 @@ class Choices(NamedTuple):
 
 
 def options_of_config(config: PretrainedConfig) -> Choices:
-    """What ``config.htree`` says, with the defaults for what it does not.
-
-    Raises:
-        TypeError: ``config.htree`` is neither a mapping nor "recommended", or "packed" no bool.
-        ValueError: a key that is no option, or one that the model decides; another word for "positions".
-    """
+    """What ``config.htree`` says, with defaults for what it does not; else TypeError or ValueError."""
     given = getattr(config, "htree", None) or {}
     if isinstance(given, str) and given == "recommended":
         given = index.RECOMMENDED

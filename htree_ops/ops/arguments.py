@@ -204,12 +204,7 @@ def check_tensor(op: str, name: str, tensor: Any) -> None:
 
 
 def check_data(op: str, name: str, tensor: Any) -> None:
-    """Checks a tensor whose numbers are read.
-
-    Raises:
-        TypeError: it is not a dense tensor.
-        DeviceError: it has no numbers, because it is on the device meta.
-    """
+    """Raises TypeError or DeviceError unless ``tensor`` is dense and has numbers, as those on meta have not."""
     check_tensor(op, name, tensor)
     if tensor.is_meta:
         refuse(
@@ -229,12 +224,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def check_devices(op: str, tensors: Mapping[str, Tensor]) -> None:
-    """Checks that all are dense tensors on the device of the first.
-
-    Raises:
-        TypeError: an argument is not a dense tensor.
-        DeviceError: a tensor lies on another device than the first.
-    """
+    """Raises TypeError or DeviceError unless all are dense tensors on the device of the first."""
     first: tuple[str, Tensor] | None = None
     for name, tensor in tensors.items():
         check_tensor(op, name, tensor)
@@ -251,17 +241,11 @@ def check_devices(op: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_tensors(op: str, **arguments: tuple[Tensor, str]) -> None:
-    """Checks type, rank, sizes and device of the tensors of one call.
+    """Raises TypeError, ShapeMismatchError or DeviceError unless tensors of a call fit each other.
 
     Args:
-        op: name for the messages.
         arguments: per argument the tensor and its shape in words, such as ``"B T H K"``. A word that occurs
             twice must have one size. All tensors must be on the device of the first.
-
-    Raises:
-        TypeError: an argument is not a tensor.
-        ShapeMismatchError: wrong rank, or a size that disagrees with an earlier argument.
-        DeviceError: a tensor lies on another device than the first.
     """
     sizes: dict[str, tuple[str, int]] = {}
     for name, (tensor, words) in arguments.items():
@@ -304,11 +288,7 @@ def check_shape(op: str, name: str, x: Tensor, wanted: tuple[int, ...], words: s
 
 
 def check_dtype(op: str, supported: Sequence[torch.dtype], **tensors: Tensor) -> None:
-    """Checks that every tensor has one of the ``supported`` dtypes, and all of them the same one.
-
-    Raises:
-        UnsupportedDtypeError: naming the tensor, what it has and what is supported.
-    """
+    """Raises UnsupportedDtypeError unless all tensors have the same one of the ``supported`` dtypes."""
     wanted: tuple[torch.dtype, ...] = tuple(supported)
     for name, tensor in tensors.items():
         if tensor.dtype not in wanted:
@@ -341,11 +321,7 @@ def check_option_dtype(
 
 
 def option_device(op: str, device: object) -> torch.device:
-    """The device that an option ``device`` names, with its index; None is torch's default.
-
-    Raises:
-        TypeError: something that names no device. DeviceError: a str or an index that torch does not know as one.
-    """
+    """The device that an option ``device`` names, with its index; None is torch's default."""
     if device is None:
         return torch.empty(0, device=None).device
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
@@ -369,12 +345,7 @@ def check_int(op: str, name: str, value: Any, least: int, most: int = 2**31 - 1)
 
 
 def check_integers(op: str, name: str, values: Any) -> None:
-    """Checks a tensor or a list whose numbers are read as ints; the entries of a list are left to the caller.
-
-    Raises:
-        TypeError: it is neither, or a tensor of another dtype than int32 and int64. ValueError: a tensor that is not
-            1-D. DeviceError: a tensor on the device meta.
-    """
+    """Checks a tensor or a list whose numbers are read as ints; the entries of a list are left to the caller."""
     if isinstance(values, Tensor):
         check_data(op, name, values)
         if values.dtype not in (torch.int32, torch.int64):
@@ -399,14 +370,8 @@ def check_number(
 def tuning_config(op: str, compiled: Sequence[tuple[int, ...]], **keys: int | None) -> list[int] | None:
     """The values of an op's tuning keys in their order; None where none is given.
 
-    Args:
-        op: name for the messages.
-        compiled: the tuples that have a kernel, which the op checks where nothing is traced.
-        keys: the keys of the op's space in its order, each with what the caller gave.
-
-    Raises:
-        ValueError: some keys are missing. While torch.compile traces, also where no kernel is compiled: Dynamo takes
-            the op's NotImplementedError for a missing Meta kernel and drops its message.
+    The op checks that they are ``compiled``. While torch.compile traces, so does this: Dynamo takes the op's
+    NotImplementedError for a missing Meta kernel and drops its message.
     """
     given = [value for value in keys.values() if value is not None]
     if given and len(given) != len(keys):

@@ -46,12 +46,7 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 def host_integers(
     op: str, name: str, values: Tensor | Sequence[int], count: int | None, least: int, most: int
 ) -> list[int]:
-    """``count`` ints from ``least`` to ``most`` as a list; a tensor on a device is waited for. None is any count.
-
-    Raises:
-        TypeError: something else, floats and bools included. DeviceError: a tensor on the device meta. ValueError: a
-            tensor that is not 1-D, another count, or a number out of range.
-    """
+    """``count`` ints from ``least`` to ``most`` as a list; a tensor on a device is waited for. None is any count."""
     check_integers(op, name, values)
     numbers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
     try:

@@ -120,11 +120,7 @@ def nothing_to_tune(place: torch.device) -> str | None:
 
 
 def _check(arguments: argparse.Namespace, kernels: list[str], folder: Path) -> None:
-    """Checks everything that can be known before the search.
-
-    Raises:
-        UsageError: one line that names what to change.
-    """
+    """Raises UsageError for what can be known before the search, with a line that names what to change."""
     place = arguments.device
     if reason := nothing_to_tune(place):
         raise UsageError(f"there is nothing to tune: {reason}; nothing is stored")
@@ -151,11 +147,7 @@ def _check(arguments: argparse.Namespace, kernels: list[str], folder: Path) -> N
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Searches and prints what was found; status 0.
-
-    Raises:
-        UsageError: there is nothing to tune, or nothing could be stored.
-    """
+    """Searches and prints what was found; status 0."""
     kernels = arguments.kernel or problems.tunable_kernels()
     folder = arguments.cache_dir or cache_dir()
     sizes = tuple(arguments.sizes) if arguments.sizes else None

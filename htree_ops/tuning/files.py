@@ -13,11 +13,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Holds the lock of ``target``, a file beside it; makes the folder.
-
-    Raises:
-        OSError: there is no lock file and none can be made.
-    """
+    """Holds the lock of ``target``, a file beside it; makes the folder."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f"{target.name}.lock")
     try:
@@ -34,12 +30,7 @@ def locked(target: Path) -> Iterator[None]:
 
 
 def read_regular(path: Path) -> bytes:
-    """What the file holds.
-
-    Raises:
-        OSError: there is none, it cannot be read, or it is not a regular file: a pipe would be waited for, and a device
-            may have no end.
-    """
+    """What a regular file holds: a pipe would be waited for, and a device may have no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is no regular file")
     return path.read_bytes()

@@ -96,11 +96,7 @@ def input_bytes(kernel: str, sizes: tuple[int, ...]) -> int:
 def make_problem(
     kernel: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> Problem:
-    """Random inputs of the sizes, and the call on them.
-
-    Raises:
-        ValueError: the op does not exist, or takes another number of sizes.
-    """
+    """Random inputs of the sizes, which are checked, and the call on them."""
     check_sizes(kernel, sizes)
     place = torch.device(device)
     op = getattr(torch.ops.htree, kernel)

@@ -48,11 +48,7 @@ def _load(weight: Tensor, loaded: Tensor) -> None:
 
 
 def check_weights(layer: nn.Module) -> None:
-    """Looks at the weights of an index once they are loaded.
-
-    Raises:
-        ValueError: the checkpoint has none.
-    """
+    """Raises ValueError where the checkpoint had no weights of an index, and warns where they were never fitted."""
     query_weight, key_weight = (getattr(layer, name) for name in WEIGHTS)
     if query_weight.isnan().any() or key_weight.isnan().any():
         raise ValueError(
@@ -88,11 +84,7 @@ def load_indexes(
 
 
 def _renamed(weights: Iterable[tuple[str, Tensor]], impls: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint, those of an index under the names of the layers that have them.
-
-    Raises:
-        ValueError: a model whose config says nothing of its index.
-    """
+    """The weights of a checkpoint, those of an index under the names of the layers that have them."""
     ours = [impl for impl in impls if hasattr(impl, "index_dim")]
     for name, weight in weights:
         path, _, last = name.rpartition(".")

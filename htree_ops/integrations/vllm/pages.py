@@ -82,9 +82,6 @@ def pools_of(cache: Tensor, sizes: PageSizes, key_dim: int, value_dim: int) -> L
 
     Args:
         cache: as vLLM binds it, [num_pages, H_kv, page_size, K + V] with the stride of whole pages.
-
-    Raises:
-        ValueError: memory of another form.
     """
     num_pages, heads = cache.shape[:2]
     wanted, stride = sizes.elements(heads, key_dim, value_dim, cache.dtype), cache.stride(0)

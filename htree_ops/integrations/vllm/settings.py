@@ -38,10 +38,6 @@ def options_of_engine(config: Any, head_dim: int) -> Served:
 
     Args:
         config: a VllmConfig. head_dim: of keys.
-
-    Raises:
-        NotImplementedError: an option that the backend does not serve.
-        TypeError, ValueError: as ``htree_ops.integrations.transformers.options_of_config``.
     """
     from htree_ops.integrations.index import ABSENT  # takes seconds
     from htree_ops.integrations.transformers import options_of_config

@@ -122,9 +122,6 @@ class Steps:
             cu_rows, lengths, block_table: as in :class:`Step`. slots: int64 [N], below 0 for a token that is not
                 stored.
             on_host: cu_rows and lengths as numbers, the lengths exact for sequences with many rows.
-
-        Raises:
-            ValueError: more sequences than max_sequences, or more rows than max_rows.
         """
         batch = len(lengths)
         if batch > self._kept.shape[1]:

@@ -29,11 +29,7 @@ def pair(value: Any) -> tuple[Any, Any]:
 def check_new_tokens(
     op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, cache: Tensor
 ) -> None:
-    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values, beside its tensor.
-
-    Raises:
-        ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming k or v.
-    """
+    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values, beside its tensor."""
     batch, heads, width, value_width = sizes
     if (
         isinstance(k, Tensor)
@@ -65,12 +61,7 @@ def check_query(
     dtype: torch.dtype,
     cache: Tensor,
 ) -> None:
-    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D, beside its tensor.
-
-    Raises:
-        ShapeMismatchError, UnsupportedDtypeError, DeviceError, TypeError: naming q.
-        TypeError, ValueError: scale is no finite number.
-    """
+    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D, beside its tensor."""
     batch, kv_heads, width = sizes
     check_tensor(op, "q", q)
     check_dtype(op, (dtype,), q=q)
@@ -91,12 +82,7 @@ def check_query(
 
 
 def prompt_lengths(op: str, lengths: Tensor | Sequence[int] | None, batch: int, size: int) -> list[int]:
-    """Tokens of each of ``batch`` prompts in rows of ``size``; None is ``size`` for all.
-
-    Raises:
-        TypeError: lengths are not ints. DeviceError: they are on the device meta.
-        ValueError: another number of them, or one outside 0 ... size.
-    """
+    """Tokens of each of ``batch`` prompts in rows of ``size``, as :func:`host_integers`; None is ``size`` for all."""
     if lengths is None:
         return [size] * batch
     return host_integers(op, "lengths", lengths, batch, 0, size)

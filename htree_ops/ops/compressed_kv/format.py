@@ -52,13 +52,7 @@ def row_bytes(keep: int, bits: int) -> int:
 
 
 def check_format(op: str, head_dim: int, keep: int, bits: int, prefix: str = "") -> None:
-    """Checks the numbers that describe rows.
-
-    Raises:
-        ShapeMismatchError: head_dim is not a multiple of 64 up to 512; it is called value_dim for the prefix "v_".
-        TypeError: keep or bits is not an int.
-        ValueError: keep outside 1 ... head_dim, or bits other than 16, 8 and 4.
-    """
+    """Raises ShapeMismatchError, TypeError or ValueError for numbers that describe no rows."""
     if head_dim not in WIDTHS:
         name = "value_dim" if prefix == "v_" else "head_dim"
         refuse(

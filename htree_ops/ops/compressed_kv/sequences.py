@@ -60,11 +60,7 @@ class CompressedSequences(PagedCache):
         return self.chunk * (math.ceil((length - self.window) / self.chunk) - 1)
 
     def _refuse_graph(self, name: str) -> None:
-        """Refuses a step that counts tokens on the host in a graph, which would hold for the traced counts alone.
-
-        Raises:
-            NotImplementedError: the call is being compiled or exported.
-        """
+        """Refuses a step that counts tokens on the host in a graph, which would hold for the traced counts alone."""
         if torch.compiler.is_compiling():
             raise NotImplementedError(
                 f"{OP}.{name}: cannot be compiled or exported, because the cache counts its tokens on the host: "

@@ -134,9 +134,6 @@ def check_state(
         state: of :meth:`htree_ops.CompressedKVCache.state_dict`.
         config, formats, batch, dtype: of the cache that is to take it.
         most: most tokens of a sequence, and most compressed ones.
-
-    Raises:
-        ValueError: an entry is missing or does not fit; the message names it. TypeError: an entry of another dtype.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"{op}: state must be a dict, got {type(state).__name__}")

@@ -12,15 +12,9 @@ from htree_ops.ops.gated_mlp.function import ACTIVATIONS, SIDES, Activation, Sid
 
 
 def formula_of(module: nn.Module) -> tuple[Activation, Side]:
-    """What a gated MLP computes, ``(activation, act_on)``, found by comparing its outputs with each possibility.
+    """What a gated MLP computes, ``(activation, act_on)``, for a module as :meth:`FusedGatedMLP.from_module` takes it.
 
-    Args:
-        module: with ``gate_proj``, ``up_proj`` and ``down_proj``, each an ``nn.Linear``, the first two without a bias.
-            It is called with small weights of this function's own, so its size and its weights do not matter.
-
-    Raises:
-        TypeError: a projection is missing or no ``nn.Linear``.
-        ValueError: a bias, or no possibility gives its outputs.
+    It is called with small weights of this function's own, so its size and its weights do not matter.
     """
     names = ("gate_proj", "up_proj", "down_proj")
     layers = {name: getattr(module, name, None) for name in names}

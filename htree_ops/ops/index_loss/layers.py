@@ -130,9 +130,6 @@ def index_of(
     """Index queries and index keys [..., H_kv, d] of q [..., H, K] and k [..., H_kv, K].
 
     Weights that are sharded over ranks give a rank the index of its heads.
-
-    Raises:
-        ValueError: q and k have other heads than the weights.
     """
     q = placed_as(q, k)
     query_weight, key_weight = (_as_lies(weight, q) for weight in (query_weight, key_weight))

@@ -209,12 +209,7 @@ def pair_words(index: object) -> str:
 def options_of_call(
     function: str, index: Index | None, options: TreeOptions | None, keywords: TreeKeywords
 ) -> TreeOptions:
-    """The options of a call, those beside an index where there is one.
-
-    Raises:
-        TypeError, ValueError: as :func:`tree_options`; ``index`` is no pair of tensors, or the options have no list for
-            each K/V head.
-    """
+    """The options of a call, those beside an index where there is one, which must be a pair of tensors."""
     chosen = tree_options(function, options, keywords)
     if index is None:
         return chosen

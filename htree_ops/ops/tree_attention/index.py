@@ -17,11 +17,7 @@ from htree_ops.ops.tree_attention.stages import rope, rope_cache
 
 
 def resolve_index_dim(function: str, index_dim: int | None, head_dim: int, options: TreeOptions) -> int:
-    """The width of a layer's index; None is what fits its heads and options.
-
-    Raises:
-        As :func:`htree_ops.ops.tree_attention.options.check_index_dim`.
-    """
+    """The width of a layer's index, checked; None is what fits its heads and options."""
     if index_dim is None:
         return 0 if other_choices(options) else min(32, head_dim // 16 * 16)
     check_index_dim(function, index_dim, options, head_dim)

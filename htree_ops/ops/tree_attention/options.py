@@ -192,11 +192,7 @@ WORDS: dict[str, tuple[str, ...]] = {"importance": get_args(Importance)}
 
 
 def pack(options: TreeOptions) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The packed form of csrc/ops/tree_attention/packed_options.h.
-
-    Raises:
-        TypeError: an option of a wrong type. ValueError: another word, or a number that no int64 or double holds.
-    """
+    """The packed form of csrc/ops/tree_attention/packed_options.h."""
     values: dict[str, Any] = {name: getattr(options, name) for name, _, _ in OP_KWARGS}
     for name, kind, optional in OP_KWARGS:
         if kind != "List[float]" and not (values[name] is None and (optional or name == "max_top_nodes")):
@@ -240,12 +236,7 @@ def _as_int(name: str, value: int) -> int:
 
 
 def frequencies(function: str, inv_freq: Frequencies | None) -> tuple[float, ...] | None:
-    """``inv_freq`` as the floats that an op takes; their number and their values are left to the op.
-
-    Raises:
-        TypeError: something else than a sequence of floats or a floating tensor [K/2] on the CPU; in compiled code a
-            tensor, whose numbers are not known there.
-    """
+    """``inv_freq`` as the floats that an op takes; their number and their values are left to the op."""
     if inv_freq is None:
         return None
     if isinstance(inv_freq, (tuple, list)):
@@ -286,12 +277,6 @@ def recommended_options(
 
     Without an index that are spans of 2. They divide an even compression_rate alone and score for "lse_causal" alone:
     beside others there are none.
-
-    Args:
-        by_index: whether an index chooses.
-
-    Raises:
-        TypeError, ValueError: as :func:`tree_options`; another goal.
     """
     if goal not in RECOMMENDED:
         raise ValueError(f"{function}: goal must be one of {', '.join(RECOMMENDED)}, got {goal!r}")
@@ -319,12 +304,7 @@ def other_choices(options: TreeOptions) -> list[str]:
 
 
 def check_index_dim(function: str, index_dim: int, options: TreeOptions, head_dim: int | None = None) -> None:
-    """Raises unless an index may have this width, 0 for none, up to ``head_dim`` where there is a bound.
-
-    Raises:
-        TypeError, ValueError: a width that is not an int, no multiple of 16 up to 128 and head_dim, or beside options
-            that choose in another way.
-    """
+    """Raises TypeError or ValueError unless an index may have this width, 0 for none, beside the options."""
     check_int(function, "index_dim", index_dim, 0)
     most, also = (128, "") if head_dim is None else (min(128, head_dim), f" and up to head_dim = {head_dim}")
     if index_dim % 16 or index_dim > most:

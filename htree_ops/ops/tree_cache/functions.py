@@ -24,11 +24,7 @@ def cache_layers(capacity: int, compression_rate: int = 16, max_top_nodes: int =
 
 
 def cache_options(function: str, options: TreeOptions | None, keywords: Mapping[str, Any]) -> TreeOptions:
-    """The options that a function or a cache was given.
-
-    Raises:
-        TypeError, ValueError: as :func:`htree_ops.TreeOptions`; scope="q_head".
-    """
+    """The options that a function or a cache was given; scope="q_head" is refused."""
     chosen = tree_options(function, options, keywords)
     if chosen.scope != "kv_head":
         raise ValueError(

@@ -29,12 +29,7 @@ def index_sizes(
     index_dtype: torch.dtype | None,
     dtype: torch.dtype,
 ) -> tuple[int, torch.dtype]:
-    """The heads and the dtype of a cache's index keys, where ``index_dim`` is not 0.
-
-    Raises:
-        TypeError, ValueError, UnsupportedDtypeError: they are out of range, or beside options that choose in another
-            way.
-    """
+    """The heads and the dtype of a cache's index keys, where ``index_dim`` is not 0; checks all three."""
     check_index_dim(function, index_dim, options)
     if index_dim == 0:
         for name, value in (("index_heads", index_heads), ("index_dtype", index_dtype)):

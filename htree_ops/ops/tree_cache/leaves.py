@@ -24,12 +24,7 @@ def check_bits(op: str, bits: int) -> None:
 
 
 def check_leaf_bits(op: str, bits: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    """Checks that the tokens of a cache can be packed.
-
-    Raises:
-        ValueError: other bits. ShapeMismatchError: a row that is no multiple of 64 channels up to 512.
-        UnsupportedDtypeError: float64.
-    """
+    """Raises ValueError, ShapeMismatchError or UnsupportedDtypeError unless the tokens of a cache can be packed."""
     check_bits(op, bits)
     for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
         if width not in WIDTHS:
@@ -127,15 +122,7 @@ class PackedLeaves:
         )
 
     def check_state(self, name: str, state: Mapping[str, Tensor], *, builds: bool) -> None:
-        """Checks what a state says about the tails against its lengths.
-
-        Args:
-            builds: whether nodes are to be built of its tokens.
-
-        Raises:
-            ValueError: a tail that begins behind its sequence, or too early for its tokens; tokens to build nodes of
-                that are not in the tail.
-        """
+        """Raises ValueError for a state whose tails do not fit its lengths, or lack tokens of which it builds nodes."""
         begins, lengths = state["tail_begin"].tolist(), state["lengths"].tolist()
         if any(
             not max(0, length - self.k_tail.shape[2]) <= begin <= length

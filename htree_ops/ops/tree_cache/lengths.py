@@ -14,11 +14,7 @@ from htree_ops.ops.paging import host_integers
 def counts_of(
     name: str, values: Tensor | Sequence[int], batch: int, least: int, most: int, device: torch.device
 ) -> tuple[Tensor, list[int] | None]:
-    """``values``, called lengths, as int32 [B] on the device, and as a list where no device is waited for to have it.
-
-    Raises:
-        TypeError, ValueError, DeviceError: they are no B ints from ``least`` to ``most``, as far as the host knows.
-    """
+    """``values``, called lengths, as int32 [B] on the device, and as a list where the host knows it without a wait."""
     if isinstance(values, Tensor) and (values.device.type != "cpu" or torch.compiler.is_compiling()):
         check_integers(name, "lengths", values)
         if len(values) != batch:

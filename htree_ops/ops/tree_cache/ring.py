@@ -76,11 +76,7 @@ class Ring:
         return self._nodes.where(self._nodes <= own[..., None, None], -1)
 
     def check_leaders(self, name: str, leaders: list[list[int]], lengths: list[int]) -> None:
-        """Checks which leaders a state has lists of, against its lengths: those of others would be taken for theirs.
-
-        Raises:
-            ValueError: an entry that is neither -1 nor a leader of its sequence in the place of that leader (§7.3).
-        """
+        """Raises ValueError for a state with lists of what is no leader of its sequence (§7.3), in another's place."""
         stride = self.options.selection_stride
         for own, length in zip(leaders, lengths, strict=True):
             for place, leader in enumerate(own):

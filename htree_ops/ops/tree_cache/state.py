@@ -133,11 +133,7 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
 def check_state(
     name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], sizes: Sizes, into: Pages
 ) -> Placed:
-    """Checks a state against the cache which takes it, whose own entries are ``own``; copies nothing.
-
-    Raises:
-        ValueError, TypeError: see :meth:`htree_ops.TreeKVCache.load_state_dict`.
-    """
+    """Checks a state against the cache which takes it, whose own entries are ``own``; copies nothing."""
     _check_entries(name, state, own, sizes)
     size, capacity, num_pages = into.page_size, into.capacity, into.num_pages
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
