@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -81,16 +81,13 @@ class Shared:
     """What the layers of a cache share.
 
     Attributes:
-        max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes: of :class:`TreeCache`.
+        max_cache_len: of :class:`TreeCache`. sizes: its other keywords, those of :class:`htree_ops.TreeKVCache`.
         rows: of the latest call whose batch was padded.
     """
 
     max_cache_len: int
-    page_size: int | None
-    num_pages: int | None
-    leaf_bits: int | None
-    prompt_bytes: int | None
-    rows: NewRows | None = field(default=None)
+    sizes: dict[str, int | None]
+    rows: NewRows | None = None
 
     def new_rows(self, mask: Tensor | None, before: int, n: int, held: Tensor) -> NewRows | None:
         """What a mask says of n new columns, worked out by the first layer of a call. None where nothing was padded.
@@ -209,17 +206,14 @@ class TreeLayer(CacheLayerMixin):
         self, k: Tensor, v: Tensor, options: TreeOptions, index: tuple[Tensor, Tensor] | None
     ) -> TreeKVCache:
         batch, _, heads, width = k.shape
-        shared = self.shared
+        sizes: dict[str, Any] = self.shared.sizes
         return TreeKVCache(
             batch,
             heads,
             width,
-            shared.max_cache_len,
+            self.shared.max_cache_len,
             value_dim=v.shape[3],
-            page_size=shared.page_size,
-            num_pages=shared.num_pages,
-            leaf_bits=shared.leaf_bits,
-            prompt_bytes=shared.prompt_bytes,
+            **sizes,
             index_dim=0 if index is None else index[1].shape[3],
             # What generate() gives without a cache chooses by index keys that are not rounded.
             index_dtype=k.dtype if index is not None and k.dtype in FLOATING else None,
@@ -380,7 +374,8 @@ class TreeCache(Cache):
         check_int("TreeCache", "max_cache_len", max_cache_len, 1)
         if leaf_bits is not None:
             check_bits("TreeCache", leaf_bits)
-        self.shared = Shared(max_cache_len, page_size, num_pages, leaf_bits, prompt_bytes)
+        sizes = {"page_size": page_size, "num_pages": num_pages, "leaf_bits": leaf_bits}
+        self.shared = Shared(max_cache_len, sizes | {"prompt_bytes": prompt_bytes})
         text = config.get_text_config(decoder=True)
         kinds = set(getattr(text, "layer_types", None) or ())
         window = getattr(text, "sliding_window", None)
@@ -421,10 +416,8 @@ class TreeCache(Cache):
 
     def __repr__(self) -> str:
         batch = self._filled()[0].batch if self._filled() else None
-        sizes = {"layers": len(self), "batch": batch, "tokens": self.get_seq_length()} | {
-            name: getattr(self.shared, name)
-            for name in ("max_cache_len", "page_size", "num_pages", "leaf_bits", "prompt_bytes")
-        }
+        sizes = {"layers": len(self), "batch": batch, "tokens": self.get_seq_length()}
+        sizes |= {"max_cache_len": self.shared.max_cache_len, **self.shared.sizes}
         return f"TreeCache({', '.join(f'{name}={size}' for name, size in sizes.items() if size is not None)})"
 
     def reset(self) -> None:

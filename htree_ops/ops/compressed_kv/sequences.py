@@ -117,9 +117,9 @@ class CompressedSequences(PagedCache):
         self._refuse_graph(method)
         numbers = host_integers(f"{OP}.{method}", "beams", beams, self.batch, 0, self.batch - 1)
         self.storage.reorder(method, numbers, self._compressed)
-        places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self._dense_rows.reorder(numbers, places)
+        self._dense_rows.copy_from(self._dense_rows, numbers)
         if self._key_weight is not None:
+            places = torch.tensor(numbers, dtype=torch.int64, device=self.device)
             self._key_weight = self._key_weight.index_select(0, places)
         self._count([self._compressed[i] for i in numbers], [self._dense[i] for i in numbers])
 

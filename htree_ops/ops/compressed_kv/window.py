@@ -114,14 +114,8 @@ class DenseWindow:
             x[:, : self.chunk + dense] = rows
         self.whole[sequence] = False
 
-    def reorder(self, index: Sequence[int], places: Tensor) -> None:
-        """Sequence i becomes what sequence index[i] was; ``places`` is the index on the device."""
-        for x in self.tensors():
-            x.copy_(x.index_select(0, places))
-        self.whole = [self.whole[i] for i in index]
-
     def copy_from(self, other: DenseWindow, index: Sequence[int]) -> None:
-        """Takes sequences of another window of the same slots; index[i] becomes sequence i."""
+        """Takes sequences of a window of the same slots, which may be this one; index[i] becomes sequence i."""
         places = torch.tensor(index, dtype=torch.int64, device=other.parts[0].device)
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs.index_select(0, places))

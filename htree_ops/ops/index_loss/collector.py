@@ -289,11 +289,6 @@ def _loss_of_heads(attended: Attended, q: Tensor, k: Tensor, index: Pair, rows: 
     r, ends = attended.block_size, attended.cu_seqlens
     tensors: tuple[Tensor, ...] = (q, k, *index)
     options: dict[str, Any] = {"scale": attended.scale, "block_size": r}
-    if ends is not None:
-        positions = _draw(k, here(ends), rows, r)
-        if positions is None:
-            return _zero(*index)
-        return index_loss(*tensors, positions=drawn_once(positions, q), cu_seqlens=ends, **options)
     if attended.lengths is not None:
         B, T = q.shape[:2]
         if _none(attended.lengths, r):
@@ -305,9 +300,10 @@ def _loss_of_heads(attended: Attended, q: Tensor, k: Tensor, index: Pair, rows: 
         positions = drawn_once(draw_among(starts, attended.lengths, B * rows, r), q)
         packed = (x.flatten(0, 1) for x in tensors)
         return index_loss(*packed, positions=positions, cu_seqlens=ends, **options)
-    if q.shape[1] <= r or q.shape[0] == 0:
+    drawn = _draw(k, None if ends is None else here(ends), rows, r)
+    if drawn is None:
         return _zero(*index)
-    return index_loss(*tensors, rows=rows, **options)
+    return index_loss(*tensors, positions=drawn_once(drawn, q), cu_seqlens=ends, **options)
 
 
 def _draw(key: Tensor, ends: Tensor | None, rows: int, block_size: int) -> Tensor | None:

@@ -47,39 +47,34 @@ class TreeOf:
             q: [B, T_q, H, K]; k: [B, T, H_kv, K]; v: [B, T, H_kv, V].
             lengths: of the sequences, whose padding stands behind; None where there is none.
         """
-        is_dense, index = is_fitting(), None
-        if (self.by_index or is_dense) and q.shape[1] == k.shape[1]:
-            index = collect(self.layer, self._attended(q, k, lengths=lengths))
-        if is_dense:
+        index = self._index(q, k, q.shape[1] == k.shape[1], lengths=lengths)
+        if is_fitting():
             return dense_attention(q, k, v, self.options)
-        if not self.by_index:
-            return tree_attention(q, k, v, options=self.options)
-        if index is None:
-            index = choose_by_index(self.function, self.layer, q, k)
         return tree_attention(q, k, v, index=index, options=self.options)
 
     def documents(
         self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
     ) -> Tensor:
         """Packed documents, as :func:`htree_ops.tree_attention_varlen` takes them."""
-        is_dense, options = is_fitting(), self.options
-        index: tuple[Tensor, Tensor] | None = None
-        if (self.by_index or is_dense) and q.shape[0] == k.shape[0]:
-            index = collect(self.layer, self._attended(q, k, cu_seqlens=cu_k))
-        if is_dense:
+        options, index = self.options, self._index(q, k, q.shape[0] == k.shape[0], cu_seqlens=cu_k)
+        if is_fitting():
             options = every_node(options, max_k)
-        elif self.by_index:
+        elif index is not None:
             options = options.beside_index()
-            if index is None:
-                index = choose_by_index(self.function, self.layer, q, k)
         k, v = expand_heads(options, q, k, v)
         documents = (cu_q, cu_k, max_q, max_k, "auto", *options.packed())
         # The op, whose words the caller replaces by its own.
         out, _ = torch.ops.htree._attention_varlen(q, k, v, *(index or (None, None)), *documents)
         return out
 
-    def _attended(self, q: Tensor, k: Tensor, **rows: Any) -> Attended:
-        return Attended(self.function, q, k, self.options.scale, self.options.compression_rate, **rows)
+    def _index(self, q: Tensor, k: Tensor, is_whole: bool, **rows: Any) -> tuple[Tensor, Tensor] | None:
+        """By what the layer chooses in this call; it learns from one that is of whole sequences."""
+        index, scale, rate = None, self.options.scale, self.options.compression_rate
+        if is_whole and (self.by_index or is_fitting()):
+            index = collect(self.layer, Attended(self.function, q, k, scale, rate, **rows))
+        if not self.by_index or is_fitting():
+            return None
+        return choose_by_index(self.function, self.layer, q, k) if index is None else index
 
 
 def every_node(options: TreeOptions, tokens: int) -> TreeOptions:

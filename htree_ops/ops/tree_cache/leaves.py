@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,11 +78,15 @@ class PackedLeaves:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them by name, in the order of the ``leaves`` of ``_tree_cache_step_``."""
-        return {name: getattr(self, name) for name in (*self.PAGED, *self.OF_SEQUENCES)}
+        return self.paged() | self.of_sequences()
 
-    def paged(self) -> dict[str, Any]:
+    def paged(self) -> dict[str, Tensor]:
         """Those in pages by name, as ``tree_cache_attention`` takes them."""
         return {name: getattr(self, name) for name in self.PAGED}
+
+    def of_sequences(self) -> dict[str, Tensor]:
+        """Those with a row for each sequence by name."""
+        return {name: getattr(self, name) for name in self.OF_SEQUENCES}
 
     def tails(self, lengths: Tensor) -> dict[str, Tensor]:
         """What sequences of these lengths have beside pages, by name, as copies; rows that hold nothing are 0."""
@@ -94,12 +97,6 @@ class PackedLeaves:
             name: getattr(self, name).masked_fill(empty[:, None, :, None], 0) for name in ("k_tail", "v_tail")
         }
         return tails | {"tail_begin": self.tail_begin.clone()}
-
-    def reorder(self, beams: Tensor) -> None:
-        """Sequence b becomes what sequence beams[b] was."""
-        for name in self.OF_SEQUENCES:
-            tensor = getattr(self, name)
-            tensor.copy_(tensor.index_select(0, beams))
 
     def tokens(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [N, H_kv, K] and values [N, H_kv, V] of the tokens at ``row`` of ``page``, as attention reads them."""

@@ -190,5 +190,5 @@ class Pools:
             if name not in ("keys", "values"):
                 x[pages] = state[name].to(device)
         if self.leaves is not None:
-            for name in PackedLeaves.OF_SEQUENCES:
-                getattr(self.leaves, name).copy_(state[name])
+            for name, x in self.leaves.of_sequences().items():
+                x.copy_(state[name])

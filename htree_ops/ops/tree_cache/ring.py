@@ -44,12 +44,6 @@ class Ring:
         # [b, i]: tokens from the first of the last leaders, which has entry b, to the leader of entry i
         self._offsets = (entries - entries[:, None]) % RING * options.selection_stride
 
-    def reorder(self, beams: Tensor) -> None:
-        """Sequence b becomes what sequence ``beams[b]`` was."""
-        if self.list_pos.numel():
-            for x in (self.lists, self.list_pos):
-                x.copy_(x.index_select(0, beams))
-
     def keep(self, sequences: list[int], length: int, lists: Tensor) -> None:
         """Puts the last leaders of lists [layers, n, leaders, H_kv, k] in: all layers of n sequences of a length."""
         stride = self.options.selection_stride

@@ -176,10 +176,11 @@ class CacheSequences(PagedCache):
         self._end_prompts([int(beam != b) for b, beam in enumerate(numbers)])
         held = self.host.read()
         self._move(self.pages.reorder(numbers, held), method)
-        self.lengths.copy_(self.lengths.index_select(0, request))
-        self.ring.reorder(request)
+        of_sequences = [self.lengths, self.ring.lists, self.ring.list_pos]
         if self.pools.leaves is not None:
-            self.pools.leaves.reorder(request)
+            of_sequences += self.pools.leaves.of_sequences().values()
+        for x in of_sequences:
+            x.copy_(x.index_select(0, request))
         self.host.set([held[beam] for beam in numbers])
 
     def reset(self) -> None:
