@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from htree_ops.ops.tree_attention.options import TreeOptions
+from htree_ops.ops.tree_cache.functions import cache_layers
 
 Shape = Sequence[int]
 
@@ -57,9 +58,7 @@ def tree_candidates(
     Returns:
         Per layer (scored, opened, n): sums over the queries, and the candidates of each query, int64 [T_q].
     """
-    depth, nodes = 1, T
-    while nodes > M:
-        depth, nodes = depth + 1, -(-nodes // r)
+    depth = cache_layers(T, r, M)
     t = np.arange(T - T_q, T, dtype=np.int64)
     tops = _own_tops(t - t % stride, depth, r, M, k)
     parents = np.ones_like(t)
@@ -200,7 +199,7 @@ def _index_lists(c: Call) -> int:
     """The products of :func:`_select_blocks` for every layer below the top of a query."""
     options, (B, rows, H_i, d) = c.options, c.index_query
     r, M = options.compression_rate, options.top_nodes
-    depth = len(tree_candidates(c.k[1], 1, r, M, options.top_k)) if c.k[1] else 1
+    depth = cache_layers(c.k[1], r, M)
     keys = 0
     for start in c.starts:
         end = start + rows // len(c.starts)

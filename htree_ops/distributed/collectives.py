@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from htree_ops.errors import ShapeMismatchError
 from htree_ops.ops.tree_attention.attention import Balance
+from htree_ops.ops.tree_cache.functions import cache_layers
 
 
 def group_of(function: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
@@ -85,9 +86,7 @@ def work_before(token: int, layers: int) -> float:
 
 def _heads(size: int, tokens: int) -> tuple[int, ...]:
     """How many parts each rank has from the head, with ``balance="work"``."""
-    layers, nodes = 1, tokens
-    while nodes > DENSE_TOKENS:
-        layers, nodes = layers + 1, -(-nodes // CHILDREN)
+    layers = cache_layers(tokens, CHILDREN, DENSE_TOKENS)
     count = WORK_PARTS * size
     before = [work_before(tokens * part // count, layers) for part in range(count + 1)]
     heads: list[int] = []

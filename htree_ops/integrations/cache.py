@@ -288,25 +288,22 @@ class TreeLayer(CacheLayerMixin):
         if remove == 0 or self.cache is None:
             return
         left = self.columns - remove
-        stride = self.cache.options.selection_stride
+        stride, rate = self.cache.options.selection_stride, self.cache.options.compression_rate
         mask = None if self.shared.rows is None else self.shared.rows.mask
-
-        def ends_at(multiple: int) -> bool:
-            return left == 0 or (mask is None and left % multiple == 0)
-
-        if stride > 1 and remove > STRIDES_BACK * stride and not ends_at(stride):
-            raise ValueError(
-                f"TreeCache.crop: tokens_to_remove must be at least -{STRIDES_BACK * stride}, {STRIDES_BACK} times "
-                f"selection_stride, got {tokens_to_remove}: take fewer "
-                "speculative tokens (num_assistant_tokens), or selection_stride = 1"
+        limits = [
+            (stride, STRIDES_BACK * stride, f"{STRIDES_BACK} times selection_stride", "selection_stride = 1")
+        ]
+        if self.cache.leaf_bits is not None:
+            limits.append(
+                (rate, self.cache.page_size - rate, "page_size - compression_rate", "leaf_bits = None")
             )
-        rate, page_size = self.cache.options.compression_rate, self.cache.page_size
-        if self.cache.leaf_bits is not None and remove > page_size - rate and not ends_at(rate):
-            raise ValueError(
-                f"TreeCache.crop: with leaf_bits tokens_to_remove must be at least -{page_size - rate}, "
-                f"page_size - compression_rate, got {tokens_to_remove}: take fewer "
-                "speculative tokens (num_assistant_tokens), or leaf_bits = None"
-            )
+        for unit, most, words, remedy in limits:
+            ends_there = left == 0 or (mask is None and left % unit == 0)
+            if unit > 1 and remove > most and not ends_there:
+                raise ValueError(
+                    f"TreeCache.crop: tokens_to_remove must be at least -{most}, {words}, got {tokens_to_remove}: take "
+                    f"fewer speculative tokens (num_assistant_tokens), or {remedy}"
+                )
         gone: int | Tensor = remove
         if mask is not None:  # it may lie where another layer does
             gone = mask[:, left : self.columns].sum(1, dtype=torch.int32).to(self.cache.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from htree_ops.integrations.vllm.pages import LayerPools, page_sizes, pools_of
 from htree_ops.ops.paging import on_device
+from htree_ops.ops.tree_attention.attention import Index
 from htree_ops.ops.tree_attention.options import TreeOptions
 from htree_ops.ops.tree_cache.functions import tree_cache_append_, tree_cache_attention
 from htree_ops.ops.tree_cache.prompts import (
@@ -26,9 +27,6 @@ from htree_ops.ops.tree_cache.prompts import (
     prompt_rows,
 )
 from htree_ops.ops.tree_cache.ring import RING, Ring
-
-#: Index queries and index keys of the rows of a step, [N or more, H_kv, d] each.
-Index = tuple[Tensor, Tensor]
 
 
 class Prompt(NamedTuple):
@@ -205,7 +203,7 @@ def attend_step(
         cache: [num_pages, H_kv, page_size, K + V], the memory of the layer (:func:`pools_of`).
         query: [N or more, H, K]; key: [N or more, H_kv, K]; value: [N or more, H_kv, V]; rotated.
         out: [N or more, H, V], written.
-        index: by which nodes are chosen; None is by scores.
+        index: [N or more, H_kv, d] each, by which nodes are chosen; None is by scores.
     """
     n, page_size = step.num_rows, cache.shape[2]
     key_dim, value_dim = key.shape[2], value.shape[2]

@@ -32,11 +32,10 @@ from htree_ops.ops.paging import Change, PagedCache, Pages, host_integers, is_re
 from htree_ops.ops.tree_attention.attention import Index, pair_words
 from htree_ops.ops.tree_attention.options import TreeKeywords, TreeOptions, check_frequencies
 from htree_ops.ops.tree_attention.stages import rope_cache
-from htree_ops.ops.tree_cache.errors import WRONG_LENGTH, in_words
 from htree_ops.ops.tree_cache.functions import cache_options, rope_positions
 from htree_ops.ops.tree_cache.index import IndexPages, index_sizes
 from htree_ops.ops.tree_cache.leaves import check_leaf_bits
-from htree_ops.ops.tree_cache.lengths import HostLengths, counts_of
+from htree_ops.ops.tree_cache.lengths import WRONG_LENGTH, HostLengths, counts_of, in_words
 from htree_ops.ops.tree_cache.pools import Pools, Sizes
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS, Prompts
 from htree_ops.ops.tree_cache.ring import Ring

@@ -1,4 +1,4 @@
-"""The lengths of a cache's sequences as the host knows them, so that it seldom waits for the device."""
+"""The lengths of a cache's sequences as the host knows them, and what the device records where they are wrong."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from torch import Tensor
 
 from htree_ops.ops.arguments import check_integers
 from htree_ops.ops.paging import host_integers
+
+#: A length that a cache refuses itself, without the op.
+WRONG_LENGTH = 4
+
+#: The bits of csrc/ops/tree_cache/lengths.h.
+_WORDS = {
+    1: "was given tokens beyond the capacity",
+    2: "has no page for tokens that it was given: reserve() takes them before a graph runs",
+    WRONG_LENGTH: "was given a negative length or one beyond the call's tokens, or truncated to more than it holds",
+    8: "was truncated inside a stride whose leader's lists are gone",
+    16: "has a query whose leader is neither in the call nor in the ring of lists",
+    32: "was truncated on the device into pages that it shares with others",
+    64: "has a page in its table that is none of the pool",
+    128: "was truncated inside a node whose tokens are left in fewer bits only",
+}
 
 
 def counts_of(
@@ -59,3 +74,13 @@ class HostLengths:
     def lose(self) -> None:
         """A compiled step changes them, each time that it runs."""
         self.most, self.exact = None, False
+
+
+def in_words(errors: Sequence[int]) -> str:
+    """The errors of all sequences, by their numbers."""
+    return "; ".join(
+        f"sequence {b} {words}"
+        for b, bits in enumerate(errors)
+        for bit, words in _WORDS.items()
+        if bits & bit
+    )
