@@ -163,14 +163,10 @@ def in_words_of(
         sentence = re.sub(rf"(?<![\w.])(?<!\d ){theirs}\b", ours, sentence)
     message = f"{function}: {sentence}"
     if isinstance(error, TypeError) and "dtype" in sentence:
-        rule = _RULE.search(sentence)
+        rule, came = _RULE.search(sentence), getattr(value, "dtype", value)
         return UnsupportedDtypeError(
             message,
-            dtype=value.dtype
-            if isinstance(value, Tensor)
-            else value
-            if isinstance(value, torch.dtype)
-            else None,
+            dtype=came if isinstance(came, torch.dtype) else None,
             supported_dtypes=tuple(
                 getattr(torch, word) for word in re.findall(r"torch\.(\w+)", rule[1] if rule else "")
             ),

@@ -29,7 +29,7 @@ def pair(value: Any) -> tuple[Any, Any]:
 def check_new_tokens(
     op: str, k: Tensor, v: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, cache: Tensor
 ) -> None:
-    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys and D of values, beside its tensor."""
+    """Checks k and v [B, S, H_kv, D] for a cache of ``sizes`` B, H_kv, D of keys, D of values, and a tensor of it."""
     batch, heads, width, value_width = sizes
     if (
         isinstance(k, Tensor)
@@ -61,7 +61,7 @@ def check_query(
     dtype: torch.dtype,
     cache: Tensor,
 ) -> None:
-    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D, beside its tensor."""
+    """Checks q [B, H, D] or [B, n, H, D] and the scale for a cache of ``sizes`` B, H_kv and D, and a tensor of it."""
     batch, kv_heads, width = sizes
     check_tensor(op, "q", q)
     check_dtype(op, (dtype,), q=q)

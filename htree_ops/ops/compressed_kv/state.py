@@ -10,11 +10,8 @@ from torch import Tensor
 
 from htree_ops.errors import ShapeMismatchError, refuse
 from htree_ops.ops.arguments import check_data
-from htree_ops.ops.compressed_kv.format import WORD, CompressedKV, row_bytes
+from htree_ops.ops.compressed_kv.format import CompressedKV
 from htree_ops.ops.compressed_kv.storage import RowFormat, StoredRows
-
-_DTYPES = (torch.int64, torch.uint8, torch.float16)
-
 
 #: The options of a state in their order; those of :func:`htree_ops.CompressedKVCache.config` but the dtype.
 _OPTIONS = ("num_kv_heads", "head_dim", "value_dim", "keep", "bits", "window", "chunk", "hadamard_group")
@@ -154,13 +151,9 @@ def check_state(
     heads = config["num_kv_heads"]
     rows, tokens = (max(state[name].tolist(), default=0) for name in ("compressed", "dense"))
     for prefix, f in zip("kv", formats, strict=True):
-        shapes: tuple[tuple[int, ...], ...] = (
-            (batch, heads, -1, f.head_dim // WORD),
-            (batch, heads, -1, row_bytes(f.keep, f.bits)),
-            (batch, heads, 0 if f.bits == 16 else -1),
-        )
-        for name, part, shape in zip(CompressedKV._fields, _DTYPES, shapes, strict=True):
-            _check_entry(op, state, f"{prefix}_{name}", part, shape, rows)
+        for name, own in f.allocate(batch, heads, 1, torch.device("meta"))._asdict().items():
+            shape = (*own.shape[:2], -own.shape[2], *own.shape[3:])  # scales of 16 bits have no tokens
+            _check_entry(op, state, f"{prefix}_{name}", own.dtype, shape, rows)
         _check_entry(op, state, f"{prefix}_win", dtype, (batch, heads, -1, f.head_dim), tokens)
     k_width, v_width = (state[name].shape[2] for name in ("k_win", "v_win"))
     if k_width != v_width:

@@ -59,17 +59,9 @@ def _dtype_of_product(a: Tensor, b: Tensor) -> torch.dtype:
     return given[0] if len(given) == 1 else torch.promote_types(*given)
 
 
-# In messages of fp8_quantize, x and scale are an operand of fp8_gemm and its scale.
-
-
-@validate_arguments_as("fp8_gemm", x="a", scale="a_scale")
-def _quantised_a(a: Tensor, a_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _quantised(a, a_scale, -1)
-
-
-@validate_arguments_as("fp8_gemm", x="b", scale="b_scale")
-def _quantised_b(b: Tensor, b_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _quantised(b, b_scale, 0)
+#: In messages of fp8_quantize, x and scale are an operand of fp8_gemm and its scale.
+_quantised_a = validate_arguments_as("fp8_gemm", x="a", scale="a_scale")(_quantised)
+_quantised_b = validate_arguments_as("fp8_gemm", x="b", scale="b_scale")(_quantised)
 
 
 @validate_arguments
@@ -141,9 +133,9 @@ def fp8_gemm(
         _check_operands(a, b, a_scale, b_scale)
     dtype = _dtype_of_product(a, b) if output_dtype is None else output_dtype
     if a.dtype != FP8:
-        a, a_scale = _quantised_a(a, a_scale)
+        a, a_scale = _quantised_a(a, a_scale, -1)
     if b.dtype != FP8:
-        b, b_scale = _quantised_b(b, b_scale)
+        b, b_scale = _quantised_b(b, b_scale, 0)
     config = tuning_config(
         "fp8_gemm",
         COMPILED_CONFIGS,
