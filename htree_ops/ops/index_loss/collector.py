@@ -181,11 +181,6 @@ def fitting(rows: int, weights: Mapping[int, Pair]) -> Iterator[IndexLosses]:
         yield losses
 
 
-def is_collecting() -> bool:
-    """Whether a layer with an index adds its loss to an :func:`index_losses`."""
-    return len(_ACTIVE) > 0
-
-
 def is_fitting() -> bool:
     """Whether layers attend densely, because :func:`htree_ops.fit_index` learns from what they see."""
     return len(_ACTIVE) > 0 and _ACTIVE[-1]._fitted is not None
