@@ -543,27 +543,33 @@ class HTreeAttention(nn.Module):
         return TreeOf("HTreeAttention", self._of_attention(), self, self.index_dim > 0)
 
     def _places(self, x: Tensor) -> Tensor:
-        """Where the tokens [B, T, E] of this rank stand in their sequences, [T]."""
+        """Where the tokens [..., T, E] of this rank stand in their sequence, [T]."""
         if self.cp_group is None:
-            return torch.arange(x.shape[1], device=x.device)
+            return torch.arange(x.shape[-2], device=x.device)
         from htree_ops.distributed.documents import positions_of
 
-        return positions_of(x.shape[1], self.cp_group, self.cp_balance, x.device)
+        return positions_of(x.shape[-2], self.cp_group, self.cp_balance, x.device)
 
     def _attend_documents(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
-        """The layer on packed documents [N, E]."""
+        """The layer on packed documents [N, E], of which this rank may have some rows, with offsets on the CPU."""
         check_tensor("HTreeAttention", "cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             words = "[documents + 1]"
             refuse_shape("HTreeAttention", "cu_seqlens", cu_seqlens, words, ("documents + 1",))
-        if self.cp_group is not None:
-            return self._attend_shared_documents(x, cu_seqlens)
-        check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
-        rows = torch.arange(x.shape[0], device=x.device)
+        if self.cp_group is None:
+            check_devices("HTreeAttention", {"x": x, "cu_seqlens": cu_seqlens})
+        rows = self._places(x)
         behind = (rows >= cu_seqlens[-1])[:, None]
         q, k, v = self._project_documents(x.masked_fill(behind, 0), rows, cu_seqlens)
-        longest = x.shape[0] if max_seqlen is None else max_seqlen
-        out = _attend_packed(self._tree(), q, k, v, beside(cu_seqlens, q), longest)
+        if self.cp_group is None:
+            longest = x.shape[0] if max_seqlen is None else max_seqlen
+            out = _attend_packed(self._tree(), q, k, v, beside(cu_seqlens, q), longest)
+        else:
+            from htree_ops.distributed import tree_attention_varlen_cp
+
+            shared: Any = self._shared(q, k, x.shape[0])
+            out = tree_attention_varlen_cp(q, k, v, cu_seqlens, self.cp_group, **shared)
+            self._learn_shared(q, k, cu_seqlens)
         y = self.o_proj(_joined(out))
         return y.masked_fill(beside(behind, y), 0)
 
@@ -579,19 +585,6 @@ class HTreeAttention(nn.Module):
         places = (rows - offsets[document]).clamp(min=0)  # descending offsets are refused where they are read
         q, k = self._rotated(q[None], k[None], places)
         return q[0], k[0], v
-
-    def _attend_shared_documents(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The layer on this rank's tokens [N/n, E] of packed documents; the offsets may lie on the CPU."""
-        from htree_ops.distributed.documents import positions_of, tree_attention_varlen_cp
-
-        places = positions_of(x.shape[0], self.cp_group, self.cp_balance, x.device)
-        behind = (places >= cu_seqlens[-1])[:, None]
-        q, k, v = self._project_documents(x.masked_fill(behind, 0), places, cu_seqlens)
-        shared = self._shared(q, k, x.shape[0])
-        out = tree_attention_varlen_cp(q, k, v, cu_seqlens, self.cp_group, **shared)
-        assert isinstance(out, Tensor)  # a pair only with return_lse
-        self._learn_shared(q, k, cu_seqlens)
-        return self.o_proj(_joined(out)).masked_fill(behind, 0)
 
     def _check_x(self, x: Tensor, is_packed: bool) -> None:
         check_tensor("HTreeAttention", "x", x)
