@@ -24,24 +24,10 @@ KEY, ABSENT = "index_dim", -1
 RECOMMENDED: dict[str, Any] = {**of_tree.RECOMMENDED["quality"], KEY: None}
 
 
-def _projections(module: nn.Module) -> tuple[Any, Any] | None:
-    """The projections of queries and keys of a causal attention; None of another module."""
-    found = [getattr(module, name, None) for name in ("q_proj", "k_proj")]
-    if getattr(module, "is_causal", False) and hasattr(module, "head_dim") and None not in found:
-        return found[0], found[1]
-    return None
-
-
-def _sizes(module: Any) -> tuple[int, int, int]:
-    """Query heads, K/V heads and their width."""
-    heads, kv_heads = (x.out_features // module.head_dim for x in (module.q_proj, module.k_proj))
-    return heads, kv_heads, module.head_dim
-
-
 def _add(module: Any, index_dim: int) -> None:
     weight = module.q_proj.weight
     dtype = weight.dtype if weight.dtype in FLOATING_AND_DOUBLE else torch.float32
-    add_index_(module, *_sizes(module), index_dim, weight.device, dtype)
+    add_index_(module, *FittedAttention(module).sizes, index_dim, weight.device, dtype)
 
 
 # ---- which layers have one
@@ -75,8 +61,7 @@ def add_indexes(
     Args:
         width_of: index_dim of a config whose ``htree`` has one, and its options.
     """
-    parts: list[Any] = [part for part in model.modules() if _projections(part) is not None]
-    for part in parts:
+    for part in (fitted.layer for fitted in fitted_layers(model)):
         if index_dim_of(part) or not _says_a_width(part.config):
             continue
         asked, options = width_of(part.config)
@@ -114,7 +99,10 @@ class FittedAttention(FittedLayer):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Query heads, K/V heads and their width."""
-        return _sizes(self.layer)
+        heads, kv_heads = (
+            x.out_features // self.layer.head_dim for x in (self.layer.q_proj, self.layer.k_proj)
+        )
+        return heads, kv_heads, self.layer.head_dim
 
     @property
     def options(self) -> TreeOptions:
@@ -138,8 +126,13 @@ class FittedAttention(FittedLayer):
 
 
 def fitted_layers(model: nn.Module) -> list[FittedAttention]:
-    """The attentions of a model of transformers."""
-    return [FittedAttention(part) for part in model.modules() if _projections(part) is not None]
+    """The causal attentions of a model of transformers that project queries and keys."""
+    return [
+        FittedAttention(part)
+        for part in model.modules()
+        if getattr(part, "is_causal", False)
+        and all(getattr(part, name, None) is not None for name in ("head_dim", "q_proj", "k_proj"))
+    ]
 
 
 @contextmanager
