@@ -856,23 +856,23 @@ class TreeKVCache(PagedCache):
         op = f"{OP}.load_state_dict"
         check_data(op, "cache", self.lengths)
         own = self._state_of([[] for _ in range(self.batch)])
-        placed = check_state(op, state, own, self.pools.sizes, self.pages)
-        self.ring.check_leaders(op, state["list_pos"].tolist(), placed.lengths)
+        pages, rows, lengths = check_state(op, state, own, self.pools.sizes, self.pages)
+        self.ring.check_leaders(op, state["list_pos"].tolist(), lengths)
         layers, _ = self.pools.sizes.of(state["block_table"].shape[1])
         if self.pools.leaves is not None:
             self.pools.leaves.check_state(op, state, builds=layers == 1 < self.num_layers)
         self._end_prompts(None)
-        self.pools.load(state, torch.tensor(placed.pages, dtype=torch.int64, device=self.device))
-        self.pages.load(placed.rows)
+        self.pools.load(state, torch.tensor(pages, dtype=torch.int64, device=self.device))
+        self.pages.load(rows)
         self._mark_shared_pages()
         self.lengths.copy_(state["lengths"])
         self.ring.list_pos.copy_(state["list_pos"])
         self._errors.zero_()
-        self.host.set(placed.lengths)
+        self.host.set(lengths)
         self.ring.lists[:, :, :layers] = state["lists"][:, :, : self.num_layers].to(self.device)
         for layer in range(layers, self.num_layers):
             self.ring.lists[:, :, layer] = self.ring.opened(layer)
-            for b, length in enumerate(placed.lengths):
+            for b, length in enumerate(lengths):
                 self.pools.build_layer(b, self.block_table[b], layer, length)
 
     def _sizes(self) -> dict[str, Any]:

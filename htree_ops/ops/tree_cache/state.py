@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,19 +57,6 @@ def _in_words(state: Mapping[str, Tensor]) -> str:
         return f"{numbers} and {factors}"  # no packed options
     words = {"page_size": page_size, "leaf_bits": leaf_bits or None, **options}
     return ", ".join(f"{name}={value!r}" for name, value in words.items() if name not in OF_NO_CACHE)
-
-
-class Placed(NamedTuple):
-    """Where the pages of a state go in the cache that takes it.
-
-    Attributes:
-        pages: of the pool, in the order of the state's pages.
-        rows: those of each sequence. lengths: tokens of each sequence.
-    """
-
-    pages: list[int]
-    rows: list[list[int]]
-    lengths: list[int]
 
 
 def _arguments(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -132,8 +119,12 @@ def _check_entries(name: str, state: Mapping[str, Tensor], own: Mapping[str, Ten
 
 def check_state(
     name: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor], sizes: Sizes, into: Pages
-) -> Placed:
-    """Checks a state against the cache which takes it, whose own entries are ``own``; copies nothing."""
+) -> tuple[list[int], list[list[int]], list[int]]:
+    """Checks a state against the cache which takes it, whose own entries are ``own``; copies nothing.
+
+    Returns:
+        Where its pages go in the pool, the pages of each sequence, and their tokens.
+    """
     _check_entries(name, state, own, sizes)
     size, capacity, num_pages = into.page_size, into.capacity, into.num_pages
     pages, table, lengths = (state[key].tolist() for key in ("pages", "block_table", "lengths"))
@@ -177,4 +168,4 @@ def check_state(
     places = pages if all(0 <= page < num_pages for page in pages) else list(range(len(pages)))
     place_of = dict(zip(pages, places, strict=True))
     rows = [[place_of[page] for page in row[:count]] for row, count in zip(table, held, strict=True)]
-    return Placed(list(places), rows, lengths)
+    return list(places), rows, lengths
