@@ -74,38 +74,6 @@ inline std::optional<at::Tensor> if_defined(const at::Tensor& gradient) {
   return gradient.defined() ? std::optional(gradient) : std::nullopt;
 }
 
-// Mutating and out= ops return nothing, so torch's fallbacks would record no node and
-// silently give wrong gradients.
-inline void refuse_grad(const char* op, TensorRefs tensors) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !needs_grad(tensors), op,
-      ": this op writes into its arguments and has no gradient; call it under torch.no_grad() "
-      "or on tensors that do not require grad, or use the functional op");
-}
-
-// The Autograd kernel of a mutating op: refuses, or runs the op again below autograd.
-template <typename Call>
-void mutate_below_autograd(const char* op, TensorRefs tensors, Call&& call) {
-  refuse_grad(op, tensors);
-  at::AutoDispatchBelowAutograd guard;
-  call();
-}
-
-// The ADInplaceOrView kernel of a mutating op: runs it below that key, then bumps the version
-// of what it wrote.
-template <typename Call>
-void mutate_and_bump(TensorRefs mutated, Call&& call) {
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    call();
-  }
-  for (const at::Tensor& tensor : mutated) {
-    if (!tensor.is_inference()) {
-      tensor.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-}
-
 // The Autograd kernel of a backward op. `call` runs it and returns its tuple of gradients, undefined where
 // `output_mask` is false. Differentiating them again raises in the name of `op`.
 template <size_t kCount, typename Call>

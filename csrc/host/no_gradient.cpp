@@ -58,22 +58,32 @@ struct NoGradient : torch::autograd::Function<NoGradient> {
   }
 };
 
+// raise NotImplementedError(message)
+Tensor refuse_backward(const Tensor& /*gradient*/, std::string_view message, c10::SymIntArrayRef /*size*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, message);
+}
+
+// gradient.new_empty(size)
+Tensor refuse_backward_meta(const Tensor& gradient, std::string_view /*message*/, c10::SymIntArrayRef size) {
+  return at::empty_symint(size, gradient.options());
+}
+
+}  // namespace
+
 void call_without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                            torch::jit::Stack* stack) {
-  variable_list inputs;
+  variable_list inputs;  // that require grad
   const size_t first = stack->size() - op.schema().arguments().size();
   for (size_t i = first; i < stack->size(); ++i) {
-    for_each_tensor((*stack)[i], [&](const Tensor& x) { inputs.push_back(x); });
-  }
-  bool records = false;
-  for (const Tensor& x : inputs) {
-    records = needs_grad({x}) || records;
+    for_each_tensor((*stack)[i], [&](const Tensor& x) {
+      if (needs_grad({x})) inputs.push_back(x);
+    });
   }
   {
     at::AutoDispatchBelowAutograd guard;
     op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   }
-  if (!records) return;
+  if (inputs.empty()) return;
 
   variable_list outputs;
   const auto for_each_output = [&](const auto& visit) {  // that could have a gradient
@@ -94,25 +104,14 @@ void call_without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet ke
   for_each_output([&](Tensor& x) { x = *next++; });
 }
 
-// raise NotImplementedError(message)
-Tensor refuse_backward(const Tensor& /*gradient*/, std::string_view message, c10::SymIntArrayRef /*size*/) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, message);
-}
-
-// gradient.new_empty(size)
-Tensor refuse_backward_meta(const Tensor& gradient, std::string_view /*message*/, c10::SymIntArrayRef size) {
-  return at::empty_symint(size, gradient.options());
-}
-
-}  // namespace
-
 variable_list without_gradient(const variable_list& inputs, const std::string& message,
                                const variable_list& outputs) {
   const std::function<variable_list()> plain = [&] { return outputs; };
   return NoGradient::apply(at::TensorList(inputs), message, plain);
 }
 
-void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops) {
+void register_no_gradient(torch::Library& library, std::initializer_list<const char*> ops) {
+  const OpKernels autograd(library, DispatchKey::Autograd);
   for (const char* op : ops) {
     autograd.impl(op, torch::CppFunction::makeFromBoxedFunction<&call_without_gradient>());
   }
@@ -120,23 +119,11 @@ void register_no_gradient(torch::Library& autograd, std::initializer_list<const 
 
 TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   define_ops(library, {"_refuse_backward(Tensor gradient, str message, SymInt[] size) -> Tensor"});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("_refuse_backward", TORCH_FN(refuse_backward));
-}
-
+  OpKernels(library, DispatchKey::CPU).impl("_refuse_backward", TORCH_FN(refuse_backward));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("_refuse_backward", TORCH_FN(refuse_backward));
-}
+  OpKernels(library, DispatchKey::CUDA).impl("_refuse_backward", TORCH_FN(refuse_backward));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("_refuse_backward", TORCH_FN(refuse_backward_meta));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  OpKernels(library, DispatchKey::Meta).impl("_refuse_backward", TORCH_FN(refuse_backward_meta));
   register_no_gradient(library, {"_refuse_backward"});
 }
 

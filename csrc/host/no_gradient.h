@@ -19,6 +19,7 @@ torch::autograd::variable_list without_gradient(const torch::autograd::variable_
                                                 const torch::autograd::variable_list& outputs);
 
 // The Autograd kernel of ops without a gradient formula: their floating outputs go through without_gradient.
-void register_no_gradient(torch::Library& autograd, std::initializer_list<const char*> ops);
+void call_without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+void register_no_gradient(torch::Library& library, std::initializer_list<const char*> ops);
 
 }  // namespace htree

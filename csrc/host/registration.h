@@ -1,4 +1,4 @@
-// What the registrations of all families share: the tags of the schemas and the refusal of vmap.
+// What the registrations of all families share.
 #pragma once
 
 #include <torch/library.h>
@@ -6,37 +6,37 @@
 #include <initializer_list>
 #include <string>
 #include <utility>
-#include <vector>
 
-#include "host/lazy_views.h"
 #include "host/op_handle.h"
 
 namespace htree {
 
-// torch's fallback would call the op once per element of the mapped dim, and fails on lists of tensors.
-inline void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack*) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, op_label(op.schema().name()),
-      ": torch.func.vmap is not supported; give the mapped dim to the op as its batch "
-      "dim, or call the op in a loop over it");
-}
+// The ops can be traced (pt2_compliant_tag), and a compiler must give them the strides of eager mode. They refuse vmap.
+//
+// What Autograd, ADInplaceOrView and lazy views (docs/semantics/conventions.md §0.5) need of a mutating op stands in its
+// schema, so it is registered here. Its Tensor arguments must not require grad, what it returns has no gradient, and it
+// bumps the versions of what it writes.
+void define_ops(torch::Library& library, std::initializer_list<std::string> schemas);
 
-// The ops can be traced (pt2_compliant_tag), and a compiler must give them the strides of eager mode.
-// Mutating ops take lazy views (host/lazy_views.h).
-inline void define_ops(torch::Library& library, std::initializer_list<const char*> schemas) {
-  library.set_python_module("htree_ops");
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-  for (const char* schema : schemas) {
-    c10::FunctionSchema parsed = torch::schema(schema);
-    const bool is_mutable = parsed.is_mutable();
-    const std::string name = c10::toString(parsed.operator_name());
-    library.def(std::move(parsed), tags);
-    library.impl(name.c_str(), torch::dispatch(c10::DispatchKey::FuncTorchBatched,
-                                               torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>()));
-    if (is_mutable) {
-      register_lazy_views(library, name);
-    }
+// The Autocast kernels of ops whose Tensor arguments take the autocast dtype (float64 stays); those of Tensor? and other
+// states keep theirs.
+void register_autocast(torch::Library& library, std::initializer_list<const char*> ops);
+
+using c10::DispatchKey;
+
+// The kernels of ops for one dispatch key.
+class OpKernels {
+ public:
+  OpKernels(torch::Library& library, DispatchKey key) : library_(library), key_(key) {}
+
+  template <typename Function>
+  void impl(const char* op, Function&& function) const {
+    library_.impl(op, torch::dispatch(key_, std::forward<Function>(function)));
   }
-}
+
+ private:
+  torch::Library& library_;
+  DispatchKey key_;
+};
 
 }  // namespace htree

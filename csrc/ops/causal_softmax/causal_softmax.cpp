@@ -22,17 +22,6 @@ at::Tensor call_forward(const at::Tensor& x, int64_t block_size) {
   return op.call(x, block_size);
 }
 
-void call_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
-  static const auto op =
-      op_handle<void(const at::Tensor&, int64_t, const at::Tensor&)>("htree::causal_softmax", "out");
-  op.call(x, block_size, out);
-}
-
-void call_inplace(const at::Tensor& x, int64_t block_size) {
-  static const auto op = op_handle<void(const at::Tensor&, int64_t)>("htree::causal_softmax_");
-  op.call(x, block_size);
-}
-
 at::Tensor call_backward(const at::Tensor& dy, const at::Tensor& y) {
   static const auto op =
       op_handle<at::Tensor(const at::Tensor&, const at::Tensor&)>("htree::causal_softmax_backward");
@@ -117,28 +106,12 @@ at::Tensor backward_autograd(const at::Tensor& dy, const at::Tensor& y) {
                                          [&] { return std::tuple(call_backward(dy, y)); }));
 }
 
-void forward_out_autograd(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
-  mutate_below_autograd("causal_softmax.out", {x, out}, [&] { call_out(x, block_size, out); });
-}
-
-void forward_inplace_autograd(const at::Tensor& x, int64_t block_size) {
-  mutate_below_autograd("causal_softmax_", {x}, [&] { call_inplace(x, block_size); });
-}
-
-void forward_out_adinplace(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
-  mutate_and_bump({out}, [&] { call_out(x, block_size, out); });
-}
-
-void forward_inplace_adinplace(const at::Tensor& x, int64_t block_size) {
-  mutate_and_bump({x}, [&] { call_inplace(x, block_size); });
-}
-
 template <Forward kForward, Backward kBackward>
-void register_device(torch::Library& library) {
-  library.impl("causal_softmax", TORCH_FN((forward<kForward>)));
-  library.impl("causal_softmax.out", TORCH_FN((forward_out<kForward>)));
-  library.impl("causal_softmax_", TORCH_FN((forward_inplace<kForward>)));
-  library.impl("causal_softmax_backward", TORCH_FN((backward<kBackward>)));
+void register_device(const OpKernels& kernels) {
+  kernels.impl("causal_softmax", TORCH_FN((forward<kForward>)));
+  kernels.impl("causal_softmax.out", TORCH_FN((forward_out<kForward>)));
+  kernels.impl("causal_softmax_", TORCH_FN((forward_inplace<kForward>)));
+  kernels.impl("causal_softmax_backward", TORCH_FN((backward<kBackward>)));
 }
 
 }  // namespace
@@ -150,35 +123,18 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                           "causal_softmax_(Tensor(a!) x, int block_size=0) -> ()",
                           "causal_softmax_backward(Tensor dy, Tensor y) -> Tensor",
                       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<forward_cpu, backward_cpu>(library);
-}
-
+  register_device<forward_cpu, backward_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<forward_cuda, backward_cuda>(library);
-}
+  register_device<forward_cuda, backward_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("causal_softmax", TORCH_FN(prepare));
-  library.impl("causal_softmax.out", TORCH_FN(prepare_out));
-  library.impl("causal_softmax_", TORCH_FN(prepare_inplace));
-  library.impl("causal_softmax_backward", TORCH_FN(prepare_backward));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("causal_softmax", TORCH_FN(forward_autograd));
-  library.impl("causal_softmax.out", TORCH_FN(forward_out_autograd));
-  library.impl("causal_softmax_", TORCH_FN(forward_inplace_autograd));
-  library.impl("causal_softmax_backward", TORCH_FN(backward_autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("causal_softmax.out", TORCH_FN(forward_out_adinplace));
-  library.impl("causal_softmax_", TORCH_FN(forward_inplace_adinplace));
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("causal_softmax", TORCH_FN(prepare));
+  meta.impl("causal_softmax.out", TORCH_FN(prepare_out));
+  meta.impl("causal_softmax_", TORCH_FN(prepare_inplace));
+  meta.impl("causal_softmax_backward", TORCH_FN(prepare_backward));
+  const OpKernels autograd(library, DispatchKey::Autograd);
+  autograd.impl("causal_softmax", TORCH_FN(forward_autograd));
+  autograd.impl("causal_softmax_backward", TORCH_FN(backward_autograd));
 }
 
 }  // namespace htree::causal_softmax

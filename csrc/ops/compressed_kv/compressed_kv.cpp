@@ -121,32 +121,23 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
           "Tensor? win_len=None, float? scale=None, Tensor? block_table=None, *, int k_keep, int v_keep, "
           "int k_bits=8, int v_bits=8, int hadamard_group=0, int split_size=0) -> (Tensor out, Tensor lse)",
       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("kv_prune", TORCH_FN(prune<prune_cpu>));
-  library.impl("kv_compress", TORCH_FN(compress<compress_cpu>));
-  library.impl("kv_decompress", TORCH_FN(decompress<decompress_cpu>));
-  library.impl("kv_decode_attention", TORCH_FN(decode<decode_cpu>));
-}
-
+  const OpKernels cpu(library, DispatchKey::CPU);
+  cpu.impl("kv_prune", TORCH_FN(prune<prune_cpu>));
+  cpu.impl("kv_compress", TORCH_FN(compress<compress_cpu>));
+  cpu.impl("kv_decompress", TORCH_FN(decompress<decompress_cpu>));
+  cpu.impl("kv_decode_attention", TORCH_FN(decode<decode_cpu>));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("kv_prune", TORCH_FN(prune<prune_cuda>));
-  library.impl("kv_compress", TORCH_FN(compress<compress_cuda>));
-  library.impl("kv_decompress", TORCH_FN(decompress<decompress_cuda>));
-  library.impl("kv_decode_attention", TORCH_FN(decode<decode_cuda>));
-}
+  const OpKernels cuda(library, DispatchKey::CUDA);
+  cuda.impl("kv_prune", TORCH_FN(prune<prune_cuda>));
+  cuda.impl("kv_compress", TORCH_FN(compress<compress_cuda>));
+  cuda.impl("kv_decompress", TORCH_FN(decompress<decompress_cuda>));
+  cuda.impl("kv_decode_attention", TORCH_FN(decode<decode_cuda>));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("kv_prune", TORCH_FN(prepare_prune));
-  library.impl("kv_compress", TORCH_FN(prepare_compress));
-  library.impl("kv_decompress", TORCH_FN(prepare_decompress));
-  library.impl("kv_decode_attention", TORCH_FN(decode<nullptr>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("kv_prune", TORCH_FN(prepare_prune));
+  meta.impl("kv_compress", TORCH_FN(prepare_compress));
+  meta.impl("kv_decompress", TORCH_FN(prepare_decompress));
+  meta.impl("kv_decode_attention", TORCH_FN(decode<nullptr>));
   register_no_gradient(library, {"kv_prune", "kv_compress", "kv_decompress", "kv_decode_attention"});
 }
 

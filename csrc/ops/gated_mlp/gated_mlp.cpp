@@ -1,7 +1,6 @@
 // Schemas, Meta, Autograd, Autocast and registrations of the gated_mlp family. docs/semantics/gated_mlp.md §3.2
 #include "ops/gated_mlp/gated_mlp.h"
 
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include <string>
@@ -183,34 +182,6 @@ Gradients saved_backward_autograd(const Arguments& a, const Tensor& dy, const Te
                              [&] { return call_saved_backward(a, dy, gate, up, mask); });
 }
 
-// ---- Autocast: x and the weights take the autocast dtype (float64 stays), as in torch.nn.functional.linear
-
-struct Cast {
-  Tensor x, gate_weight, up_weight;
-};
-
-template <at::DeviceType kDevice>
-Cast cast_inputs(const Arguments& a) {
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  return {at::autocast::cached_cast(dtype, a.x, kDevice),
-          at::autocast::cached_cast(dtype, a.gate_weight, kDevice),
-          at::autocast::cached_cast(dtype, a.up_weight, kDevice)};
-}
-
-template <at::DeviceType kDevice>
-Tensor mlp_autocast(const Arguments& a, Config config) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const Cast cast = cast_inputs<kDevice>(a);
-  return call_mlp({cast.x, cast.gate_weight, cast.up_weight, a.activation, a.act_on}, config);
-}
-
-template <at::DeviceType kDevice>
-Products forward_autocast(const Arguments& a) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const Cast cast = cast_inputs<kDevice>(a);
-  return call_forward({cast.x, cast.gate_weight, cast.up_weight, a.activation, a.act_on});
-}
-
 // ---- from schema arguments to Arguments, one adapter per op
 
 template <Tensor (*kBody)(const Arguments&, Config)>
@@ -239,11 +210,11 @@ Gradients saved_backward_op(const Tensor& dy, const Tensor& gate, const Tensor& 
 }
 
 template <Forward kForward, Backward kBackward>
-void register_device(torch::Library& library) {
-  library.impl("gated_mlp", TORCH_FN((mlp_op<mlp<kForward>>)));
-  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward<kForward>>)));
-  library.impl("gated_mlp_backward", TORCH_FN((backward_op<backward<kBackward>>)));
-  library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward<kBackward>>)));
+void register_device(const OpKernels& kernels) {
+  kernels.impl("gated_mlp", TORCH_FN((mlp_op<mlp<kForward>>)));
+  kernels.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward<kForward>>)));
+  kernels.impl("gated_mlp_backward", TORCH_FN((backward_op<backward<kBackward>>)));
+  kernels.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward<kBackward>>)));
 }
 
 }  // namespace
@@ -261,40 +232,21 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
        "_gated_mlp_saved_backward(Tensor dy, Tensor gate, Tensor up, Tensor x, Tensor gate_weight, "
        "Tensor up_weight, str activation=\"silu\", str act_on=\"up\", "
        "bool[3] output_mask=[True, True, True]) -> (Tensor dx, Tensor dgate_weight, Tensor dup_weight)"});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<forward_cpu, backward_cpu>(library);
-}
-
+  register_device<forward_cpu, backward_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<forward_cuda, backward_cuda>(library);
-}
+  register_device<forward_cuda, backward_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("gated_mlp", TORCH_FN((mlp_op<prepare>)));
-  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<prepare_forward>)));
-  library.impl("gated_mlp_backward", TORCH_FN((backward_op<prepare_backward>)));
-  library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<prepare_saved_backward>)));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autograd>)));
-  library.impl("gated_mlp_backward", TORCH_FN((backward_op<backward_autograd>)));
-  library.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward_autograd>)));
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("gated_mlp", TORCH_FN((mlp_op<prepare>)));
+  meta.impl("_gated_mlp_forward", TORCH_FN((forward_op<prepare_forward>)));
+  meta.impl("gated_mlp_backward", TORCH_FN((backward_op<prepare_backward>)));
+  meta.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<prepare_saved_backward>)));
+  const OpKernels autograd(library, DispatchKey::Autograd);
+  autograd.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autograd>)));
+  autograd.impl("gated_mlp_backward", TORCH_FN((backward_op<backward_autograd>)));
+  autograd.impl("_gated_mlp_saved_backward", TORCH_FN((saved_backward_op<saved_backward_autograd>)));
   register_no_gradient(library, {"_gated_mlp_forward"});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCPU>>)));
-  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCPU>>)));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  library.impl("gated_mlp", TORCH_FN((mlp_op<mlp_autocast<at::kCUDA>>)));
-  library.impl("_gated_mlp_forward", TORCH_FN((forward_op<forward_autocast<at::kCUDA>>)));
+  register_autocast(library, {"gated_mlp", "_gated_mlp_forward"});
 }
 
 }  // namespace htree::gated_mlp

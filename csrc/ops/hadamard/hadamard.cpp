@@ -22,11 +22,6 @@ at::Tensor call_transform(const at::Tensor& x, Scale scale) {
   return op.call(x, scale);
 }
 
-void call_inplace(const at::Tensor& x, Scale scale) {
-  static const auto op = op_handle<void(const at::Tensor&, Scale)>("htree::hadamard_transform_");
-  op.call(x, scale);
-}
-
 at::Tensor call_grouped(const at::Tensor& x, int64_t group, Scale scale) {
   static const auto op = op_handle<at::Tensor(const at::Tensor&, int64_t, Scale)>("htree::grouped_hadamard");
   return op.call(x, group, scale);
@@ -136,19 +131,11 @@ at::Tensor grouped_autograd(const at::Tensor& x, int64_t group, Scale scale) {
   return call_grouped(x, group, scale);
 }
 
-void inplace_autograd(const at::Tensor& x, Scale scale) {
-  mutate_below_autograd("hadamard_transform_", {x}, [&] { call_inplace(x, scale); });
-}
-
-void inplace_adinplace(const at::Tensor& x, Scale scale) {
-  mutate_and_bump({x}, [&] { call_inplace(x, scale); });
-}
-
 template <Transform kTransform>
-void register_device(torch::Library& library) {
-  library.impl("hadamard_transform", TORCH_FN((transform<kTransform>)));
-  library.impl("hadamard_transform_", TORCH_FN((transform_inplace<kTransform>)));
-  library.impl("grouped_hadamard", TORCH_FN((grouped<kTransform>)));
+void register_device(const OpKernels& kernels) {
+  kernels.impl("hadamard_transform", TORCH_FN((transform<kTransform>)));
+  kernels.impl("hadamard_transform_", TORCH_FN((transform_inplace<kTransform>)));
+  kernels.impl("grouped_hadamard", TORCH_FN((grouped<kTransform>)));
 }
 
 }  // namespace
@@ -159,32 +146,17 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                           "hadamard_transform_(Tensor(a!) x, float? scale=None) -> ()",
                           "grouped_hadamard(Tensor x, int group, float? scale=None) -> Tensor",
                       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<transform_cpu>(library);
-}
-
+  register_device<transform_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<transform_cuda>(library);
-}
+  register_device<transform_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("hadamard_transform", TORCH_FN(prepare));
-  library.impl("hadamard_transform_", TORCH_FN(prepare_inplace));
-  library.impl("grouped_hadamard", TORCH_FN(prepare_grouped));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("hadamard_transform", TORCH_FN(transform_autograd));
-  library.impl("hadamard_transform_", TORCH_FN(inplace_autograd));
-  library.impl("grouped_hadamard", TORCH_FN(grouped_autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("hadamard_transform_", TORCH_FN(inplace_adinplace));
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("hadamard_transform", TORCH_FN(prepare));
+  meta.impl("hadamard_transform_", TORCH_FN(prepare_inplace));
+  meta.impl("grouped_hadamard", TORCH_FN(prepare_grouped));
+  const OpKernels autograd(library, DispatchKey::Autograd);
+  autograd.impl("hadamard_transform", TORCH_FN(transform_autograd));
+  autograd.impl("grouped_hadamard", TORCH_FN(grouped_autograd));
 }
 
 }  // namespace htree::hadamard

@@ -2,8 +2,6 @@
 // docs/semantics/conventions.md §0.5
 #include "ops/index_loss/index_loss.h"
 
-#include <ATen/autocast_mode.h>
-
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
@@ -101,44 +99,13 @@ Gradients backward(const Tensor& query, const Tensor& key, const Tensor& index_q
 }
 
 template <const Kernels* kKernels>
-void register_kernels(torch::Library& library) {
-  library.impl("index_loss", TORCH_FN(loss<kKernels>));
-  library.impl("_index_loss_forward", TORCH_FN(forward<kKernels>));
-  library.impl("_index_loss_backward", TORCH_FN(backward<kKernels>));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("index_loss", TORCH_FN(loss<kKernels>));
+  kernels.impl("_index_loss_forward", TORCH_FN(forward<kKernels>));
+  kernels.impl("_index_loss_backward", TORCH_FN(backward<kKernels>));
 }
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
-  const std::string tensors =
-      "(Tensor query, Tensor key, Tensor index_query, Tensor index_key, Tensor positions, ";
-  const std::string options = "float? scale=None, int block_size=16";
-  const std::string rest = "Tensor? cu_seqlens=None, *, " + options;
-  // DTensor tells calls of other masks apart where the mask is positional.
-  const std::string schemas[] = {
-      "index_loss" + tensors + rest + ") -> Tensor",
-      "_index_loss_forward" + tensors + rest + ") -> (Tensor loss, Tensor lse, Tensor index_lse)",
-      "_index_loss_backward" + tensors +
-          "Tensor lse, Tensor index_lse, Tensor dloss, Tensor? cu_seqlens=None, " + options +
-          ", bool[2] output_mask=[True, True]) -> (Tensor d_index_query, Tensor d_index_key)"};
-  for (const std::string& schema : schemas) {
-    define_ops(library, {schema.c_str()});
-  }
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_kernels<&kCpu>(library);
-}
-
-#if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_kernels<&kCuda>(library);
-}
-#endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<nullptr>(library);
-}
 
 // ---- Autograd and Autocast
 
@@ -222,34 +189,30 @@ Gradients backward_autograd(const Tensor& query, const Tensor& key, const Tensor
       });
 }
 
-// Floating tensors take the autocast dtype (float64 stays): an index comes from linear layers, queries and keys from
-// rotations, and all must agree.
-template <at::DeviceType kDevice>
-Tensor loss_autocast(const Tensor& query, const Tensor& key, const Tensor& index_query,
-                     const Tensor& index_key, const Tensor& positions, const OptionalTensor& cu_seqlens,
-                     std::optional<double> scale, int64_t block_size) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
-  return call_loss(
-      inputs_of(cast(query), cast(key), cast(index_query), cast(index_key), positions, cu_seqlens),
-      {scale, block_size});
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("index_loss", TORCH_FN(loss_autograd));
-  library.impl("_index_loss_backward", TORCH_FN(backward_autograd));
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
+  const std::string tensors =
+      "(Tensor query, Tensor key, Tensor index_query, Tensor index_key, Tensor positions, ";
+  const std::string options = "float? scale=None, int block_size=16";
+  const std::string rest = "Tensor? cu_seqlens=None, *, " + options;
+  // DTensor tells calls of other masks apart where the mask is positional.
+  define_ops(library,
+             {"index_loss" + tensors + rest + ") -> Tensor",
+              "_index_loss_forward" + tensors + rest + ") -> (Tensor loss, Tensor lse, Tensor index_lse)",
+              "_index_loss_backward" + tensors +
+                  "Tensor lse, Tensor index_lse, Tensor dloss, Tensor? cu_seqlens=None, " + options +
+                  ", bool[2] output_mask=[True, True]) -> (Tensor d_index_query, Tensor d_index_key)"});
+  register_kernels<&kCpu>({library, DispatchKey::CPU});
+#if defined(HTREE_WITH_CUDA)
+  register_kernels<&kCuda>({library, DispatchKey::CUDA});
+#endif
+  register_kernels<nullptr>({library, DispatchKey::Meta});
+  const OpKernels autograd(library, DispatchKey::Autograd);
+  autograd.impl("index_loss", TORCH_FN(loss_autograd));
+  autograd.impl("_index_loss_backward", TORCH_FN(backward_autograd));
   register_no_gradient(library, {"_index_loss_forward"});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  library.impl("index_loss", TORCH_FN(loss_autocast<at::kCPU>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  library.impl("index_loss", TORCH_FN(loss_autocast<at::kCUDA>));
+  register_autocast(library, {"index_loss"});
 }
 
 }  // namespace htree::index_loss

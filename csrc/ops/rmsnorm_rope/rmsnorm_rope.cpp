@@ -151,11 +151,11 @@ Gradients head_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
 
 template <Tensor (*kForward)(const Arguments&, at::OptionalIntArrayRef),
           Gradients (*kBackward)(const Arguments&, const Tensor&, Mask)>
-void register_kernels(torch::Library& library) {
-  library.impl("rmsnorm_rope", TORCH_FN((hidden_forward<kForward>)));
-  library.impl("rmsnorm_rope_backward", TORCH_FN((hidden_backward<kBackward>)));
-  library.impl("head_rmsnorm_rope", TORCH_FN((head_forward<kForward>)));
-  library.impl("head_rmsnorm_rope_backward", TORCH_FN((head_backward<kBackward>)));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("rmsnorm_rope", TORCH_FN((hidden_forward<kForward>)));
+  kernels.impl("rmsnorm_rope_backward", TORCH_FN((hidden_backward<kBackward>)));
+  kernels.impl("head_rmsnorm_rope", TORCH_FN((head_forward<kForward>)));
+  kernels.impl("head_rmsnorm_rope_backward", TORCH_FN((head_backward<kBackward>)));
 }
 
 }  // namespace
@@ -170,24 +170,12 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
        "head_rmsnorm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps=1e-06) -> Tensor",
        "head_rmsnorm_rope_backward(Tensor dy, Tensor x, Tensor weight, Tensor cos, Tensor sin, "
        "float eps=1e-06, bool[2] output_mask=[True, True]) -> (Tensor dx, Tensor dweight)"});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_kernels<forward<forward_cpu>, backward<backward_cpu>>(library);
-}
-
+  register_kernels<forward<forward_cpu>, backward<backward_cpu>>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_kernels<forward<forward_cuda>, backward<backward_cuda>>(library);
-}
+  register_kernels<forward<forward_cuda>, backward<backward_cuda>>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<prepare, prepare_backward>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  register_kernels<forward_autograd, backward_autograd>(library);
+  register_kernels<prepare, prepare_backward>({library, DispatchKey::Meta});
+  register_kernels<forward_autograd, backward_autograd>({library, DispatchKey::Autograd});
 }
 
 }  // namespace htree::rmsnorm_rope

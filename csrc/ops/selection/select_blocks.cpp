@@ -88,9 +88,9 @@ BlockLists select_blocks_varlen(const Tensor& index_query, const Tensor& index_k
 }
 
 template <SelectBlocks* kKernel, SelectBlocksVarlen* kVarlenKernel>
-void register_kernels(torch::Library& library) {
-  library.impl("select_blocks", TORCH_FN((select_blocks<kKernel>)));
-  library.impl("select_blocks_varlen", TORCH_FN((select_blocks_varlen<kVarlenKernel>)));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("select_blocks", TORCH_FN((select_blocks<kKernel>)));
+  kernels.impl("select_blocks_varlen", TORCH_FN((select_blocks_varlen<kVarlenKernel>)));
 }
 
 }  // namespace
@@ -137,24 +137,12 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       "select_blocks_varlen(Tensor index_query, Tensor index_key, Tensor cu_seq_q, Tensor cu_seq_k, "
       "SymInt max_q, SymInt max_k, " +
       options;
-  define_ops(library, {select.c_str(), varlen.c_str()});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_kernels<&select_blocks_cpu, &select_blocks_varlen_cpu>(library);
-}
-
+  define_ops(library, {select, varlen});
+  register_kernels<&select_blocks_cpu, &select_blocks_varlen_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_kernels<&select_blocks_cuda, &select_blocks_varlen_cuda>(library);
-}
+  register_kernels<&select_blocks_cuda, &select_blocks_varlen_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<nullptr, nullptr>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_kernels<nullptr, nullptr>({library, DispatchKey::Meta});
   register_no_gradient(library, {"select_blocks", "select_blocks_varlen"});
 }
 

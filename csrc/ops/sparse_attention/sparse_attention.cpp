@@ -2,8 +2,6 @@
 // docs/semantics/sparse_attention.md §8; docs/semantics/conventions.md §0.5
 #include "ops/sparse_attention/sparse_attention.h"
 
-#include <ATen/autocast_mode.h>
-
 #include "host/autograd.h"
 #include "host/op_handle.h"
 #include "host/registration.h"
@@ -86,48 +84,14 @@ SparseGradients varlen_backward(const Tensor& query, const Tensor& key, const Te
 }
 
 template <const SparseKernels* kKernels>
-void register_kernels(torch::Library& library) {
-  library.impl("sparse_attention", TORCH_FN(forward<kKernels>));
-  library.impl("_sparse_attention_backward", TORCH_FN(backward<kKernels>));
-  library.impl("sparse_attention_varlen", TORCH_FN(varlen<kKernels>));
-  library.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward<kKernels>));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("sparse_attention", TORCH_FN(forward<kKernels>));
+  kernels.impl("_sparse_attention_backward", TORCH_FN(backward<kKernels>));
+  kernels.impl("sparse_attention_varlen", TORCH_FN(varlen<kKernels>));
+  kernels.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward<kKernels>));
 }
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
-  const std::string tensors = "(Tensor query, Tensor key, Tensor value, Tensor blocks, ";
-  const std::string offsets = "Tensor cu_seq_q, Tensor cu_seq_k, ";
-  const std::string bounds = "SymInt max_q, SymInt max_k, ";
-  const std::string options = "int block_size=16, int selection_stride=1, float? scale=None";
-  const std::string results = ") -> (Tensor out, Tensor lse)";
-  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
-  const std::string of_results = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse, ";
-  const std::string gradients =
-      ", bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
-  const std::string schemas[] = {
-      "sparse_attention" + tensors + "Tensor? sinks=None, *, " + options + results,
-      "_sparse_attention_backward" + tensors + of_results + options + gradients,
-      "sparse_attention_varlen" + tensors + offsets + "Tensor? sinks, " + bounds + "*, " + options + results,
-      "_sparse_attention_varlen_backward" + tensors + offsets + of_results + bounds + options + gradients};
-  for (const std::string& schema : schemas) {
-    define_ops(library, {schema.c_str()});
-  }
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_kernels<&kSparseCpu>(library);
-}
-
-#if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_kernels<&kSparseCuda>(library);
-}
-#endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<nullptr>(library);
-}
 
 // ---- Autograd and Autocast
 
@@ -298,56 +262,35 @@ SparseGradients varlen_backward_autograd(const Tensor& query, const Tensor& key,
       });
 }
 
-// query, key and value take the autocast dtype (float64 stays); sinks and lse do not.
-template <at::DeviceType kDevice>
-SparseInputs cast_inputs(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& blocks,
-                         const OptionalTensor& sinks) {
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
-  return {cast(query), cast(key), cast(value), blocks, or_undefined(sinks)};
-}
-
-template <at::DeviceType kDevice>
-SparseResults forward_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const Tensor& blocks, const OptionalTensor& sinks, int64_t block_size,
-                               int64_t selection_stride, std::optional<double> scale) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  return call_forward(cast_inputs<kDevice>(query, key, value, blocks, sinks),
-                      {block_size, selection_stride, scale});
-}
-
-template <at::DeviceType kDevice>
-SparseResults varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const Tensor& blocks, const Tensor& cu_seq_q, const Tensor& cu_seq_k,
-                              const OptionalTensor& sinks, SymInt max_q, SymInt max_k, int64_t block_size,
-                              int64_t selection_stride, std::optional<double> scale) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  return call_varlen(cast_inputs<kDevice>(query, key, value, blocks, sinks),
-                     {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)},
-                     {block_size, selection_stride, scale});
-}
-
-template <at::DeviceType kDevice>
-void register_autocast(torch::Library& library) {
-  library.impl("sparse_attention", TORCH_FN(forward_autocast<kDevice>));
-  library.impl("sparse_attention_varlen", TORCH_FN(varlen_autocast<kDevice>));
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("sparse_attention", TORCH_FN(forward_autograd));
-  library.impl("_sparse_attention_backward", TORCH_FN(backward_autograd));
-  library.impl("sparse_attention_varlen", TORCH_FN(varlen_autograd));
-  library.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward_autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  register_autocast<at::kCPU>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  register_autocast<at::kCUDA>(library);
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
+  const std::string tensors = "(Tensor query, Tensor key, Tensor value, Tensor blocks, ";
+  const std::string offsets = "Tensor cu_seq_q, Tensor cu_seq_k, ";
+  const std::string bounds = "SymInt max_q, SymInt max_k, ";
+  const std::string options = "int block_size=16, int selection_stride=1, float? scale=None";
+  const std::string results = ") -> (Tensor out, Tensor lse)";
+  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
+  const std::string of_results = "Tensor out, Tensor lse, Tensor? sinks, Tensor? dout, Tensor? dlse, ";
+  const std::string gradients =
+      ", bool[4] output_mask=[True, True, True, True]) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
+  define_ops(
+      library,
+      {"sparse_attention" + tensors + "Tensor? sinks=None, *, " + options + results,
+       "_sparse_attention_backward" + tensors + of_results + options + gradients,
+       "sparse_attention_varlen" + tensors + offsets + "Tensor? sinks, " + bounds + "*, " + options + results,
+       "_sparse_attention_varlen_backward" + tensors + offsets + of_results + bounds + options + gradients});
+  register_kernels<&kSparseCpu>({library, DispatchKey::CPU});
+#if defined(HTREE_WITH_CUDA)
+  register_kernels<&kSparseCuda>({library, DispatchKey::CUDA});
+#endif
+  register_kernels<nullptr>({library, DispatchKey::Meta});
+  const OpKernels autograd(library, DispatchKey::Autograd);
+  autograd.impl("sparse_attention", TORCH_FN(forward_autograd));
+  autograd.impl("_sparse_attention_backward", TORCH_FN(backward_autograd));
+  autograd.impl("sparse_attention_varlen", TORCH_FN(varlen_autograd));
+  autograd.impl("_sparse_attention_varlen_backward", TORCH_FN(varlen_backward_autograd));
+  register_autocast(library, {"sparse_attention", "sparse_attention_varlen"});
 }
 
 }  // namespace htree::tree_attention

@@ -1,6 +1,5 @@
 // Schemas, CPU, CUDA and Meta kernels, Autograd and Autocast of the whole operator.
 // docs/semantics/tree_attention.md §1.5, §1.10, §1.13; docs/semantics/conventions.md §0.5.
-#include <ATen/autocast_mode.h>
 
 #include <algorithm>
 
@@ -229,75 +228,17 @@ Gradients attention_rows_backward_sums(const TreeOptions& options, const Tensor&
 }
 
 template <AttentionForward* kForward, AttentionBackward* kBackward>
-void register_kernels(torch::Library& library) {
-  library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward<kForward>>));
-  library.impl("_attention", TORCH_FN(kPacked<attention<kForward>>));
-  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse<kForward>>));
-  library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows<kForward>>));
-  library.impl("_attention_backward", TORCH_FN(kPacked<attention_backward<kBackward>>));
-  library.impl("_attention_rows_backward", TORCH_FN(kPacked<attention_rows_backward<kBackward>>));
-  library.impl("_attention_rows_backward_sums", TORCH_FN(kPacked<attention_rows_backward_sums<kBackward>>));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("_attention_forward", TORCH_FN(kPacked<attention_forward<kForward>>));
+  kernels.impl("_attention", TORCH_FN(kPacked<attention<kForward>>));
+  kernels.impl("_attention_lse", TORCH_FN(kPacked<attention_lse<kForward>>));
+  kernels.impl("_attention_rows", TORCH_FN(kPacked<attention_rows<kForward>>));
+  kernels.impl("_attention_backward", TORCH_FN(kPacked<attention_backward<kBackward>>));
+  kernels.impl("_attention_rows_backward", TORCH_FN(kPacked<attention_rows_backward<kBackward>>));
+  kernels.impl("_attention_rows_backward_sums", TORCH_FN(kPacked<attention_rows_backward_sums<kBackward>>));
 }
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
-  const std::string qkv = "(Tensor q, Tensor k, Tensor v, ";
-  const std::string results = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
-  const std::string of_dout = "(Tensor dout, " + results;
-  const std::string state = ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
-  const std::string gradients = ") -> (Tensor dq, Tensor dk, Tensor dv)";
-
-  const std::string packed = kPackedSchema;
-  const std::string forward = "_attention_forward" + qkv + "bool store_parents, " + packed + state;
-  const std::string attention = "_attention" + qkv + "bool store_parents, " + packed + ") -> Tensor";
-  const std::string lse =
-      "_attention_lse" + qkv + "bool store_parents, " + packed + ") -> (Tensor out, Tensor lse)";
-  const std::string rows = "_attention_rows" + qkv + "SymInt[] starts, bool store_parents, " + packed +
-                           ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
-  const std::string backward =
-      "_attention_backward" + of_dout + "Tensor[] parents, bool[3] output_mask, " + packed + gradients;
-  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
-  const std::string of_rows = "(" + results +
-                              "Tensor lists, Tensor? dout, Tensor? dlse, SymInt[] starts, "
-                              "bool[3] output_mask, " +
-                              packed + gradients;
-  const std::string rows_backward = "_attention_rows_backward" + of_rows;
-  const std::string rows_backward_sums = "_attention_rows_backward_sums" + of_rows;
-  define_ops(library, {forward.c_str(), attention.c_str(), lse.c_str(), rows.c_str(), backward.c_str(),
-                       rows_backward.c_str(), rows_backward_sums.c_str()});
-
-  // The ops of the design documents, and `attention` by the name of the function too.
-  const std::string options = documented_schema(), later = later_schema();
-  const std::string forward_options = options + ", bool store_parents=True, " + later;
-  const std::string backward_options = options + ", bool[3] output_mask=[True, True, True], " + later;
-  const std::string by_name[] = {
-      "attention_forward" + qkv + forward_options + state,
-      "attention" + qkv + forward_options + ") -> Tensor",
-      "tree_attention" + qkv + forward_options + ") -> Tensor",
-      "attention_backward" + of_dout + "Tensor[] parents, " + backward_options + gradients};
-  for (const std::string& schema : by_name) {
-    define_ops(library, {schema.c_str()});
-  }
-  register_by_name(library, "attention_forward", "htree::_attention_forward", "attention_forward");
-  register_by_name(library, "attention", "htree::_attention", "tree_attention");
-  register_by_name(library, "tree_attention", "htree::_attention", "tree_attention");
-  register_by_name(library, "attention_backward", "htree::_attention_backward", "attention_backward");
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_kernels<attention_forward_cpu, attention_backward_cpu>(library);
-}
-
-#if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_kernels<attention_forward_cuda, attention_backward_cuda>(library);
-}
-#endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<nullptr, nullptr>(library);
-}
 
 // ---- Autograd and Autocast
 
@@ -426,76 +367,60 @@ Gradients attention_rows_backward_autograd(const TreeOptions& options, const Ten
   });
 }
 
-// ---- Autocast: q, k and v take the autocast dtype (float64 stays); the states remain fp32
-
-struct Cast {
-  Tensor q, k, v;
-};
-
-template <at::DeviceType kDevice>
-Cast cast_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  return {at::autocast::cached_cast(dtype, q, kDevice), at::autocast::cached_cast(dtype, k, kDevice),
-          at::autocast::cached_cast(dtype, v, kDevice)};
-}
-
-template <at::DeviceType kDevice>
-Tensor attention_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
-                          bool store_parents) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_op()(options, cast.q, cast.k, cast.v, store_parents);
-}
-
-template <at::DeviceType kDevice>
-AttentionLse attention_lse_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
-                                    const Tensor& v, bool store_parents) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_lse_op()(options, cast.q, cast.k, cast.v, store_parents);
-}
-
-template <at::DeviceType kDevice>
-AttentionState attention_forward_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
-                                          const Tensor& v, bool store_parents) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_forward_op()(options, cast.q, cast.k, cast.v, store_parents);
-}
-
-template <at::DeviceType kDevice>
-AttentionRows attention_rows_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k,
-                                      const Tensor& v, c10::SymIntArrayRef starts, bool store_parents) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const Cast cast = cast_inputs<kDevice>(q, k, v);
-  return attention_rows_op()(options, cast.q, cast.k, cast.v, starts, store_parents);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
+  const std::string qkv = "(Tensor q, Tensor k, Tensor v, ";
+  const std::string results = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor gmax, Tensor gsum, ";
+  const std::string of_dout = "(Tensor dout, " + results;
+  const std::string state = ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor[] parents)";
+  const std::string gradients = ") -> (Tensor dq, Tensor dk, Tensor dv)";
+
+  const std::string packed = kPackedSchema;
+  const std::string forward = "_attention_forward" + qkv + "bool store_parents, " + packed + state;
+  const std::string attention = "_attention" + qkv + "bool store_parents, " + packed + ") -> Tensor";
+  const std::string lse =
+      "_attention_lse" + qkv + "bool store_parents, " + packed + ") -> (Tensor out, Tensor lse)";
+  const std::string rows = "_attention_rows" + qkv + "SymInt[] starts, bool store_parents, " + packed +
+                           ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
+  const std::string backward =
+      "_attention_backward" + of_dout + "Tensor[] parents, bool[3] output_mask, " + packed + gradients;
+  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
+  const std::string of_rows = "(" + results +
+                              "Tensor lists, Tensor? dout, Tensor? dlse, SymInt[] starts, "
+                              "bool[3] output_mask, " +
+                              packed + gradients;
+  const std::string rows_backward = "_attention_rows_backward" + of_rows;
+  const std::string rows_backward_sums = "_attention_rows_backward_sums" + of_rows;
+  define_ops(library, {forward, attention, lse, rows, backward, rows_backward, rows_backward_sums});
+
+  // The ops of the design documents, and `attention` by the name of the function too.
+  const std::string options = documented_schema(), later = later_schema();
+  const std::string forward_options = options + ", bool store_parents=True, " + later;
+  const std::string backward_options = options + ", bool[3] output_mask=[True, True, True], " + later;
+  define_ops(library, {"attention_forward" + qkv + forward_options + state,
+                       "attention" + qkv + forward_options + ") -> Tensor",
+                       "tree_attention" + qkv + forward_options + ") -> Tensor",
+                       "attention_backward" + of_dout + "Tensor[] parents, " + backward_options + gradients});
+  register_by_name(library, "attention_forward", "htree::_attention_forward", "attention_forward");
+  register_by_name(library, "attention", "htree::_attention", "tree_attention");
+  register_by_name(library, "tree_attention", "htree::_attention", "tree_attention");
+  register_by_name(library, "attention_backward", "htree::_attention_backward", "attention_backward");
+  register_kernels<attention_forward_cpu, attention_backward_cpu>({library, DispatchKey::CPU});
+#if defined(HTREE_WITH_CUDA)
+  register_kernels<attention_forward_cuda, attention_backward_cuda>({library, DispatchKey::CUDA});
+#endif
+  register_kernels<nullptr, nullptr>({library, DispatchKey::Meta});
+  const OpKernels autograd(library, DispatchKey::Autograd);
   register_no_gradient(library, {"_attention_forward", "_attention_rows"});
-  library.impl("_attention", TORCH_FN(kPacked<attention_autograd>));
-  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autograd>));
-  library.impl("_attention_backward", TORCH_FN(kPacked<attention_backward_autograd>));
-  library.impl("_attention_rows_backward",
-               TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_op>>));
-  library.impl("_attention_rows_backward_sums",
-               TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_sums_op>>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCPU>>));
-  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autocast<at::kCPU>>));
-  library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCPU>>));
-  library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCPU>>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  library.impl("_attention", TORCH_FN(kPacked<attention_autocast<at::kCUDA>>));
-  library.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autocast<at::kCUDA>>));
-  library.impl("_attention_forward", TORCH_FN(kPacked<attention_forward_autocast<at::kCUDA>>));
-  library.impl("_attention_rows", TORCH_FN(kPacked<attention_rows_autocast<at::kCUDA>>));
+  autograd.impl("_attention", TORCH_FN(kPacked<attention_autograd>));
+  autograd.impl("_attention_lse", TORCH_FN(kPacked<attention_lse_autograd>));
+  autograd.impl("_attention_backward", TORCH_FN(kPacked<attention_backward_autograd>));
+  autograd.impl("_attention_rows_backward",
+                TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_op>>));
+  autograd.impl("_attention_rows_backward_sums",
+                TORCH_FN(kPacked<attention_rows_backward_autograd<attention_rows_backward_sums_op>>));
+  register_autocast(library, {"_attention", "_attention_lse", "_attention_forward", "_attention_rows"});
 }
 
 }  // namespace htree::tree_attention

@@ -171,23 +171,11 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                  "max_top_nodes=8192, int top_k_per_layer=512, float? scale=None, str select=\"lcg\", "
                  "bool map_positions=False) -> Tensor",
              });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("io_attention_forward", TORCH_FN(io_attention_forward));
-}
-
+  OpKernels(library, DispatchKey::CPU).impl("io_attention_forward", TORCH_FN(io_attention_forward));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("io_attention_forward", TORCH_FN(io_attention_forward));
-}
+  OpKernels(library, DispatchKey::CUDA).impl("io_attention_forward", TORCH_FN(io_attention_forward));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("io_attention_forward", TORCH_FN(io_attention_forward_meta));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  OpKernels(library, DispatchKey::Meta).impl("io_attention_forward", TORCH_FN(io_attention_forward_meta));
   register_no_gradient(library, {"io_attention_forward"});
 }
 

@@ -2,7 +2,6 @@
 // Schemas, CPU, CUDA and Meta kernels, Autograd.
 #include "ops/tree_attention/listed_attention.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 
 #include "host/autograd.h"
@@ -237,20 +236,11 @@ AttentionLse listed_autograd(const TreeOptions& options, const Tensor& q, const 
   return listed_op()(options, q, k, v, lists);
 }
 
-template <at::DeviceType kDevice>
-AttentionLse listed_autocast(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& lists) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
-  return listed_op()(options, cast(q), cast(k), cast(v), lists);
-}
-
 template <SelectBlocks* kSelect, AttentionForward* kForward>
-void register_listed_kernels(torch::Library& library) {
-  library.impl("_index_lists", TORCH_FN(kPacked<index_lists<kSelect>>));
-  library.impl("_listed_attention_rows", TORCH_FN(kPacked<listed_rows<kForward>>));
-  library.impl("_listed_attention", TORCH_FN(kPacked<listed_attention<kForward>>));
+void register_listed_kernels(const OpKernels& kernels) {
+  kernels.impl("_index_lists", TORCH_FN(kPacked<index_lists<kSelect>>));
+  kernels.impl("_listed_attention_rows", TORCH_FN(kPacked<listed_rows<kForward>>));
+  kernels.impl("_listed_attention", TORCH_FN(kPacked<listed_attention<kForward>>));
 }
 
 }  // namespace
@@ -265,35 +255,17 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       ") -> (Tensor out, Tensor gmax, Tensor gsum)";
   const std::string listed = "_listed_attention(Tensor q, Tensor k, Tensor v, Tensor lists, " + packed +
                              ") -> (Tensor out, Tensor lse)";
-  define_ops(library, {index.c_str(), rows.c_str(), listed.c_str()});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_listed_kernels<&select_blocks_cpu, attention_over_lists_cpu>(library);
-}
-
+  define_ops(library, {index, rows, listed});
+  register_listed_kernels<&select_blocks_cpu, attention_over_lists_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_listed_kernels<&select_blocks_cuda, attention_over_lists_cuda>(library);
-}
+  register_listed_kernels<&select_blocks_cuda, attention_over_lists_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_listed_kernels<nullptr, nullptr>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_listed_kernels<nullptr, nullptr>({library, DispatchKey::Meta});
+  const OpKernels autograd(library, DispatchKey::Autograd);
   register_no_gradient(library, {"_listed_attention_rows"});
-  library.impl("_index_lists", torch::CppFunction::makeFallthrough());
-  library.impl("_listed_attention", TORCH_FN(kPacked<listed_autograd>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  library.impl("_listed_attention", TORCH_FN(kPacked<listed_autocast<at::kCPU>>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  library.impl("_listed_attention", TORCH_FN(kPacked<listed_autocast<at::kCUDA>>));
+  autograd.impl("_index_lists", torch::CppFunction::makeFallthrough());
+  autograd.impl("_listed_attention", TORCH_FN(kPacked<listed_autograd>));
+  register_autocast(library, {"_listed_attention"});
 }
 
 }  // namespace htree::tree_attention

@@ -222,11 +222,9 @@ void check_tree_options(std::string_view function, at::IntArrayRef ints, at::Arr
 
 TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string schema = std::string("_check_tree_options(str function, ") + kPackedSchema + ") -> ()";
-  define_ops(library, {schema.c_str()});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CompositeExplicitAutograd, library) {
-  library.impl("_check_tree_options", TORCH_FN(check_tree_options));
+  define_ops(library, {schema});
+  OpKernels(library, DispatchKey::CompositeExplicitAutograd)
+      .impl("_check_tree_options", TORCH_FN(check_tree_options));
 }
 
 }  // namespace htree::tree_attention

@@ -7,7 +7,6 @@
 #include "host/overlap.h"
 #include "host/registration.h"
 #include "ops/tree_cache/index/index_keys.h"
-#include "ops/tree_cache/mutating.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
@@ -234,7 +233,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
 // ---- a truncation
 
 // lengths[b] = counts[b] where 0 <= counts[b] <= lengths[b]; leaders at or behind it leave list_pos
-template <Lengths* kLengths>
+template <typename Kernel>
 void truncate(const TreeOptions& options, TensorList leaves, TensorList state_list, const Tensor& block_table,
               const Tensor& counts, const Tensor& own_from, int64_t page_size) {
   constexpr const char* kOp = kTruncateOp;
@@ -246,26 +245,25 @@ void truncate(const TreeOptions& options, TensorList leaves, TensorList state_li
   tree_attention::check_indices(kOp, "own_from", own_from, {block_table.sym_size(0)}, "[B]", "block_table",
                                 block_table);
   check_contiguous(kOp, "own_from", own_from);
-  if constexpr (kLengths != nullptr) {
+  if constexpr (Kernel::kLengths != nullptr) {
     if (counts.numel() > 0) {
       LengthStep step = length_step(counts, block_table, leaves, page_size, options);
       step.own_from = own_from.const_data_ptr<int32_t>();
-      kLengths(pointers(state, leaves), step, /*truncates=*/true, counts);
+      Kernel::kLengths(pointers(state, leaves), step, /*truncates=*/true, counts);
     }
   }
 }
-
-// ---- Autograd and ADInplaceOrView
-
-constexpr char kStepName[] = "htree::_tree_cache_step_";
-constexpr char kTruncateName[] = "htree::_tree_cache_truncate_";
-using MutatingStep = Mutating<kStepName, kPacked<step<NoKernels>>, 5>;
-using MutatingTruncate = Mutating<kTruncateName, kPacked<truncate<nullptr>>, 2>;
 
 using Cpu = Kernels<lengths_cpu, append_cpu, append_index_cpu, attention_cpu>;
 #if defined(HTREE_WITH_CUDA)
 using Cuda = Kernels<lengths_cuda, append_cuda, append_index_cuda, attention_cuda>;
 #endif
+
+template <typename Kernel>
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Kernel>>));
+  kernels.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<Kernel>>));
+}
 
 }  // namespace
 
@@ -281,34 +279,12 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       "_tree_cache_truncate_(Tensor(a!)[] leaves, Tensor(b!)[] state, Tensor block_table, Tensor counts, "
       "Tensor own_from, int page_size, " +
       options + ") -> ()";
-  define_ops(library, {step.c_str(), truncate.c_str()});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Cpu>>));
-  library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<lengths_cpu>>));
-}
-
+  define_ops(library, {step, truncate});
+  register_kernels<Cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Cuda>>));
-  library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<lengths_cuda>>));
-}
+  register_kernels<Cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("_tree_cache_step_", TORCH_FN(kPacked<step<NoKernels>>));
-  library.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<nullptr>>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("_tree_cache_step_", TORCH_FN(MutatingStep::autograd));
-  library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("_tree_cache_step_", TORCH_FN(MutatingStep::in_place));
-  library.impl("_tree_cache_truncate_", TORCH_FN(MutatingTruncate::in_place));
+  register_kernels<NoKernels>({library, DispatchKey::Meta});
 }
 
 }  // namespace htree::tree_cache

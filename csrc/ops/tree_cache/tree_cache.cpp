@@ -1,4 +1,4 @@
-// Schemas, CPU, CUDA and Meta kernels, Autograd and ADInplaceOrView of the tree cache.
+// Schemas, CPU, CUDA and Meta kernels of the tree cache.
 // docs/semantics/tree_cache.md §7; docs/semantics/conventions.md §0.5.
 #include "ops/tree_cache/tree_cache.h"
 
@@ -9,7 +9,6 @@
 #include "host/no_gradient.h"
 #include "host/registration.h"
 #include "ops/tree_cache/index/index_keys.h"
-#include "ops/tree_cache/mutating.h"
 
 namespace htree::tree_cache {
 namespace {
@@ -110,19 +109,11 @@ void copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& page_pairs) 
 }
 
 template <Append* kAppend, Attention* kAttention, Copy* kCopy>
-void register_device(torch::Library& library) {
-  library.impl("_tree_cache_append_", TORCH_FN(kPacked<append<kAppend>>));
-  library.impl("_tree_cache_attention", TORCH_FN(kPacked<attention<kAttention>>));
-  library.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
+void register_device(const OpKernels& kernels) {
+  kernels.impl("_tree_cache_append_", TORCH_FN(kPacked<append<kAppend>>));
+  kernels.impl("_tree_cache_attention", TORCH_FN(kPacked<attention<kAttention>>));
+  kernels.impl("tree_cache_copy_", TORCH_FN(copy<kCopy>));
 }
-
-// ---- Autograd and ADInplaceOrView of the ops that write
-
-constexpr char kAppendName[] = "htree::_tree_cache_append_";
-constexpr char kCopyName[] = "htree::tree_cache_copy_";
-
-using MutatingAppend = Mutating<kAppendName, kPacked<append<nullptr>>, 3>;
-using MutatingCopy = Mutating<kCopyName, &copy<nullptr>, 2>;
 
 }  // namespace
 
@@ -140,35 +131,16 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       "Tensor? index_scales, int page_size, " +
       options + ") -> (Tensor out, Tensor lse, Tensor lists, Tensor list_pos)";
   define_ops(library, {
-                          append.c_str(),
-                          attention.c_str(),
+                          append,
+                          attention,
                           "tree_cache_copy_(Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor pages) -> ()",
                       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<append_cpu, attention_cpu, copy_cpu>(library);
-}
-
+  register_device<append_cpu, attention_cpu, copy_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<append_cuda, attention_cuda, copy_cuda>(library);
-}
+  register_device<append_cuda, attention_cuda, copy_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_device<nullptr, nullptr, nullptr>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_device<nullptr, nullptr, nullptr>({library, DispatchKey::Meta});
   register_no_gradient(library, {"_tree_cache_attention"});
-  library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::autograd));
-  library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("_tree_cache_append_", TORCH_FN(MutatingAppend::in_place));
-  library.impl("tree_cache_copy_", TORCH_FN(MutatingCopy::in_place));
 }
 
 }  // namespace htree::tree_cache

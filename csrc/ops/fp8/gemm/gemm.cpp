@@ -58,26 +58,17 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                        "ScalarType output_dtype=half, int[]? config=None) -> Tensor",
                        "fp8_gemm_exact(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, "
                        "ScalarType output_dtype=half) -> Tensor"});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("fp8_gemm", TORCH_FN((gemm<gemm_cpu>)));
-  library.impl("fp8_gemm_exact", TORCH_FN((exact_gemm<exact_gemm_cpu>)));
-}
-
+  const OpKernels cpu(library, DispatchKey::CPU);
+  cpu.impl("fp8_gemm", TORCH_FN((gemm<gemm_cpu>)));
+  cpu.impl("fp8_gemm_exact", TORCH_FN((exact_gemm<exact_gemm_cpu>)));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("fp8_gemm", TORCH_FN((gemm<gemm_cuda>)));
-  library.impl("fp8_gemm_exact", TORCH_FN((exact_gemm<exact_gemm_cuda>)));
-}
+  const OpKernels cuda(library, DispatchKey::CUDA);
+  cuda.impl("fp8_gemm", TORCH_FN((gemm<gemm_cuda>)));
+  cuda.impl("fp8_gemm_exact", TORCH_FN((exact_gemm<exact_gemm_cuda>)));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("fp8_gemm", TORCH_FN(meta_gemm));
-  library.impl("fp8_gemm_exact", TORCH_FN(meta_exact_gemm));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("fp8_gemm", TORCH_FN(meta_gemm));
+  meta.impl("fp8_gemm_exact", TORCH_FN(meta_exact_gemm));
   register_no_gradient(library, {"fp8_gemm", "fp8_gemm_exact"});
 }
 

@@ -38,31 +38,29 @@ Tensor call_fake_backward(const Tensor& dy, const Tensor& x, const Tensor& scale
   return op.call(dy, x, scale, g.granularity, g.dim, g.block);
 }
 
-// ---- CPU, CUDA and Meta: one body, with the device's entry points as template arguments
+// ---- CPU, CUDA and Meta: one body, with the device's entry points as template arguments (null for Meta)
 
-using Quantize = void (*)(const MatrixInput&, const Tensor&, bool, const QuantizeOutputs&);
-using Dequantize = void (*)(const MatrixInput&, const Tensor&, const Tensor&);
-using FakeBackward = void (*)(const Tensor&, const MatrixInput&, const Tensor&, const Tensor&);
+using Quantize = void(const MatrixInput&, const Tensor&, bool, const QuantizeOutputs&);
+using Dequantize = void(const MatrixInput&, const Tensor&, const Tensor&);
+using FakeBackward = void(const Tensor&, const MatrixInput&, const Tensor&, const Tensor&);
 
 // Without an element nothing is launched. A group without elements has the scale 1.
-template <Quantize kQuantize>
+template <Quantize* kQuantize>
 void run(const Tensor& x, const Grouping& grouping, const Tensor& scale, bool given,
          const QuantizeOutputs& out) {
-  if (x.numel() > 0) {
-    kQuantize(matrix_of(x, grouping), scale, given, out);
-    return;
-  }
-  if (!given) {
-    scale.fill_(1.0);
-  }
-  if (out.num_overflow.defined()) {
-    out.num_overflow.zero_();
+  if constexpr (kQuantize != nullptr) {
+    if (x.numel() > 0) {
+      kQuantize(matrix_of(x, grouping), scale, given, out);
+      return;
+    }
+    if (!given) scale.fill_(1.0);
+    if (out.num_overflow.defined()) out.num_overflow.zero_();
   }
 }
 
 // amax = x.float().abs().where(x.isfinite(), 0).amax(dim, keepdim=True)
 // scale = torch.where(amax == 0, 1, 448 / amax).clamp(2.0**-126, 2.0**127)
-template <Quantize kQuantize>
+template <Quantize* kQuantize>
 Tensor compute_scale(const Tensor& x, std::string_view granularity, int64_t dim, int64_t block) {
   const Grouping grouping{granularity, dim, block};
   Tensor scale = prepare_scale(x, grouping);
@@ -72,7 +70,7 @@ Tensor compute_scale(const Tensor& x, std::string_view granularity, int64_t dim,
 
 // y = x.float() * scale
 // q = y.clamp(-448, 448).to(torch.float8_e4m3fn); n_overflow = (y.abs() > 464).sum(dtype=torch.int32)
-template <Quantize kQuantize>
+template <Quantize* kQuantize>
 Quantized quantize(const Tensor& x, const OptionalTensor& scale, std::string_view granularity, int64_t dim,
                    int64_t block) {
   const Grouping grouping{granularity, dim, block};
@@ -86,7 +84,7 @@ Quantized quantize(const Tensor& x, const OptionalTensor& scale, std::string_vie
 }
 
 // q, s, _ = fp8_quantize(x, scale); (q.float() / s).to(x.dtype)
-template <Quantize kQuantize>
+template <Quantize* kQuantize>
 Tensor fake_quant(const Tensor& x, const OptionalTensor& scale, std::string_view granularity, int64_t dim,
                   int64_t block) {
   const Grouping grouping{granularity, dim, block};
@@ -97,44 +95,27 @@ Tensor fake_quant(const Tensor& x, const OptionalTensor& scale, std::string_view
 }
 
 // dx = torch.where((x.float() * scale).abs() <= 448, dy, 0)
-template <FakeBackward kFakeBackward>
+template <FakeBackward* kFakeBackward>
 Tensor fake_quant_backward(const Tensor& dy, const Tensor& x, const Tensor& scale,
                            std::string_view granularity, int64_t dim, int64_t block) {
   const Grouping grouping{granularity, dim, block};
   Tensor dx = prepare_fake_backward(dy, x, scale, grouping);
-  if (x.numel() > 0) {
-    kFakeBackward(dy.contiguous(), matrix_of(x, grouping), scale.contiguous(), dx);
+  if constexpr (kFakeBackward != nullptr) {
+    if (x.numel() > 0) kFakeBackward(dy.contiguous(), matrix_of(x, grouping), scale.contiguous(), dx);
   }
   return dx;
 }
 
 // (q.float() / scale).to(dtype)
-template <Dequantize kDequantize>
+template <Dequantize* kDequantize>
 Tensor dequantize(const Tensor& codes, const Tensor& scale, at::ScalarType dtype, int64_t block) {
   Tensor out = prepare_dequantize(codes, scale, dtype, block);
-  if (codes.numel() > 0) {
-    kDequantize(matrix_of(codes, grouping_of(codes, scale, block)), scale.contiguous(), out);
+  if constexpr (kDequantize != nullptr) {
+    if (codes.numel() > 0) {
+      kDequantize(matrix_of(codes, grouping_of(codes, scale, block)), scale.contiguous(), out);
+    }
   }
   return out;
-}
-
-Tensor compute_scale_meta(const Tensor& x, std::string_view granularity, int64_t dim, int64_t block) {
-  return prepare_scale(x, {granularity, dim, block});
-}
-
-Quantized quantize_meta(const Tensor& x, const OptionalTensor& scale, std::string_view granularity,
-                        int64_t dim, int64_t block) {
-  return prepare_quantize(x, scale, {granularity, dim, block});
-}
-
-Tensor fake_quant_meta(const Tensor& x, const OptionalTensor& scale, std::string_view granularity,
-                       int64_t dim, int64_t block) {
-  return prepare_fake(x, scale, {granularity, dim, block});
-}
-
-Tensor fake_quant_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& scale,
-                                std::string_view granularity, int64_t dim, int64_t block) {
-  return prepare_fake_backward(dy, x, scale, {granularity, dim, block});
 }
 
 // ---- Autograd: fp8_fake_quant alone has a gradient, straight through the rounding
@@ -188,13 +169,13 @@ Tensor fake_quant_backward_autograd(const Tensor& dy, const Tensor& x, const Ten
   }));
 }
 
-template <Quantize kQuantize, Dequantize kDequantize, FakeBackward kFakeBackward>
-void register_device(torch::Library& library) {
-  library.impl("fp8_compute_scale", TORCH_FN((compute_scale<kQuantize>)));
-  library.impl("fp8_quantize", TORCH_FN((quantize<kQuantize>)));
-  library.impl("fp8_dequantize", TORCH_FN((dequantize<kDequantize>)));
-  library.impl("fp8_fake_quant", TORCH_FN((fake_quant<kQuantize>)));
-  library.impl("_fp8_fake_quant_backward", TORCH_FN((fake_quant_backward<kFakeBackward>)));
+template <Quantize* kQuantize, Dequantize* kDequantize, FakeBackward* kFakeBackward>
+void register_device(const OpKernels& kernels) {
+  kernels.impl("fp8_compute_scale", TORCH_FN((compute_scale<kQuantize>)));
+  kernels.impl("fp8_quantize", TORCH_FN((quantize<kQuantize>)));
+  kernels.impl("fp8_dequantize", TORCH_FN((dequantize<kDequantize>)));
+  kernels.impl("fp8_fake_quant", TORCH_FN((fake_quant<kQuantize>)));
+  kernels.impl("_fp8_fake_quant_backward", TORCH_FN((fake_quant_backward<kFakeBackward>)));
 }
 
 }  // namespace
@@ -212,30 +193,15 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
           "_fp8_fake_quant_backward(Tensor dy, Tensor x, Tensor scale, str granularity=\"tensor\", "
           "int dim=-1, int block=128) -> Tensor",
       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<quantize_cpu, dequantize_cpu, fake_backward_cpu>(library);
-}
-
+  register_device<quantize_cpu, dequantize_cpu, fake_backward_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<quantize_cuda, dequantize_cuda, fake_backward_cuda>(library);
-}
+  register_device<quantize_cuda, dequantize_cuda, fake_backward_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("fp8_compute_scale", TORCH_FN(compute_scale_meta));
-  library.impl("fp8_quantize", TORCH_FN(quantize_meta));
-  library.impl("fp8_dequantize", TORCH_FN(prepare_dequantize));
-  library.impl("fp8_fake_quant", TORCH_FN(fake_quant_meta));
-  library.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_meta));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_device<nullptr, nullptr, nullptr>({library, DispatchKey::Meta});
+  const OpKernels autograd(library, DispatchKey::Autograd);
   register_no_gradient(library, {"fp8_compute_scale", "fp8_quantize", "fp8_dequantize"});
-  library.impl("fp8_fake_quant", TORCH_FN(fake_quant_autograd));
-  library.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_autograd));
+  autograd.impl("fp8_fake_quant", TORCH_FN(fake_quant_autograd));
+  autograd.impl("_fp8_fake_quant_backward", TORCH_FN(fake_quant_backward_autograd));
 }
 
 }  // namespace htree::fp8

@@ -159,31 +159,23 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                           "compression_rate=16) -> (Tensor, Tensor)",
                           "span_means(Tensor k, int span) -> Tensor",
                       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("tree_build", TORCH_FN(tree_build<tree_build_cpu>));
-  library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cpu>));
-  library.impl("span_means", TORCH_FN(span_means<span_means_cpu>));
-}
-
+  const OpKernels cpu(library, DispatchKey::CPU);
+  cpu.impl("tree_build", TORCH_FN(tree_build<tree_build_cpu>));
+  cpu.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cpu>));
+  cpu.impl("span_means", TORCH_FN(span_means<span_means_cpu>));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("tree_build", TORCH_FN(tree_build<tree_build_cuda>));
-  library.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cuda>));
-  library.impl("span_means", TORCH_FN(span_means<span_means_cuda>));
-}
+  const OpKernels cuda(library, DispatchKey::CUDA);
+  cuda.impl("tree_build", TORCH_FN(tree_build<tree_build_cuda>));
+  cuda.impl("tree_build_backward", TORCH_FN(tree_build_backward<tree_build_backward_cuda>));
+  cuda.impl("span_means", TORCH_FN(span_means<span_means_cuda>));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("tree_build", TORCH_FN(prepare_tree_build));
-  library.impl("tree_build_backward", TORCH_FN(tree_build_backward_meta));
-  library.impl("span_means", TORCH_FN(prepare_span_means));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("tree_build", TORCH_FN(tree_build_autograd));
-  library.impl("tree_build_backward", TORCH_FN(tree_build_backward_autograd));
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("tree_build", TORCH_FN(prepare_tree_build));
+  meta.impl("tree_build_backward", TORCH_FN(tree_build_backward_meta));
+  meta.impl("span_means", TORCH_FN(prepare_span_means));
+  const OpKernels autograd(library, DispatchKey::Autograd);
+  autograd.impl("tree_build", TORCH_FN(tree_build_autograd));
+  autograd.impl("tree_build_backward", TORCH_FN(tree_build_backward_autograd));
   register_no_gradient(library, {"span_means"});
 }
 

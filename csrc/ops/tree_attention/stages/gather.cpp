@@ -308,13 +308,13 @@ Tensor recompute_selection(const Tensor& q, const Tensor& layer_k, const Tensor&
 
 template <AccumulateNonTopk* kAccumulate, ComputeAndSelect* kPerHead, SelectAccumulate* kSelect,
           BottomAccumulate* kBottom, RecomputeSelection* kRecompute>
-void register_kernels(torch::Library& library) {
-  library.impl("accumulate_non_topk", TORCH_FN(accumulate_non_topk<kAccumulate>));
-  library.impl("io_accumulate_non_topk", TORCH_FN(io_accumulate_non_topk<kAccumulate>));
-  library.impl("compute_and_select", TORCH_FN(compute_and_select<kPerHead>));
-  library.impl("select_accumulate", TORCH_FN(select_accumulate<kSelect>));
-  library.impl("bottom_accumulate", TORCH_FN(bottom_accumulate<kBottom>));
-  library.impl("recompute_selection", TORCH_FN(recompute_selection<kRecompute>));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("accumulate_non_topk", TORCH_FN(accumulate_non_topk<kAccumulate>));
+  kernels.impl("io_accumulate_non_topk", TORCH_FN(io_accumulate_non_topk<kAccumulate>));
+  kernels.impl("compute_and_select", TORCH_FN(compute_and_select<kPerHead>));
+  kernels.impl("select_accumulate", TORCH_FN(select_accumulate<kSelect>));
+  kernels.impl("bottom_accumulate", TORCH_FN(bottom_accumulate<kBottom>));
+  kernels.impl("recompute_selection", TORCH_FN(recompute_selection<kRecompute>));
 }
 
 }  // namespace
@@ -350,25 +350,13 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
           "int selection_stride=1, Tensor? span_k=None, int? selection_span=None, "
           "bool open_next=False) -> Tensor next_parents",
       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
   register_kernels<accumulate_non_topk_cpu, compute_and_select_cpu, select_accumulate_cpu,
-                   bottom_accumulate_cpu, recompute_selection_cpu>(library);
-}
-
+                   bottom_accumulate_cpu, recompute_selection_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_kernels<accumulate_non_topk_cuda, compute_and_select_cuda, select_accumulate_cuda,
-                   bottom_accumulate_cuda, recompute_selection_cuda>(library);
-}
+                   bottom_accumulate_cuda, recompute_selection_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<nullptr, nullptr, nullptr, nullptr, nullptr>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_kernels<nullptr, nullptr, nullptr, nullptr, nullptr>({library, DispatchKey::Meta});
   register_no_gradient(library, {"accumulate_non_topk", "io_accumulate_non_topk", "compute_and_select",
                                  "select_accumulate", "bottom_accumulate", "recompute_selection"});
 }

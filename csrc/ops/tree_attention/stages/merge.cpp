@@ -83,13 +83,6 @@ namespace {
 
 using StateAndIndices = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-void call_merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
-                          const Tensor& lsum, const Tensor& lout) {
-  static const auto op = op_handle<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                        const Tensor&, const Tensor&)>("htree::merge_to_global_");
-  op.call(gmax, gsum, gout, lmax, lsum, lout);
-}
-
 // ---- CPU and CUDA
 
 // m = torch.maximum(gmax, lmax)
@@ -99,18 +92,12 @@ template <MergeToGlobal* kKernel>
 void merge_to_global(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
                      const Tensor& lsum, const Tensor& lout) {
   prepare_merge_to_global(gmax, gsum, gout, lmax, lsum, lout);
-  const std::array<Tensor, 3> written = {gmax, gsum, gout};
-  if (gout.numel() == 0) {
-    return;
-  }
-  std::array<Tensor, 3> target;
-  for (size_t i = 0; i < written.size(); ++i) {
-    target[i] = unit_last(written[i]);
-  }
-  kKernel(target[0], target[1], target[2], unit_last(lmax), unit_last(lsum), unit_last(lout));
-  for (size_t i = 0; i < written.size(); ++i) {
-    if (!target[i].is_same(written[i])) {
-      written[i].copy_(target[i]);
+  if constexpr (kKernel != nullptr) {
+    if (gout.numel() == 0) return;
+    const Tensor max = unit_last(gmax), sum = unit_last(gsum), out = unit_last(gout);
+    kKernel(max, sum, out, unit_last(lmax), unit_last(lsum), unit_last(lout));
+    for (const auto& [target, written] : {std::pair(max, gmax), {sum, gsum}, {out, gout}}) {
+      if (!target.is_same(written)) written.copy_(target);
     }
   }
 }
@@ -125,9 +112,11 @@ StateAndIndices subtract_topk(const Tensor& layer_v, const Tensor& topk_indices,
   StateAndIndices result = {lmax.clone(at::MemoryFormat::Contiguous),
                             lsum.clone(at::MemoryFormat::Contiguous),
                             lout.clone(at::MemoryFormat::Contiguous), selected};
-  if (selected.numel() > 0) {
-    kKernel(unit_last(layer_v), unit_last(topk_indices), unit_last(topk_scores), std::get<0>(result),
-            std::get<1>(result), std::get<2>(result), selected);
+  if constexpr (kKernel != nullptr) {
+    if (selected.numel() > 0) {
+      kKernel(unit_last(layer_v), unit_last(topk_indices), unit_last(topk_scores), std::get<0>(result),
+              std::get<1>(result), std::get<2>(result), selected);
+    }
   }
   return result;
 }
@@ -136,39 +125,17 @@ StateAndIndices subtract_topk(const Tensor& layer_v, const Tensor& topk_indices,
 template <FinalNormalize* kKernel>
 Tensor final_normalize(const Tensor& gout, const Tensor& gsum, std::optional<at::ScalarType> dtype) {
   Tensor out = prepare_final_normalize(gout, gsum, dtype);
-  if (out.numel() > 0) {
-    kKernel(unit_last(gout), unit_last(gsum), out);
+  if constexpr (kKernel != nullptr) {
+    if (out.numel() > 0) kKernel(unit_last(gout), unit_last(gsum), out);
   }
   return out;
 }
 
-StateAndIndices subtract_topk_meta(const Tensor& layer_v, const Tensor& topk_indices,
-                                   const Tensor& topk_scores, const Tensor& lmax, const Tensor& lsum,
-                                   const Tensor& lout) {
-  Tensor selected = prepare_subtract_topk(layer_v, topk_indices, topk_scores, lmax, lsum, lout);
-  return {new_tensor(lmax.sym_sizes(), lmax.scalar_type(), lmax),
-          new_tensor(lsum.sym_sizes(), lsum.scalar_type(), lsum),
-          new_tensor(lout.sym_sizes(), lout.scalar_type(), lout), selected};
-}
-
-// ---- Autograd of the mutating op
-
-void merge_to_global_autograd(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
-                              const Tensor& lsum, const Tensor& lout) {
-  mutate_below_autograd("merge_to_global_", {gmax, gsum, gout, lmax, lsum, lout},
-                        [&] { call_merge_to_global(gmax, gsum, gout, lmax, lsum, lout); });
-}
-
-void merge_to_global_adinplace(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
-                               const Tensor& lsum, const Tensor& lout) {
-  mutate_and_bump({gmax, gsum, gout}, [&] { call_merge_to_global(gmax, gsum, gout, lmax, lsum, lout); });
-}
-
 template <MergeToGlobal* kMerge, SubtractTopk* kSubtract, FinalNormalize* kNormalize>
-void register_device(torch::Library& library) {
-  library.impl("merge_to_global_", TORCH_FN(merge_to_global<kMerge>));
-  library.impl("subtract_topk", TORCH_FN(subtract_topk<kSubtract>));
-  library.impl("final_normalize", TORCH_FN(final_normalize<kNormalize>));
+void register_device(const OpKernels& kernels) {
+  kernels.impl("merge_to_global_", TORCH_FN(merge_to_global<kMerge>));
+  kernels.impl("subtract_topk", TORCH_FN(subtract_topk<kSubtract>));
+  kernels.impl("final_normalize", TORCH_FN(final_normalize<kNormalize>));
 }
 
 }  // namespace
@@ -183,31 +150,13 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                           "-> (Tensor lmax, Tensor lsum, Tensor lout, Tensor selected_indices)",
                           "final_normalize(Tensor gout, Tensor gsum, ScalarType? dtype=None) -> Tensor",
                       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_device<merge_to_global_cpu, subtract_topk_cpu, final_normalize_cpu>(library);
-}
-
+  register_device<merge_to_global_cpu, subtract_topk_cpu, final_normalize_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_device<merge_to_global_cuda, subtract_topk_cuda, final_normalize_cuda>(library);
-}
+  register_device<merge_to_global_cuda, subtract_topk_cuda, final_normalize_cuda>(
+      {library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("merge_to_global_", TORCH_FN(prepare_merge_to_global));
-  library.impl("subtract_topk", TORCH_FN(subtract_topk_meta));
-  library.impl("final_normalize", TORCH_FN(prepare_final_normalize));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_device<nullptr, nullptr, nullptr>({library, DispatchKey::Meta});
   register_no_gradient(library, {"subtract_topk", "final_normalize"});
-  library.impl("merge_to_global_", TORCH_FN(merge_to_global_autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("merge_to_global_", TORCH_FN(merge_to_global_adinplace));
 }
 
 }  // namespace htree::tree_attention

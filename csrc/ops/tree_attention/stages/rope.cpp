@@ -152,28 +152,13 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                  "device=None, float[]? inv_freq=None) -> Tensor",
                  "rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool inverse=False) -> Tensor",
              });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CompositeExplicitAutograd, library) {
-  library.impl("rope_cache", TORCH_FN(rope_cache));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("rope", TORCH_FN(rope<rope_cpu>));
-}
-
+  OpKernels(library, DispatchKey::CompositeExplicitAutograd).impl("rope_cache", TORCH_FN(rope_cache));
+  OpKernels(library, DispatchKey::CPU).impl("rope", TORCH_FN(rope<rope_cpu>));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("rope", TORCH_FN(rope<rope_cuda>));
-}
+  OpKernels(library, DispatchKey::CUDA).impl("rope", TORCH_FN(rope<rope_cuda>));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("rope", TORCH_FN(prepare_rope));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
-  library.impl("rope", TORCH_FN(rope_autograd));
+  OpKernels(library, DispatchKey::Meta).impl("rope", TORCH_FN(prepare_rope));
+  OpKernels(library, DispatchKey::Autograd).impl("rope", TORCH_FN(rope_autograd));
 }
 
 }  // namespace htree::tree_attention

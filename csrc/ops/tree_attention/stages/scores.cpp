@@ -7,28 +7,6 @@
 
 namespace htree::tree_attention {
 
-// For compute_scores and its IO-only variant. Returns (scores [B, T_q, H_kv, k*r, G] in the state dtype,
-// num_candidates int32 [B, T_q, H_kv]), uninitialised.
-inline std::tuple<Tensor, Tensor> prepare_compute_scores(const Tensor& q, const Tensor& layer_k,
-                                                         const Tensor& parents, const Tensor& cos,
-                                                         const Tensor& sin, int64_t layer,
-                                                         int64_t compression_rate,
-                                                         std::optional<double> scale, const SymInt& t0,
-                                                         const char* op = "compute_scores") {
-  check_position(op, layer, compression_rate, t0);
-  check_scale(op, scale);
-  check_queries(op, q, "layer_k", layer_k);
-  const SymInt kv_heads = layer_k.sym_size(2);
-  check_parents(op, parents, "q", q, kv_heads, compression_rate);
-  const SymInt capacity = parents.sym_size(3) * compression_rate;
-  check_cache(op, cos, sin, "q", q, capacity);
-  return {new_tensor({q.sym_size(0), q.sym_size(1), kv_heads, capacity, q.sym_size(2) / kv_heads},
-                     state_dtype(q), q),
-          new_tensor({q.sym_size(0), q.sym_size(1), kv_heads}, at::kInt, q)};
-}
-
-// ---- the ops
-
 namespace {
 
 using ScoresAndCount = std::tuple<Tensor, Tensor>;
@@ -45,14 +23,24 @@ template <ComputeScores* kKernel>
 ScoresAndCount run_scores(const char* op, const Tensor& q, const Tensor& layer_k, const Tensor& parents,
                           const Tensor& cos, const Tensor& sin, int64_t layer, int64_t compression_rate,
                           std::optional<double> scale, SymInt t0) {
-  auto [scores, num_candidates] =
-      prepare_compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0, op);
-  LayerArgs args = resolve_layer(op, layer, compression_rate, parents.size(3), parents.size(3), t0,
-                                 layer_k.size(1), q.size(1));
-  args.scale = resolve_scale(scale, q.size(3));
-  if (num_candidates.numel() > 0) {
-    kKernel(unit_last(q), unit_last(layer_k), unit_last(parents), unit_last(cos), unit_last(sin), args,
-            scores, num_candidates);
+  check_position(op, layer, compression_rate, t0);
+  check_scale(op, scale);
+  check_queries(op, q, "layer_k", layer_k);
+  const SymInt batch = q.sym_size(0), queries = q.sym_size(1), kv_heads = layer_k.sym_size(2);
+  check_parents(op, parents, "q", q, kv_heads, compression_rate);
+  const SymInt capacity = parents.sym_size(3) * compression_rate;
+  check_cache(op, cos, sin, "q", q, capacity);
+  Tensor scores =
+      new_tensor({batch, queries, kv_heads, capacity, q.sym_size(2) / kv_heads}, state_dtype(q), q);
+  Tensor num_candidates = new_tensor({batch, queries, kv_heads}, at::kInt, q);
+  if constexpr (kKernel != nullptr) {
+    LayerArgs args = resolve_layer(op, layer, compression_rate, parents.size(3), parents.size(3), t0,
+                                   layer_k.size(1), q.size(1));
+    args.scale = resolve_scale(scale, q.size(3));
+    if (num_candidates.numel() > 0) {
+      kKernel(unit_last(q), unit_last(layer_k), unit_last(parents), unit_last(cos), unit_last(sin), args,
+              scores, num_candidates);
+    }
   }
   return {scores, num_candidates};
 }
@@ -76,19 +64,6 @@ ScoresAndCount io_compute_scores(const Tensor& q, const Tensor& layer_k, const T
                              scale, t0);
 }
 
-ScoresAndCount compute_scores_meta(const Tensor& q, const Tensor& layer_k, const Tensor& parents,
-                                   const Tensor& cos, const Tensor& sin, int64_t layer,
-                                   int64_t compression_rate, std::optional<double> scale, SymInt t0) {
-  return prepare_compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0);
-}
-
-ScoresAndCount io_compute_scores_meta(const Tensor& q, const Tensor& layer_k, const Tensor& parents,
-                                      const Tensor& cos, const Tensor& sin, int64_t layer,
-                                      int64_t compression_rate, std::optional<double> scale, SymInt t0) {
-  return prepare_compute_scores(q, layer_k, parents, cos, sin, layer, compression_rate, scale, t0,
-                                "io_compute_scores");
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
@@ -102,26 +77,17 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
           "int compression_rate=16, float? scale=None, SymInt t0=0) -> (Tensor scores, Tensor "
           "num_candidates)",
       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  library.impl("compute_scores", TORCH_FN(compute_scores<compute_scores_cpu>));
-  library.impl("io_compute_scores", TORCH_FN(io_compute_scores<io_compute_scores_cpu>));
-}
-
+  const OpKernels cpu(library, DispatchKey::CPU);
+  cpu.impl("compute_scores", TORCH_FN(compute_scores<compute_scores_cpu>));
+  cpu.impl("io_compute_scores", TORCH_FN(io_compute_scores<io_compute_scores_cpu>));
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  library.impl("compute_scores", TORCH_FN(compute_scores<compute_scores_cuda>));
-  library.impl("io_compute_scores", TORCH_FN(io_compute_scores<io_compute_scores_cuda>));
-}
+  const OpKernels cuda(library, DispatchKey::CUDA);
+  cuda.impl("compute_scores", TORCH_FN(compute_scores<compute_scores_cuda>));
+  cuda.impl("io_compute_scores", TORCH_FN(io_compute_scores<io_compute_scores_cuda>));
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("compute_scores", TORCH_FN(compute_scores_meta));
-  library.impl("io_compute_scores", TORCH_FN(io_compute_scores_meta));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  const OpKernels meta(library, DispatchKey::Meta);
+  meta.impl("compute_scores", TORCH_FN(compute_scores<nullptr>));
+  meta.impl("io_compute_scores", TORCH_FN(io_compute_scores<nullptr>));
   register_no_gradient(library, {"compute_scores", "io_compute_scores"});
 }
 

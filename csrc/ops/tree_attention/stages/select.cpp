@@ -14,11 +14,6 @@
 namespace htree::tree_attention {
 namespace {
 
-void call_mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
-  static const auto op = op_handle<void(const Tensor&, const Tensor&)>("htree::mask_topk_scores_");
-  op.call(scores, topk_positions);
-}
-
 // ---- factory
 
 // leader = t0 + s * torch.arange(ceil(T / s)); m = leader // r**num_layers + 1
@@ -63,13 +58,11 @@ Tensor select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t t
 template <MaskTopkScores* kKernel>
 void mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
   prepare_mask_topk_scores(scores, topk_positions);
-  if (scores.numel() == 0 || topk_positions.numel() == 0) {
-    return;
-  }
-  const Tensor target = unit_last(scores);
-  kKernel(target, unit_last(topk_positions));
-  if (!target.is_same(scores)) {
-    scores.copy_(target);
+  if constexpr (kKernel != nullptr) {
+    if (scores.numel() == 0 || topk_positions.numel() == 0) return;
+    const Tensor target = unit_last(scores);
+    kKernel(target, unit_last(topk_positions));
+    if (!target.is_same(scores)) scores.copy_(target);
   }
 }
 
@@ -78,8 +71,10 @@ void mask_topk_scores(const Tensor& scores, const Tensor& topk_positions) {
 template <ComputeNextParents* kKernel>
 Tensor compute_next_parents(const Tensor& parents, const Tensor& topk_positions, int64_t compression_rate) {
   Tensor next_parents = prepare_compute_next_parents(parents, topk_positions, compression_rate);
-  if (next_parents.numel() > 0) {
-    kKernel(unit_last(parents), unit_last(topk_positions), compression_rate, next_parents);
+  if constexpr (kKernel != nullptr) {
+    if (next_parents.numel() > 0) {
+      kKernel(unit_last(parents), unit_last(topk_positions), compression_rate, next_parents);
+    }
   }
   return next_parents;
 }
@@ -96,10 +91,12 @@ template <IoSelectTopk* kKernel>
 Tensor io_select_topk(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, int64_t layer,
                       std::string_view select, SymInt t0, int64_t fold_mask) {
   Tensor topk_positions = prepare_io_select_topk(scores, num_candidates, top_k, layer, select, t0);
-  if (topk_positions.numel() > 0) {
-    const IoPositions io = {t0.guard_int(__FILE__, __LINE__), layer == 0,
-                            parse_io_select("io_select_topk", select), static_cast<uint32_t>(fold_mask)};
-    kKernel(unit_last(scores), unit_last(num_candidates), top_k, io, topk_positions);
+  if constexpr (kKernel != nullptr) {
+    if (topk_positions.numel() > 0) {
+      const IoPositions io = {t0.guard_int(__FILE__, __LINE__), layer == 0,
+                              parse_io_select("io_select_topk", select), static_cast<uint32_t>(fold_mask)};
+      kKernel(unit_last(scores), unit_last(num_candidates), top_k, io, topk_positions);
+    }
   }
   return topk_positions;
 }
@@ -110,47 +107,23 @@ Tensor io_compute_next_parents(const Tensor& parents, const Tensor& topk_positio
                                bool map_positions) {
   Tensor next_parents =
       prepare_compute_next_parents(parents, topk_positions, compression_rate, "io_compute_next_parents");
-  if (next_parents.numel() > 0) {
-    (map_positions ? kMap : kCopy)(unit_last(parents), unit_last(topk_positions), compression_rate,
-                                   next_parents);
+  if constexpr (kCopy != nullptr) {
+    if (next_parents.numel() > 0) {
+      (map_positions ? kMap : kCopy)(unit_last(parents), unit_last(topk_positions), compression_rate,
+                                     next_parents);
+    }
   }
   return next_parents;
 }
 
-Tensor io_compute_next_parents_meta(const Tensor& parents, const Tensor& topk_positions,
-                                    int64_t compression_rate, bool /*map_positions*/) {
-  return prepare_compute_next_parents(parents, topk_positions, compression_rate, "io_compute_next_parents");
-}
-
-Tensor compute_next_parents_meta(const Tensor& parents, const Tensor& topk_positions,
-                                 int64_t compression_rate) {
-  return prepare_compute_next_parents(parents, topk_positions, compression_rate);
-}
-
-Tensor io_select_topk_meta(const Tensor& scores, const Tensor& num_candidates, int64_t top_k, int64_t layer,
-                           std::string_view select, SymInt t0, int64_t /*fold_mask*/) {
-  return prepare_io_select_topk(scores, num_candidates, top_k, layer, select, t0);
-}
-
-// ---- Autograd of the mutating op
-
-void mask_topk_scores_autograd(const Tensor& scores, const Tensor& topk_positions) {
-  mutate_below_autograd("mask_topk_scores_", {scores},
-                        [&] { call_mask_topk_scores(scores, topk_positions); });
-}
-
-void mask_topk_scores_adinplace(const Tensor& scores, const Tensor& topk_positions) {
-  mutate_and_bump({scores}, [&] { call_mask_topk_scores(scores, topk_positions); });
-}
-
 template <SelectTopk* kSelect, MaskTopkScores* kMask, ComputeNextParents* kNext, IoSelectTopk* kIoSelect,
           ComputeNextParents* kIoNext>
-void register_device(torch::Library& library) {
-  library.impl("select_topk", TORCH_FN(select_topk<kSelect>));
-  library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores<kMask>));
-  library.impl("compute_next_parents", TORCH_FN(compute_next_parents<kNext>));
-  library.impl("io_select_topk", TORCH_FN(io_select_topk<kIoSelect>));
-  library.impl("io_compute_next_parents", TORCH_FN((io_compute_next_parents<kIoNext, kNext>)));
+void register_device(const OpKernels& kernels) {
+  kernels.impl("select_topk", TORCH_FN(select_topk<kSelect>));
+  kernels.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores<kMask>));
+  kernels.impl("compute_next_parents", TORCH_FN(compute_next_parents<kNext>));
+  kernels.impl("io_select_topk", TORCH_FN(io_select_topk<kIoSelect>));
+  kernels.impl("io_compute_next_parents", TORCH_FN((io_compute_next_parents<kIoNext, kNext>)));
 }
 
 }  // namespace
@@ -170,40 +143,16 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
           "io_compute_next_parents(Tensor parents, Tensor topk_positions, int compression_rate=16, "
           "bool map_positions=False) -> Tensor",
       });
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CompositeExplicitAutograd, library) {
-  library.impl("top_parents", TORCH_FN(top_parents));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
+  OpKernels(library, DispatchKey::CompositeExplicitAutograd).impl("top_parents", TORCH_FN(top_parents));
   register_device<select_topk_cpu, mask_topk_scores_cpu, compute_next_parents_cpu, io_select_topk_cpu,
-                  io_compute_next_parents_cpu>(library);
-}
-
+                  io_compute_next_parents_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
   register_device<select_topk_cuda, mask_topk_scores_cuda, compute_next_parents_cuda, io_select_topk_cuda,
-                  io_compute_next_parents_cuda>(library);
-}
+                  io_compute_next_parents_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  library.impl("select_topk", TORCH_FN(select_topk<nullptr>));
-  library.impl("mask_topk_scores_", TORCH_FN(prepare_mask_topk_scores));
-  library.impl("compute_next_parents", TORCH_FN(compute_next_parents_meta));
-  library.impl("io_select_topk", TORCH_FN(io_select_topk_meta));
-  library.impl("io_compute_next_parents", TORCH_FN(io_compute_next_parents_meta));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_device<nullptr, nullptr, nullptr, nullptr, nullptr>({library, DispatchKey::Meta});
   register_no_gradient(library,
                        {"select_topk", "compute_next_parents", "io_select_topk", "io_compute_next_parents"});
-  library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("mask_topk_scores_", TORCH_FN(mask_topk_scores_adinplace));
 }
 
 }  // namespace htree::tree_attention

@@ -2,8 +2,6 @@
 // docs/semantics/tree_attention.md §1.16; docs/semantics/conventions.md §0.5.
 #include "ops/tree_attention/varlen/varlen.h"
 
-#include <ATen/autocast_mode.h>
-
 #include "host/autograd.h"
 #include "host/no_gradient.h"
 #include "host/op_handle.h"
@@ -139,45 +137,13 @@ Gradients backward(const TreeOptions& options, const Tensor& query, const Tensor
 }
 
 template <const VarlenKernels* kKernels>
-void register_kernels(torch::Library& library) {
-  library.impl("_attention_varlen_forward", TORCH_FN(kPacked<forward<kKernels>>));
-  library.impl("_attention_varlen", TORCH_FN(kPacked<attention_varlen<kKernels>>));
-  library.impl("_attention_varlen_backward", TORCH_FN(kPacked<backward<kKernels>>));
+void register_kernels(const OpKernels& kernels) {
+  kernels.impl("_attention_varlen_forward", TORCH_FN(kPacked<forward<kKernels>>));
+  kernels.impl("_attention_varlen", TORCH_FN(kPacked<attention_varlen<kKernels>>));
+  kernels.impl("_attention_varlen_backward", TORCH_FN(kPacked<backward<kKernels>>));
 }
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
-  const std::string inputs =
-      "Tensor query, Tensor key, Tensor value, Tensor? index_query, Tensor? index_key, Tensor cu_seq_q, "
-      "Tensor cu_seq_k, SymInt max_q, SymInt max_k, ";
-  const std::string options = kPackedSchema;
-  const std::string arguments = "(" + inputs + "str grouping, " + options + ") -> ";
-  const std::string attention_varlen = "_attention_varlen" + arguments + "(Tensor out, Tensor lse)";
-  const std::string forward =
-      "_attention_varlen_forward" + arguments + "(Tensor out, Tensor gmax, Tensor gsum)";
-  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
-  const std::string backward =
-      "_attention_varlen_backward(" + inputs +
-      "Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, str grouping, "
-      "bool[3] output_mask, " +
-      options + ") -> (Tensor dq, Tensor dk, Tensor dv)";
-  define_ops(library, {attention_varlen.c_str(), forward.c_str(), backward.c_str()});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_kernels<&kVarlenCpu>(library);
-}
-
-#if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_kernels<&kVarlenCuda>(library);
-}
-#endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_kernels<nullptr>(library);
-}
 
 // ---- Autograd and Autocast
 
@@ -304,41 +270,34 @@ Gradients varlen_backward_autograd(const TreeOptions& options, const Tensor& que
                              [&] { return call_varlen_backward(dout, dlse, x, state, a, output_mask); });
 }
 
-// An index keeps its dtype.
-template <at::DeviceType kDevice, auto kCall>
-auto varlen_autocast(const TreeOptions& options, const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& index_query, const OptionalTensor& index_key,
-                     const Tensor& cu_seq_q, const Tensor& cu_seq_k, SymInt max_q, SymInt max_k,
-                     std::string_view grouping) {
-  c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const Tensor& x) { return at::autocast::cached_cast(dtype, x, kDevice); };
-  return kCall(inputs_of(cast(query), cast(key), cast(value), index_query, index_key),
-               {{cu_seq_q, cu_seq_k, max_q, max_k}, options, std::string(grouping)});
-}
-
-template <at::DeviceType kDevice>
-void register_autocast(torch::Library& library) {
-  constexpr auto attention = kPacked<varlen_autocast<kDevice, call_varlen>>;
-  constexpr auto forward = kPacked<varlen_autocast<kDevice, call_varlen_forward>>;
-  library.impl("_attention_varlen", TORCH_FN(attention));
-  library.impl("_attention_varlen_forward", TORCH_FN(forward));
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
+  const std::string inputs =
+      "Tensor query, Tensor key, Tensor value, Tensor? index_query, Tensor? index_key, Tensor cu_seq_q, "
+      "Tensor cu_seq_k, SymInt max_q, SymInt max_k, ";
+  const std::string options = kPackedSchema;
+  const std::string arguments = "(" + inputs + "str grouping, " + options + ") -> ";
+  const std::string attention_varlen = "_attention_varlen" + arguments + "(Tensor out, Tensor lse)";
+  const std::string forward =
+      "_attention_varlen_forward" + arguments + "(Tensor out, Tensor gmax, Tensor gsum)";
+  // DTensor finds the mesh of a call by its first argument, which is therefore none that may be missing.
+  const std::string backward =
+      "_attention_varlen_backward(" + inputs +
+      "Tensor out, Tensor gmax, Tensor gsum, Tensor? dout, Tensor? dlse, str grouping, "
+      "bool[3] output_mask, " +
+      options + ") -> (Tensor dq, Tensor dk, Tensor dv)";
+  define_ops(library, {attention_varlen, forward, backward});
+  register_kernels<&kVarlenCpu>({library, DispatchKey::CPU});
+#if defined(HTREE_WITH_CUDA)
+  register_kernels<&kVarlenCuda>({library, DispatchKey::CUDA});
+#endif
+  register_kernels<nullptr>({library, DispatchKey::Meta});
+  const OpKernels autograd(library, DispatchKey::Autograd);
   register_no_gradient(library, {"_attention_varlen_forward"});
-  library.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autograd>));
-  library.impl("_attention_varlen_backward", TORCH_FN(kPacked<varlen_backward_autograd>));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCPU, library) {
-  register_autocast<at::kCPU>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, AutocastCUDA, library) {
-  register_autocast<at::kCUDA>(library);
+  autograd.impl("_attention_varlen", TORCH_FN(kPacked<varlen_autograd>));
+  autograd.impl("_attention_varlen_backward", TORCH_FN(kPacked<varlen_backward_autograd>));
+  register_autocast(library, {"_attention_varlen", "_attention_varlen_forward"});
 }
 
 }  // namespace htree::tree_attention

@@ -1,4 +1,4 @@
-// Schemas, checks, CPU and Meta kernels, Autograd and ADInplaceOrView of the ops for prompts.
+// Schemas, checks, CPU and Meta kernels of the ops for prompts.
 // docs/semantics/tree_cache.md §7.6; docs/semantics/conventions.md §0.5.
 #include "ops/tree_cache/prompt/prompt_ops.h"
 
@@ -11,7 +11,6 @@
 #include "host/overlap.h"
 #include "host/registration.h"
 #include "ops/tree_attention/segments.h"
-#include "ops/tree_cache/mutating.h"
 
 namespace htree::tree_cache {
 namespace {
@@ -229,14 +228,11 @@ void prompt_cpu(const Pools& pages, const PageLayout& layout, const PromptCall& 
 namespace {
 
 template <PromptBytes* kBytes, PackPrompt* kPack, Prompt* kPrompt>
-void register_prompt(torch::Library& library) {
-  library.impl("_tree_cache_prompt_bytes", TORCH_FN(kPacked<prompt_bytes<kBytes>>));
-  library.impl("_tree_cache_pack_prompt_", TORCH_FN((kPacked<pack_prompt<kPack, kBytes>>)));
-  library.impl("_tree_cache_prompt", TORCH_FN((kPacked<prompt<kPrompt, kBytes>>)));
+void register_prompt(const OpKernels& kernels) {
+  kernels.impl("_tree_cache_prompt_bytes", TORCH_FN(kPacked<prompt_bytes<kBytes>>));
+  kernels.impl("_tree_cache_pack_prompt_", TORCH_FN((kPacked<pack_prompt<kPack, kBytes>>)));
+  kernels.impl("_tree_cache_prompt", TORCH_FN((kPacked<prompt<kPrompt, kBytes>>)));
 }
-
-constexpr char kPackName[] = "htree::_tree_cache_pack_prompt_";
-using MutatingPack = Mutating<kPackName, kPacked<pack_prompt<nullptr, nullptr>>, 1>;
 
 }  // namespace
 
@@ -253,30 +249,13 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
                              "Tensor block_table, int length, Tensor? copies, int capacity, "
                              "bool store_lists, int page_size, " +
                              options + ") -> (Tensor out, Tensor gmax, Tensor gsum, Tensor lists)";
-  define_ops(library, {bytes.c_str(), pack.c_str(), prompt.c_str()});
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CPU, library) {
-  register_prompt<prompt_bytes_cpu, pack_prompt_cpu, prompt_cpu>(library);
-}
-
+  define_ops(library, {bytes, pack, prompt});
+  register_prompt<prompt_bytes_cpu, pack_prompt_cpu, prompt_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, CUDA, library) {
-  register_prompt<prompt_bytes_cuda, pack_prompt_cuda, prompt_cuda>(library);
-}
+  register_prompt<prompt_bytes_cuda, pack_prompt_cuda, prompt_cuda>({library, DispatchKey::CUDA});
 #endif
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Meta, library) {
-  register_prompt<nullptr, nullptr, nullptr>(library);
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, Autograd, library) {
+  register_prompt<nullptr, nullptr, nullptr>({library, DispatchKey::Meta});
   register_no_gradient(library, {"_tree_cache_prompt_bytes", "_tree_cache_prompt"});
-  library.impl("_tree_cache_pack_prompt_", TORCH_FN(MutatingPack::autograd));
-}
-
-TORCH_LIBRARY_IMPL(HTREE_NAMESPACE, ADInplaceOrView, library) {
-  library.impl("_tree_cache_pack_prompt_", TORCH_FN(MutatingPack::in_place));
 }
 
 }  // namespace htree::tree_cache
