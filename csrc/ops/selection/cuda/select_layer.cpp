@@ -20,9 +20,9 @@ SpanTiles span_tiles_of(const TreeCall& call, const Chunk& chunk) {
 
 // Computes the scores of a gathered layer, by span means if there are any. The selection itself turns them into
 // importances.
-cudaError_t score_lists(const TreeCall& call, const PackedSpans& spans, const Chunk& chunk,
-                        const GatherParams& gather, int64_t most_candidates, float* scratch,
-                        LeaderSelectParams& select, cudaStream_t stream) {
+void score_lists(const TreeCall& call, const PackedSpans& spans, const Chunk& chunk,
+                 const GatherParams& gather, int64_t most_candidates, float* scratch,
+                 LeaderSelectParams& select, cudaStream_t stream) {
   ListScoreParams score;
   score.gather = gather;
   score.selection = call.problem.args.selection;
@@ -41,13 +41,14 @@ cudaError_t score_lists(const TreeCall& call, const PackedSpans& spans, const Ch
     score.spans = spans;
     score.spans.blocks += chunk.batch * call.problem.num_kv_heads * spans.num_parents * spans.rows *
                           packed_span_bytes(call.problem.key_dim);
-    return dispatch_shape(call.shape, [&](auto type, auto dim) {
+    launch_of_shape(call.shape, [&](auto type, auto dim) {
       return launch_span_list_scores<typename decltype(type)::type, dim.value>(score, stream);
     });
+  } else {
+    launch_of_shape(call.shape, [&](auto type, auto dim) {
+      return launch_list_scores<typename decltype(type)::type, dim.value>(score, stream);
+    });
   }
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
-    return launch_list_scores<typename decltype(type)::type, dim.value>(score, stream);
-  });
 }
 
 // The most entries of the lists of `gather`, whose last query stands in node `last_rank`.
@@ -57,8 +58,8 @@ int64_t longest_list(const GatherParams& gather, int64_t last_rank) {
 }
 
 // Computes the scores of a dense top by span means.
-cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const GatherParams& gather,
-                            float* scratch, LeaderSelectParams& select, cudaStream_t stream) {
+void score_top_spans(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
+                     LeaderSelectParams& select, cudaStream_t stream) {
   SpanScoreParams params;
   params.gather = gather;
   params.tiles = span_tiles_of(call, chunk);
@@ -75,28 +76,28 @@ cudaError_t score_top_spans(const TreeCall& call, const Chunk& chunk, const Gath
   scores.num_groups = static_cast<int>(scores.tiling.groups(top_nodes(call.problem)));
   scores.num_runs = static_cast<int>(scores.tiling.runs(top_nodes(call.problem)));
   select.spans = scores;
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+  launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_span_scores<typename decltype(type)::type, dim.value>(params, stream);
   });
 }
 
 // Computes the references of all lists of the chunk.
-cudaError_t refer_top(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
-                      DenseReferenceParams& params, cudaStream_t stream) {
+void refer_top(const TreeCall& call, const Chunk& chunk, const GatherParams& gather, float* scratch,
+               DenseReferenceParams& params, cudaStream_t stream) {
   params.gather = gather;
   params.tiles = tiles_of_batch(call, call.top, chunk.batch);
   params.selection = call.problem.args.selection;
   params.references = scratch;
   params.reference_batch = int64_t{gather.num_lists} * call.problem.num_heads;
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+  launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_dense_references<typename decltype(type)::type, dim.value>(params, stream);
   });
 }
 
 // Computes the importances of the lists of `gather`, which are `first` lists behind those of `reference`.
-cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference, float* importances,
-                     const GatherParams& gather, int64_t first, int64_t last_rank, LeaderSelectParams& select,
-                     cudaStream_t stream) {
+void rank_top(const TreeCall& call, const DenseReferenceParams& reference, float* importances,
+              const GatherParams& gather, int64_t first, int64_t last_rank, LeaderSelectParams& select,
+              cudaStream_t stream) {
   DenseImportanceParams params;
   params.reference = reference;
   params.reference.gather = gather;
@@ -105,15 +106,15 @@ cudaError_t rank_top(const TreeCall& call, const DenseReferenceParams& reference
   params.width = importance_width(std::max<int64_t>(last_rank, 1));
   select.scores = params.importances;
   select.score_width = params.width;
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+  launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_dense_importances<typename decltype(type)::type, dim.value>(params, stream);
   });
 }
 
 }  // namespace
 
-cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
-                         const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream) {
+void select_layer(const TreeCall& call, size_t layer_idx, const Chunk& chunk, const ListSlice& lists,
+                  const ListSlice& next, float* scratch, uint32_t* mask, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   const int64_t words = mask_words(p);
   const TreeLayer& layer = call.layers[layer_idx];
@@ -126,11 +127,7 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
       lay_out_dense_scores(space, chunk.num_batches * chunk_lists * p.num_heads, /*importances=*/0);
   DenseReferenceParams reference;
   if (dense && !dense_spans) {
-    const cudaError_t error =
-        refer_top(call, chunk, gather_of(call, layer_idx, chunk), memory.references, reference, stream);
-    if (error != cudaSuccess) {
-      return error;
-    }
+    refer_top(call, chunk, gather_of(call, layer_idx, chunk), memory.references, reference, stream);
   }
   for (int64_t first = 0; first < chunk_lists; first += most) {
     const int64_t count = std::min(most, chunk_lists - first);
@@ -151,19 +148,16 @@ cudaError_t select_layer(const TreeCall& call, size_t layer_idx, const Chunk& ch
     select.selected_batch = chunk_lists * p.num_kv_heads * words;
     select.mask_words = words;
     select.selection = p.args.selection;
-    cudaError_t error =
-        dense_spans ? score_top_spans(call, part, gather, scratch, select, stream)
-        : dense     ? rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream)
-                    : score_lists(call, layer.spans, part, gather,
-                                  longest_list(gather, last_rank) * kTensorCoreRate, scratch, select, stream);
-    if (error != cudaSuccess) {
-      return error;
+    if (dense_spans) {
+      score_top_spans(call, part, gather, scratch, select, stream);
+    } else if (dense) {
+      rank_top(call, reference, memory.importances, gather, first, last_rank, select, stream);
+    } else {
+      const int64_t most_candidates = longest_list(gather, last_rank) * kTensorCoreRate;
+      score_lists(call, layer.spans, part, gather, most_candidates, scratch, select, stream);
     }
-    if (error = launch_leader_select(select, stream); error != cudaSuccess) {
-      return error;
-    }
+    C10_CUDA_CHECK(launch_leader_select(select, stream));
   }
-  return cudaSuccess;
 }
 
 }  // namespace htree::tree_attention

@@ -38,8 +38,7 @@ ListRun next_lists(const PerListGradientParams& b, int64_t first, int64_t num_li
 
 }  // namespace
 
-cudaError_t run_per_list_gradients(const TensorCoreShape& shape, const PerListRuns& layer,
-                                   cudaStream_t stream) {
+void run_per_list_gradients(const TensorCoreShape& shape, const PerListRuns& layer, cudaStream_t stream) {
   PartialSumParams sums = layer.sums;
   PerListGradientParams& b = sums.tasks;
   const GatherParams& p = b.gather;
@@ -56,25 +55,20 @@ cudaError_t run_per_list_gradients(const TensorCoreShape& shape, const PerListRu
     b.run.first_task = first * layer.tasks;
     b.run.num_tasks = run.lists * layer.tasks;
     first += run.lists;
-    cudaError_t error = dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_of_shape(shape, [&](auto type, auto dim) {
       return launch_per_list_gradient<typename decltype(type)::type, dim.value>(b, stream);
     });
-    if (keys_wanted && error == cudaSuccess) {
-      error = dispatch_shape(shape, [&](auto type, auto dim) {
+    if (keys_wanted) {
+      launch_of_shape(shape, [&](auto type, auto dim) {
         return launch_partial_sums<typename decltype(type)::type, dim.value>(sums, stream);
       });
     }
-    if (error != cudaSuccess) {
-      return error;
-    }
   }
-  return cudaSuccess;
 }
 
-cudaError_t run_query_gradient(const TensorCoreShape& shape, const GradientKernels& kernels,
-                               const QueryGradientParams& params, const __half2* rotations,
-                               cudaStream_t stream) {
-  return dispatch_shape(shape, [&](auto type, auto dim) {
+void run_query_gradient(const TensorCoreShape& shape, const GradientKernels& kernels,
+                        const QueryGradientParams& params, const __half2* rotations, cudaStream_t stream) {
+  launch_of_shape(shape, [&](auto type, auto dim) {
     using T = typename decltype(type)::type;
     return kernels.shared_gather_queries
                ? launch_shared_gather_gradient<T, dim.value>({params, rotations}, stream)
@@ -82,45 +76,40 @@ cudaError_t run_query_gradient(const TensorCoreShape& shape, const GradientKerne
   });
 }
 
-cudaError_t run_key_gradient(const TensorCoreShape& shape, const GradientKernels& kernels,
-                             KeyGradientParams params, cudaStream_t stream) {
+void run_key_gradient(const TensorCoreShape& shape, const GradientKernels& kernels, KeyGradientParams params,
+                      cudaStream_t stream) {
   const GatherParams& p = params.common.gather;
   if (!kernels.parent_warps) {
-    return dispatch_shape(shape, [&](auto type, auto dim) {
+    return launch_of_shape(shape, [&](auto type, auto dim) {
       return launch_key_gradient<typename decltype(type)::type, dim.value>(params, stream);
     });
   }
   const int64_t list_bytes = int64_t{p.stride} * p.group * 2 * (shape.key_dim + shape.value_dim);
   const int64_t window = std::max<int64_t>(1, kParentWindowBytes / list_bytes);
-  cudaError_t error = cudaSuccess;
-  for (int64_t first = 0; first < p.num_lists && error == cudaSuccess; first += window) {
+  for (int64_t first = 0; first < p.num_lists; first += window) {
     params.first_list = static_cast<uint32_t>(first);
     params.end_list = static_cast<uint32_t>(std::min<int64_t>(first + window, p.num_lists));
-    error = dispatch_shape(shape, [&](auto type, auto dim) {
+    launch_of_shape(shape, [&](auto type, auto dim) {
       return launch_parent_gradient<typename decltype(type)::type, dim.value>(params, stream);
     });
     params.add = true;
   }
-  return error;
 }
 
-cudaError_t run_masked_gradients(const TensorCoreShape& shape, const MaskedGradientParams& params,
-                                 cudaStream_t stream) {
+void run_masked_gradients(const TensorCoreShape& shape, const MaskedGradientParams& params,
+                          cudaStream_t stream) {
   const bool keys_wanted = params.keys || params.values;
-  cudaError_t error = launch_tile_marks(params.gather, params.marks, stream);
-  if (keys_wanted && error == cudaSuccess) {
-    error = launch_inverted_tiles(params.gather, params.marks, params.inverted, stream);
+  C10_CUDA_CHECK(launch_tile_marks(params.gather, params.marks, stream));
+  if (keys_wanted) {
+    C10_CUDA_CHECK(launch_inverted_tiles(params.gather, params.marks, params.inverted, stream));
   }
-  return error != cudaSuccess ? error : dispatch_shape(shape, [&](auto type, auto dim) {
+  launch_of_shape(shape, [&](auto type, auto dim) {
     using T = typename decltype(type)::type;
-    cudaError_t launched = launch_masked_row_tiles<T, dim.value>(params, stream);
-    if (params.query_gradient && launched == cudaSuccess) {
-      launched = launch_masked_query_gradient<T, dim.value>(params, stream);
+    C10_CUDA_CHECK((launch_masked_row_tiles<T, dim.value>(params, stream)));
+    if (params.query_gradient) {
+      C10_CUDA_CHECK((launch_masked_query_gradient<T, dim.value>(params, stream)));
     }
-    if (keys_wanted && launched == cudaSuccess) {
-      launched = launch_masked_key_gradient<T, dim.value>(params, stream);
-    }
-    return launched;
+    return keys_wanted ? launch_masked_key_gradient<T, dim.value>(params, stream) : cudaSuccess;
   });
 }
 

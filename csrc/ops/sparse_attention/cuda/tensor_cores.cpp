@@ -136,9 +136,9 @@ class ListedCall {
     layer.rope = nullptr;
     prepared_.call.rows = layer.tiles;
     wild_ = static_cast<uint16_t*>(own(heads * layer.tiles.num_tiles * kTileParents * sizeof(uint16_t)));
-    C10_CUDA_CHECK(dispatch_shape(tree.shape, [&](auto type, auto dim) {
+    launch_of_shape(tree.shape, [&](auto type, auto dim) {
       return launch_dense_layer<typename decltype(type)::type, dim.value>(layer, stream);
-    }));
+    });
     C10_CUDA_CHECK(launch_wild_tokens({layer.tiles, tree.shape, wild_, heads}, stream));
   }
 
@@ -152,7 +152,7 @@ class ListedCall {
 };
 
 void attend(const ListedCall& c, const AttendParams& params) {
-  C10_CUDA_CHECK(dispatch_shape(c.tree.shape, [&](auto type, auto dim) {
+  launch_of_shape(c.tree.shape, [&](auto type, auto dim) {
     using T = typename decltype(type)::type;
     switch (c.config.gather) {
       case GatherKernel::kPerList:
@@ -163,7 +163,7 @@ void attend(const ListedCall& c, const AttendParams& params) {
         break;
     }
     return launch_per_query_attend<T, dim.value>(params, c.stream);
-  }));
+  });
 }
 
 // The rows of a chunk whose lists say so, after the others. They may have been written as rows that see nothing.
@@ -172,10 +172,10 @@ void attend_masked_rows(const ListedCall& c, const Chunk& chunk, AttendParams pa
   const TileMarks marks = c.marks(memory);
   params.gather = c.masked_rows(params.gather, chunk);
   C10_CUDA_CHECK(launch_tile_marks(params.gather, marks, c.stream));
-  C10_CUDA_CHECK(dispatch_shape(c.tree.shape, [&](auto type, auto dim) {
+  launch_of_shape(c.tree.shape, [&](auto type, auto dim) {
     return launch_masked_rows<typename decltype(type)::type, dim.value>({{params, c.tiles(chunk)}, marks},
                                                                         c.stream);
-  }));
+  });
 }
 
 // The gradients of a call, chunk after chunk. dK and dV are sums in fp32 over all chunks.
@@ -228,9 +228,9 @@ class ListedGradients {
     const GatherParams gather = c_.gather(chunk, at_.lists);
     rows.masked_end = c_.masked_end(chunk);
     rows.gather = gather;
-    C10_CUDA_CHECK(dispatch_shape(c_.tree.shape, [&](auto type, auto dim) {
+    launch_of_shape(c_.tree.shape, [&](auto type, auto dim) {
       return launch_gradient_rows<typename decltype(type)::type, dim.value>(rows, c_.stream);
-    }));
+    });
     invert(gather);
     bound_lists(chunk, gather);
     if (c_.config.per_list) {
@@ -256,10 +256,10 @@ class ListedGradients {
     const TreeLayer& layer = c_.tree.layers.front();
     PackParams rows = layer_params<PackParams>(c_.tree, layer);
     rows.num_parents = layer.num_parents;
-    C10_CUDA_CHECK(dispatch_shape(c_.tree.shape, [&](auto type, auto dim) {
+    launch_of_shape(c_.tree.shape, [&](auto type, auto dim) {
       return launch_key_bounds<typename decltype(type)::type, dim.value>(
           rows, {at_.node_bounds, at_.parent_bounds, nullptr}, c_.stream);
-    }));
+    });
     if (c_.config.parent_warps && keys_wanted()) {
       C10_CUDA_CHECK(launch_position_rotations(c_.tree.rope, static_cast<__half2*>(at_.rotations),
                                                c_.tree.rope_rows(), static_cast<int>(p_.key_dim), c_.stream));
@@ -335,7 +335,7 @@ class ListedGradients {
     runs.partials = at_.partials;
     runs.partial_bytes = at_.partial_bytes;
     runs.num_sms = c_.config.num_sms;
-    C10_CUDA_CHECK(run_per_list_gradients(c_.tree.shape, runs, c_.stream));
+    run_per_list_gradients(c_.tree.shape, runs, c_.stream);
   }
 
   void add_per_query(const Chunk& chunk, const GatherParams& gather) {
@@ -355,8 +355,7 @@ class ListedGradients {
       query.gradient = query_gradient(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
       query.masked_end = c_.masked_end(chunk);
-      C10_CUDA_CHECK(
-          run_query_gradient(c_.tree.shape, c_.config, query, c_.tree.fragment_rotations, c_.stream));
+      run_query_gradient(c_.tree.shape, c_.config, query, c_.tree.fragment_rotations, c_.stream);
     }
     if (keys_wanted()) {
       KeyGradientParams key;
@@ -368,7 +367,7 @@ class ListedGradients {
       key.values = sums_from(value_sums_, p_.value_dim, chunk);
       key.add = true;
       key.rotations = static_cast<__half2*>(at_.rotations);
-      C10_CUDA_CHECK(run_key_gradient(c_.tree.shape, c_.config, key, c_.stream));
+      run_key_gradient(c_.tree.shape, c_.config, key, c_.stream);
     }
   }
 
@@ -397,7 +396,7 @@ class ListedGradients {
     params.list_bounds = at_.list_bounds;
     C10_CUDA_CHECK(cudaMemsetAsync(memory.rows.bounds, 0,
                                    chunk.num_batches * p_.num_kv_heads * kQueryBoundsBytes, c_.stream));
-    C10_CUDA_CHECK(run_masked_gradients(c_.tree.shape, params, c_.stream));
+    run_masked_gradients(c_.tree.shape, params, c_.stream);
   }
 
   void store(const Tensor& sums, int64_t dim, const Tensor& gradient) const {

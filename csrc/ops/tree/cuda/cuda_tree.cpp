@@ -155,7 +155,7 @@ TensorCoreTree prepare_tensor_cores(const AttentionProblem& problem, const TreeC
                      static_cast<int>(rows), layer.num_parents};
     }
   }
-  C10_CUDA_CHECK(run_prepare(call, stream));
+  run_prepare(call, stream);
   return result;
 }
 

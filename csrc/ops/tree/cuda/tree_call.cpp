@@ -1,4 +1,4 @@
-// The steps that fill a call's tables and copies, and the parts of them that a chunk reads. No torch.
+// The steps that fill a call's tables and copies, and the parts of them that a chunk reads.
 #include "ops/tree/cuda/tree_call.h"
 
 namespace htree::tree_attention {
@@ -8,6 +8,7 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 
 }  // namespace
+
 TensorView at_row(TensorView view, int64_t batch, int64_t row) {
   view.data = static_cast<const char*>(view.data) + 2 * (batch * view.batch + row * view.row);
   return view;
@@ -38,7 +39,7 @@ GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chun
 namespace {
 
 // Fills the copies of the span means of the layers that have them.
-cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
+void copy_spans(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   SpanCopyParams params;
   params.tokens = call.layers[0].keys;
@@ -47,78 +48,66 @@ cudaError_t copy_spans(const TreeCall& call, cudaStream_t stream) {
   params.num_batches = p.batch;
   params.num_kv_heads = p.num_kv_heads;
   params.span = static_cast<int>(p.args.selection_span);
-  cudaError_t error = cudaSuccess;
   for (const TreeLayer& layer : call.layers) {
     params.node_span = layer.node_span;
     params.packed = layer.spans;
-    if (layer.spans.blocks && error == cudaSuccess) {
-      error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+    if (layer.spans.blocks) {
+      launch_of_shape(call.shape, [&](auto type, auto dim) {
         return launch_pack_spans<typename decltype(type)::type, dim.value>(params, stream);
       });
     }
   }
   params.tiles = call.top_spans;
-  if (call.top_spans.keys && error == cudaSuccess) {
-    error = dispatch_shape(call.shape, [&](auto type, auto dim) {
+  if (call.top_spans.keys) {
+    launch_of_shape(call.shape, [&](auto type, auto dim) {
       return launch_tile_spans<typename decltype(type)::type, dim.value>(params, stream);
     });
   }
-  return error;
 }
 
 }  // namespace
 
-cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream) {
-  if (!layer.packed) {
-    return cudaSuccess;
-  }
+void pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream) {
+  if (!layer.packed) return;
   PackParams pack = layer_params<PackParams>(call, layer);
   pack.packed = layer.packed;
   pack.num_parents = layer.num_parents;
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+  launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_pack_layer<typename decltype(type)::type, dim.value>(pack, stream);
   });
 }
 
-cudaError_t prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream) {
+void prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  cudaError_t error = cudaSuccess;
+  const int key_dim = static_cast<int>(p.key_dim);
   if (call.inv_freq) {
-    error = launch_frequencies(call.inv_freq, p.args.inv_freq.data(), p.key_dim / 2, stream);
+    C10_CUDA_CHECK(launch_frequencies(call.inv_freq, p.args.inv_freq.data(), p.key_dim / 2, stream));
   }
-  if (error == cudaSuccess) {
-    error = launch_rope_table(call.rope, positions, static_cast<int>(p.key_dim), call.frequencies(), stream);
-  }
+  C10_CUDA_CHECK(launch_rope_table(call.rope, positions, key_dim, call.frequencies(), stream));
   const auto rotations = [&](__half2* table, RotationOrder order) {
-    if (table && error == cudaSuccess) {
-      error = launch_rotation_table(table, call.rotation_slots(), static_cast<int>(p.key_dim), order,
-                                    call.frequencies(), stream);
-    }
+    if (!table) return;
+    C10_CUDA_CHECK(
+        launch_rotation_table(table, call.rotation_slots(), key_dim, order, call.frequencies(), stream));
   };
   rotations(call.fragment_rotations, RotationOrder::kFragments);
   rotations(call.dim_rotations, RotationOrder::kDims);
-  return error;
 }
 
-cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
+void run_prepare(const TreeCall& call, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  cudaError_t error = prepare_tables(call, call.rope_rows(), stream);
-  for (size_t i = call.config.masked_rows > 0 ? 1 : 0; i < call.layers.size() && error == cudaSuccess; ++i) {
-    error = pack_layer(call, call.layers[i], stream);
+  prepare_tables(call, call.rope_rows(), stream);
+  for (size_t i = call.config.masked_rows > 0 ? 1 : 0; i < call.layers.size(); ++i) {
+    pack_layer(call, call.layers[i], stream);
   }
-  if (error == cudaSuccess) {
-    error = copy_spans(call, stream);
-  }
+  copy_spans(call, stream);
   const auto lay_out = [&](const TreeLayer& layer, const DenseTiles& tiles, int64_t rows) {
-    if (error == cudaSuccess) {
-      DenseLayerParams pack = layer_params<DenseLayerParams>(call, layer);
-      pack.tiles = tiles;
-      pack.num_nodes = rows;
-      pack.rope = p.args.rotate ? call.rope : nullptr;  // the table may end before the tokens do
-      error = dispatch_shape(call.shape, [&](auto type, auto dim) {
-        return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
-      });
-    }
+    DenseLayerParams pack = layer_params<DenseLayerParams>(call, layer);
+    pack.tiles = tiles;
+    pack.num_nodes = rows;
+    pack.rope = p.args.rotate ? call.rope : nullptr;  // the table may end before the tokens do
+    launch_of_shape(call.shape, [&](auto type, auto dim) {
+      return launch_dense_layer<typename decltype(type)::type, dim.value>(pack, stream);
+    });
   };
   if (const int64_t rows = tiled_tokens(p, call.config); rows > 0) {
     lay_out(call.layers.front(), call.rows, rows);
@@ -126,7 +115,6 @@ cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream) {
   if (call.config.dense_top) {
     lay_out(call.layers.back(), call.top, call.layers.back().num_nodes);
   }
-  return error;
 }
 
 }  // namespace htree::tree_attention

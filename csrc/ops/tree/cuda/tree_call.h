@@ -1,6 +1,8 @@
 // A call of the tensor-core path: its sizes, inputs and tree in device memory, and the steps that both
-// directions share. No torch.
+// directions share. A step that launches kernels raises what a launch returned.
 #pragma once
+
+#include <c10/cuda/CUDAException.h>
 
 #include <vector>
 
@@ -87,13 +89,19 @@ TensorView at_row(TensorView view, int64_t batch, int64_t row);
 // Everything but the lists, which the caller sets.
 GatherParams gather_of(const TreeCall& call, size_t layer_idx, const Chunk& chunk);
 
+// Calls launch(TypeTag<T>, IntTag<D>) for the compiled kernels of a shape.
+template <typename F>
+void launch_of_shape(const TensorCoreShape& shape, F&& launch) {
+  C10_CUDA_CHECK(dispatch_shape(shape, launch));
+}
+
 // Fills call.inv_freq, `positions` rows of call.rope and the rotation tables.
-cudaError_t prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream);
+void prepare_tables(const TreeCall& call, int64_t positions, cudaStream_t stream);
 // Fills these tables, the tiles and the packed copy of every layer. With
 // config.masked_rows that of the tokens comes later, in the place of their tiles.
-cudaError_t run_prepare(const TreeCall& call, cudaStream_t stream);
+void run_prepare(const TreeCall& call, cudaStream_t stream);
 
 // Fills the packed copy of a layer, if it has one.
-cudaError_t pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream);
+void pack_layer(const TreeCall& call, const TreeLayer& layer, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

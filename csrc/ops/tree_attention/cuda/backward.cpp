@@ -59,42 +59,35 @@ class BackwardRun {
         stream_(stream),
         top_(call.layers.size() - 1) {}
 
-  cudaError_t run() {
-    cudaError_t error = cudaSuccess;
+  void run() {
     if (sums_are_zeroed() ||
         layer_per_list(p_, config_, top_)) {  // the per-list kernels only add to the sums
       const int64_t first = config_.per_list || sums_are_zeroed() ? 0 : gradient_sum_row(p_, top_);
       const size_t rows = static_cast<size_t>(gradient_sum_row(p_, p_.layers()) - first);
-      if (buffers_.key_sums) {
-        error = cudaMemsetAsync(buffers_.key_sums + first * p_.key_dim, 0, rows * p_.key_dim * 4, stream_);
-      }
-      if (buffers_.value_sums && error == cudaSuccess) {
-        error =
-            cudaMemsetAsync(buffers_.value_sums + first * p_.value_dim, 0, rows * p_.value_dim * 4, stream_);
-      }
+      const auto zero = [&](float* sums, int64_t dim) {
+        if (sums) C10_CUDA_CHECK(cudaMemsetAsync(sums + first * dim, 0, rows * dim * 4, stream_));
+      };
+      zero(buffers_.key_sums, p_.key_dim);
+      zero(buffers_.value_sums, p_.value_dim);
     }
-    if (error == cudaSuccess && config_.parent_warps && keys_wanted() && walks(p_, config_)) {
-      error = launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations), call_.rope_rows(),
-                                        static_cast<int>(p_.key_dim), stream_);
+    if (config_.parent_warps && keys_wanted() && walks(p_, config_)) {
+      C10_CUDA_CHECK(launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations),
+                                               call_.rope_rows(), static_cast<int>(p_.key_dim), stream_));
     }
-    for (size_t i = 0; i <= top_ && error == cudaSuccess; ++i) {
-      error = bound_layer(i);
+    for (size_t i = 0; i <= top_; ++i) {
+      bound_layer(i);
     }
     for (const Piece& piece : p_.pieces()) {
-      if (dense_queries(piece, config_) > 0 && error == cudaSuccess) {
-        error = dense_rows(piece);
+      if (dense_queries(piece, config_) > 0) {
+        dense_rows(piece);
       }
     }
-    if (config_.masked_rows > 0 && error == cudaSuccess) {
-      error = walk_rows(config_.dense_rows, config_.masked_rows);
-      if (error == cudaSuccess) {
-        error = pack_layer(call_, call_.layers.front(), stream_);  // in the place of the tiles
-      }
+    if (config_.masked_rows > 0) {
+      walk_rows(config_.dense_rows, config_.masked_rows);
+      pack_layer(call_, call_.layers.front(), stream_);  // in the place of the tiles
     }
-    if (error == cudaSuccess) {
-      error = walk_rows(std::max(config_.dense_rows, config_.masked_rows), p_.num_keys);
-    }
-    return error != cudaSuccess ? error : finish();
+    walk_rows(std::max(config_.dense_rows, config_.masked_rows), p_.num_keys);
+    finish();
   }
 
  private:
@@ -108,7 +101,7 @@ class BackwardRun {
             at_.earlier_bounds + parents};
   }
 
-  cudaError_t bound_layer(size_t layer_idx) {
+  void bound_layer(size_t layer_idx) {
     const TreeLayer& layer = call_.layers[layer_idx];
     PackParams rows = layer_params<PackParams>(call_, layer);
     rows.num_parents = layer.num_parents;
@@ -120,10 +113,12 @@ class BackwardRun {
                                             : 0;
     earlier.head_parents = layer.num_parents;
     earlier.num_heads = static_cast<int>(p_.batch * p_.num_kv_heads);
-    const cudaError_t error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
+    launch_of_shape(call_.shape, [&](auto type, auto dim) {
       return launch_key_bounds<typename decltype(type)::type, dim.value>(rows, earlier.bounds, stream_);
     });
-    return error != cudaSuccess || earlier.num_parents == 0 ? error : launch_earlier_bounds(earlier, stream_);
+    if (earlier.num_parents > 0) {
+      C10_CUDA_CHECK(launch_earlier_bounds(earlier, stream_));
+    }
   }
 
   // The dense rows of the first piece write the sums of the tokens up to the last of them. Where that is not all, because
@@ -136,70 +131,59 @@ class BackwardRun {
   }
 
   // The rows between tokens `begin` and `end` of every batch and piece, which walk the tree.
-  cudaError_t walk_rows(int64_t begin, int64_t end) {
+  void walk_rows(int64_t begin, int64_t end) {
     for (int64_t batch = 0; batch < p_.batch; batch += config_.batch_chunk) {
       for (const Piece& piece : p_.pieces()) {
         const int64_t last = piece.query + queries_before(piece, end);
         for (int64_t query = piece.query + queries_before(piece, begin); query < last;) {
           const int64_t num_queries = std::min(config_.query_chunk, last - query);
-          const cudaError_t error =
-              chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
-          if (error != cudaSuccess) {
-            return error;
-          }
+          chunk({batch, std::min(config_.batch_chunk, p_.batch - batch), query, num_queries});
           query += num_queries;
         }
       }
     }
-    return cudaSuccess;
   }
 
   // The gradients of the first queries of every batch of a piece, which are rows of dense attention.
-  cudaError_t dense_rows(const Piece& piece) {
-    cudaError_t error = cudaSuccess;
-    for (int64_t batch = 0; batch < p_.batch && error == cudaSuccess; batch += config_.dense_batches) {
-      error = dense_rows({batch, std::min(config_.dense_batches, p_.batch - batch), piece.query,
-                          dense_queries(piece, config_)});
+  void dense_rows(const Piece& piece) {
+    for (int64_t batch = 0; batch < p_.batch; batch += config_.dense_batches) {
+      dense_rows({batch, std::min(config_.dense_batches, p_.batch - batch), piece.query,
+                  dense_queries(piece, config_)});
     }
-    return error;
   }
 
-  cudaError_t dense_rows(const Chunk& chunk) {
+  void dense_rows(const Chunk& chunk) {
     Workspace space(at_.partials);
     DenseGradientParams params;
     params.add = chunk.query > 0;  // of an earlier piece
-    const cudaError_t error =
-        set_rows(params, lay_out_dense_gradients(space, p_, config_, chunk.num_batches), chunk);
-    return error != cudaSuccess ? error : dispatch_shape(call_.shape, [&](auto type, auto dim) {
+    set_rows(params, lay_out_dense_gradients(space, p_, config_, chunk.num_batches), chunk);
+    launch_of_shape(call_.shape, [&](auto type, auto dim) {
       using T = typename decltype(type)::type;
-      cudaError_t launched = launch_row_tiles<T, dim.value>(params, stream_);
-      if (params.query_gradient && launched == cudaSuccess) {
-        launched = launch_dense_query_gradient<T, dim.value>(params, stream_);
+      C10_CUDA_CHECK((launch_row_tiles<T, dim.value>(params, stream_)));
+      if (params.query_gradient) {
+        C10_CUDA_CHECK((launch_dense_query_gradient<T, dim.value>(params, stream_)));
       }
-      if (keys_wanted() && launched == cudaSuccess) {
-        launched = launch_dense_key_gradient<T, dim.value>(params, stream_);
-      }
-      return launched;
+      return keys_wanted() ? launch_dense_key_gradient<T, dim.value>(params, stream_) : cudaSuccess;
     });
   }
 
   // The tokens for rows that multiply whole tiles under the bits of their lists; `first`: there are no layers above.
-  cudaError_t masked_rows(const Chunk& chunk, const ListSlice& lists, bool first) {
+  void masked_rows(const Chunk& chunk, const ListSlice& lists, bool first) {
     Workspace space(at_.partials);
     const MaskedGradientMemory memory = lay_out_masked_gradients(space, p_, config_);
     MaskedGradientParams params;
-    cudaError_t error = set_rows(params, memory.rows, chunk);
+    set_rows(params, memory.rows, chunk);
     params.gather.lists = lists.data;
     params.gather.list_batch = lists.batch;
     params.marks = {memory.marks.marks, memory.marks.tiles, memory.marks.counts, params.tiles.num_tiles};
     params.inverted = {memory.inverted_tiles, memory.inverted_tile_counts};
     params.query_sums = first ? nullptr : at_.query_sums;
     params.add = true;
-    return error != cudaSuccess ? error : run_masked_gradients(call_.shape, params, stream_);
+    run_masked_gradients(call_.shape, params, stream_);
   }
 
   // Sets what dense and masked rows have in common, and zeroes the bounds of the queries.
-  cudaError_t set_rows(DenseGradientParams& params, const DenseGradientMemory& memory, const Chunk& chunk) {
+  void set_rows(DenseGradientParams& params, const DenseGradientMemory& memory, const Chunk& chunk) {
     params.gather = gather_of(call_, 0, chunk);
     params.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
     params.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
@@ -214,8 +198,8 @@ class BackwardRun {
     params.query_gradient = buffers_.query_gradient ? query_gradient_of(chunk) : nullptr;
     sums_of(0, chunk, params.keys, params.values);
     params.sum_rows = call_.layers[0].num_parents * kTensorCoreRate;
-    return cudaMemsetAsync(memory.bounds, 0, chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds),
-                           stream_);
+    C10_CUDA_CHECK(cudaMemsetAsync(memory.bounds, 0,
+                                   chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_));
   }
 
   RowStates states_of(const Chunk& chunk) const {
@@ -247,18 +231,15 @@ class BackwardRun {
             ceil_div(chunk.num_queries, p_.args.selection_stride) * row};
   }
 
-  cudaError_t chunk(const Chunk& chunk) {
+  void chunk(const Chunk& chunk) {
     if (buffers_.parents.empty()) {
       for (size_t i = top_; i > 0; --i) {
-        const cudaError_t error = select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk),
-                                               lists_of(i - 1, chunk), at_.scores, nullptr, stream_);
-        if (error != cudaSuccess) {
-          return error;
-        }
+        select_layer(call_, i, chunk, i == top_ ? ListSlice{} : lists_of(i, chunk), lists_of(i - 1, chunk),
+                     at_.scores, nullptr, stream_);
       }
     }
-    cudaError_t error = cudaMemsetAsync(at_.query_bounds, 0,
-                                        chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_);
+    C10_CUDA_CHECK(cudaMemsetAsync(at_.query_bounds, 0,
+                                   chunk.num_batches * p_.num_kv_heads * sizeof(QueryBounds), stream_));
     RowParams rows;
     rows.queries = at_row(call_.queries, chunk.batch, chunk.query);
     rows.gradients = at_row(buffers_.gradients, chunk.batch, chunk.query);
@@ -272,18 +253,15 @@ class BackwardRun {
     rows.num_queries = static_cast<int>(chunk.num_queries);
     rows.num_kv_heads = static_cast<int>(p_.num_kv_heads);
     rows.group = static_cast<int>(p_.group());
-    if (error == cudaSuccess) {
-      error = dispatch_shape(call_.shape, [&](auto type, auto dim) {
-        return launch_gradient_rows<typename decltype(type)::type, dim.value>(rows, stream_);
-      });
+    launch_of_shape(call_.shape, [&](auto type, auto dim) {
+      return launch_gradient_rows<typename decltype(type)::type, dim.value>(rows, stream_);
+    });
+    for (size_t i = top_ + 1; i-- > 0;) {
+      layer(i, chunk);
     }
-    for (size_t i = top_ + 1; i-- > 0 && error == cudaSuccess;) {
-      error = layer(i, chunk);
-    }
-    return error;
   }
 
-  cudaError_t layer(size_t layer_idx, const Chunk& chunk) {
+  void layer(size_t layer_idx, const Chunk& chunk) {
     const bool implicit = layer_idx == top_;
     const ListSlice lists = implicit ? ListSlice{} : lists_of(layer_idx, chunk);
     if (layer_idx == 0 && p_.token_of(chunk.query) < config_.masked_rows) {
@@ -313,9 +291,7 @@ class BackwardRun {
       mask.selected = at_.mask;
       mask.mask_words = common.mask_words;
       mask.counts = at_.counts;
-      if (const cudaError_t error = launch_list_masks(mask, stream_); error != cudaSuccess) {
-        return error;
-      }
+      C10_CUDA_CHECK(launch_list_masks(mask, stream_));
     }
     if (layer_per_list(p_, config_, layer_idx)) {
       return per_list_layer(layer_idx, chunk, common, lists);
@@ -323,9 +299,7 @@ class BackwardRun {
     if (buffers_.query_gradient) {
       ListBoundParams bounds = list_bounds_of(layer_idx, chunk, common.gather);
       bounds.lists = at_.list_bounds;
-      if (const cudaError_t error = launch_list_bounds(bounds, stream_); error != cudaSuccess) {
-        return error;
-      }
+      C10_CUDA_CHECK(launch_list_bounds(bounds, stream_));
       QueryGradientParams query;
       query.common = common;
       query.first = implicit;
@@ -333,13 +307,11 @@ class BackwardRun {
       query.partial = at_.query_sums;
       query.gradient = query_gradient_of(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
-      const cudaError_t error =
-          run_query_gradient(call_.shape, config_, query, call_.fragment_rotations, stream_);
-      if (error != cudaSuccess) {
-        return error;
-      }
+      run_query_gradient(call_.shape, config_, query, call_.fragment_rotations, stream_);
     }
-    return keys_wanted() ? layer_keys(layer_idx, chunk, common, lists) : cudaSuccess;
+    if (keys_wanted()) {
+      layer_keys(layer_idx, chunk, common, lists);
+    }
   }
 
   // What all bounds of a layer's lists have in common.
@@ -351,33 +323,31 @@ class BackwardRun {
     return bounds;
   }
 
-  cudaError_t layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
-                         const ListSlice& lists) {
+  void layer_keys(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
+                  const ListSlice& lists) {
     const TreeLayer& layer = call_.layers[layer_idx];
     KeyGradientParams key;
     key.common = common;
     key.counts = at_.counts;
     if (lists.data) {
-      if (const cudaError_t error = invert(layer, common.gather); error != cudaSuccess) {
-        return error;
-      }
+      invert(layer, common.gather);
       key.entries = at_.entries;
       key.offsets = at_.offsets;
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0 || sums_are_zeroed();
     key.rotations = static_cast<__half2*>(at_.rotations);
-    return run_key_gradient(call_.shape, config_, key, stream_);
+    run_key_gradient(call_.shape, config_, key, stream_);
   }
 
   // Inverts the lists of the layer.
-  cudaError_t invert(const TreeLayer& layer, const GatherParams& gather) {
+  void invert(const TreeLayer& layer, const GatherParams& gather) {
     InvertedListParams inverted = {list_table(gather)};
     inverted.num_parents = layer.num_parents;
     inverted.entries = at_.entries;
     inverted.offsets = at_.offsets;
     inverted.run_counts = at_.run_counts;
-    return launch_inverted_lists(inverted, stream_);
+    C10_CUDA_CHECK(launch_inverted_lists(inverted, stream_));
   }
 
   void sums_of(size_t layer_idx, const Chunk& chunk, float*& keys, float*& values) const {
@@ -389,15 +359,13 @@ class BackwardRun {
   }
 
   // Computes both gradients of a layer with the per-list kernels.
-  cudaError_t per_list_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
-                             const ListSlice& lists) {
+  void per_list_layer(size_t layer_idx, const Chunk& chunk, const GradientParams& common,
+                      const ListSlice& lists) {
     PerListRuns layer;
     PartialSumParams& sums = layer.sums;
     sums_of(layer_idx, chunk, sums.keys, sums.values);
     if (lists.data && keys_wanted()) {
-      if (const cudaError_t error = invert(call_.layers[layer_idx], common.gather); error != cudaSuccess) {
-        return error;
-      }
+      invert(call_.layers[layer_idx], common.gather);
       sums.entries = at_.entries;
       sums.offsets = at_.offsets;
     }
@@ -436,20 +404,17 @@ class BackwardRun {
     bounds.powers = at_.task_powers;
     bounds.tasks = static_cast<int>(layer.tasks);
     bounds.meta = at_.meta;
-    if (const cudaError_t error = launch_list_bounds(bounds, stream_); error != cudaSuccess) {
-      return error;
-    }
+    C10_CUDA_CHECK(launch_list_bounds(bounds, stream_));
     layer.partials = at_.partials;
     layer.partial_bytes = at_.partial_bytes;
     layer.num_sms = config_.num_sms;
-    return run_per_list_gradients(call_.shape, layer, stream_);
+    run_per_list_gradients(call_.shape, layer, stream_);
   }
 
   // Pushes the sums from the top down to the tokens, where they are rounded into the gradients.
-  cudaError_t finish() {
-    cudaError_t error = cudaSuccess;
+  void finish() {
     const auto push = [&](float* sums, int64_t dim, void* out) {
-      for (size_t i = top_ + 1; sums && error == cudaSuccess && i-- > 0;) {
+      for (size_t i = top_ + 1; sums && i-- > 0;) {
         const TreeLayer& layer = call_.layers[i];
         PushParams params;
         params.child = sums + gradient_sum_row(p_, i) * dim;
@@ -462,15 +427,14 @@ class BackwardRun {
           params.parent_rows = call_.layers[i + 1].num_parents * kTensorCoreRate;
         }
         if (i == 0) {
-          error = launch_store_gradient(params, p_.num_kv_heads, buffers_.store, out, stream_);
+          C10_CUDA_CHECK(launch_store_gradient(params, p_.num_kv_heads, buffers_.store, out, stream_));
         } else if (params.parent) {
-          error = launch_push_gradient(params, stream_);
+          C10_CUDA_CHECK(launch_push_gradient(params, stream_));
         }
       }
     };
     push(buffers_.key_sums, p_.key_dim, buffers_.key_gradient);
     push(buffers_.value_sums, p_.value_dim, buffers_.value_gradient);
-    return error;
   }
 
   const TreeCall& call_;
@@ -525,7 +489,7 @@ void backward_tensor_core(const AttentionProblem& problem, const BackwardConfig&
   const Tensor scratch = scratch_of(sizes.bytes(), at::kByte, b.q);
   Workspace space(scratch.mutable_data_ptr());
   buffers.memory = lay_out_backward(space, problem, config, recompute);
-  C10_CUDA_CHECK(BackwardRun(call, config, buffers, stream).run());
+  BackwardRun(call, config, buffers, stream).run();
 }
 
 // The lists of all layers that a forward selects, where they are not stored.

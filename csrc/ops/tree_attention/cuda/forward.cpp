@@ -32,13 +32,11 @@ struct ForwardBuffers {
 };
 
 // The tokens for rows that multiply whole tiles under the bits of their lists.
-cudaError_t attend_masked_rows(const TreeCall& call, const TileMarkMemory& memory, const Chunk& chunk,
-                               const AttendParams& attend, cudaStream_t stream) {
+void attend_masked_rows(const TreeCall& call, const TileMarkMemory& memory, const Chunk& chunk,
+                        const AttendParams& attend, cudaStream_t stream) {
   const TileMarks marks{memory.marks, memory.tiles, memory.counts, call.rows.num_tiles};
-  if (const cudaError_t error = launch_tile_marks(attend.gather, marks, stream); error != cudaSuccess) {
-    return error;
-  }
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+  C10_CUDA_CHECK(launch_tile_marks(attend.gather, marks, stream));
+  launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_masked_rows<typename decltype(type)::type, dim.value>(
         {{attend, tiles_of_batch(call, call.rows, chunk.batch)}, marks}, stream);
   });
@@ -46,8 +44,8 @@ cudaError_t attend_masked_rows(const TreeCall& call, const TileMarkMemory& memor
 
 // Counts the entries of a layer's lists and, with `next`, marks which of their candidates these lists of the layer below
 // hold.
-cudaError_t count_lists(const TreeCall& call, const ForwardMemory& memory, const GatherParams& gather,
-                        const ListSlice& lists, const ListSlice& next, cudaStream_t stream) {
+void count_lists(const TreeCall& call, const ForwardMemory& memory, const GatherParams& gather,
+                 const ListSlice& lists, const ListSlice& next, cudaStream_t stream) {
   ListMaskParams mask = counted_lists(gather);
   mask.lists = lists.data;
   mask.list_batch = lists.batch;
@@ -56,50 +54,45 @@ cudaError_t count_lists(const TreeCall& call, const ForwardMemory& memory, const
   mask.selected = memory.mask;
   mask.mask_words = mask_words(call.problem);
   mask.counts = memory.counts;
-  return launch_list_masks(mask, stream);
+  C10_CUDA_CHECK(launch_list_masks(mask, stream));
 }
 
-cudaError_t attend_layer(const TreeCall& call, const ForwardConfig& config, const ForwardMemory& memory,
-                         size_t layer_idx, const Chunk& chunk, const AttendParams& attend,
-                         cudaStream_t stream) {
+void attend_layer(const TreeCall& call, const ForwardConfig& config, const ForwardMemory& memory,
+                  size_t layer_idx, const Chunk& chunk, const AttendParams& attend, cudaStream_t stream) {
   const bool masked = call.problem.token_of(chunk.query) < config.masked_rows;
   switch (layer_kernel(config, static_cast<int64_t>(layer_idx), static_cast<int64_t>(call.layers.size()),
                        masked)) {
     case LayerKernel::kMaskedRows:
       return attend_masked_rows(call, memory.marks, chunk, attend, stream);
     case LayerKernel::kDense:
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_of_shape(call.shape, [&](auto type, auto dim) {
         return launch_dense_attend<typename decltype(type)::type, dim.value>(
             {attend, tiles_of_batch(call, call.top, chunk.batch)}, stream);
       });
     case LayerKernel::kPerList: {
       AttendParams listed = attend;
       if (!attend.gather.lists && long_top_lists(call.problem, config)) {
-        const cudaError_t error = count_lists(call, memory, attend.gather, {}, {}, stream);
-        if (error != cudaSuccess) {
-          return error;
-        }
+        count_lists(call, memory, attend.gather, {}, {}, stream);
         listed.gather.list_sizes = memory.counts;
       }
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_of_shape(call.shape, [&](auto type, auto dim) {
         return launch_per_list_attend<typename decltype(type)::type, dim.value>(listed, stream);
       });
     }
     case LayerKernel::kSharedGather:
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_of_shape(call.shape, [&](auto type, auto dim) {
         return launch_shared_gather_attend<typename decltype(type)::type, dim.value>(attend, stream);
       });
     case LayerKernel::kPerQuery:
     case LayerKernel::kGeneral:  // never on the tensor-core path
-      return dispatch_shape(call.shape, [&](auto type, auto dim) {
+      return launch_of_shape(call.shape, [&](auto type, auto dim) {
         return launch_per_query_attend<typename decltype(type)::type, dim.value>(attend, stream);
       });
   }
-  return cudaErrorInvalidValue;
 }
 
-cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, const ForwardBuffers& buffers,
-                          const Chunk& chunk, cudaStream_t stream) {
+void forward_chunk(const TreeCall& call, const ForwardConfig& config, const ForwardBuffers& buffers,
+                   const Chunk& chunk, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   const ForwardMemory& memory = buffers.memory;
   const int64_t stride = p.args.selection_stride;
@@ -119,15 +112,11 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, con
   const size_t top = call.layers.size() - 1;
   for (size_t layer_idx = call.layers.size(); layer_idx-- > 0;) {
     const ListSlice lists = layer_idx == top ? ListSlice{} : lists_of(layer_idx);
-    if (layer_idx > 0) {
-      const cudaError_t error = config.lists_given
-                                    ? count_lists(call, memory, gather_of(call, layer_idx, chunk), lists,
-                                                  lists_of(layer_idx - 1), stream)
-                                    : select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1),
-                                                   memory.scores, memory.mask, stream);
-      if (error != cudaSuccess) {
-        return error;
-      }
+    if (layer_idx > 0 && config.lists_given) {
+      count_lists(call, memory, gather_of(call, layer_idx, chunk), lists, lists_of(layer_idx - 1), stream);
+    } else if (layer_idx > 0) {
+      select_layer(call, layer_idx, chunk, lists, lists_of(layer_idx - 1), memory.scores, memory.mask,
+                   stream);
     }
     AttendParams attend;
     attend.gather = gather_of(call, layer_idx, chunk);
@@ -145,20 +134,12 @@ cudaError_t forward_chunk(const TreeCall& call, const ForwardConfig& config, con
     attend.partial = memory.partial;
     attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
     attend.rotations = config.dim_rotations ? call.dim_rotations : call.fragment_rotations;
-    if (const cudaError_t error = attend_layer(call, config, memory, layer_idx, chunk, attend, stream);
-        error != cudaSuccess) {
-      return error;
-    }
+    attend_layer(call, config, memory, layer_idx, chunk, attend, stream);
   }
-  return cudaSuccess;
 }
 
-}  // namespace
-
-namespace {
-
 // The lists that hold every parent up to the queries' own: those of the top, and of the dense rows at all layers.
-cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream) {
+void write_full_lists(const TreeCall& call, const ForwardBuffers& buffers, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   const int64_t stride = p.args.selection_stride;
   TopListParams params;
@@ -167,7 +148,6 @@ cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers
   params.num_kv_heads = p.num_kv_heads;
   params.width = p.args.top_k;
   params.stride = stride;
-  cudaError_t error = cudaSuccess;
   for (size_t i = 0; i < buffers.parents.size(); ++i) {
     const bool top = i + 1 == buffers.parents.size();
     params.parent_span = call.layers[i].node_span * kTensorCoreRate;
@@ -175,17 +155,16 @@ cudaError_t write_full_lists(const TreeCall& call, const ForwardBuffers& buffers
       params.lists = buffers.parents[i] + piece.query / stride * p.num_kv_heads * p.args.top_k;
       params.num_lists = ceil_div(top ? piece.queries : dense_queries(piece, call.config), stride);
       params.t0 = piece.start;
-      if (params.num_lists > 0 && error == cudaSuccess) {
-        error = launch_top_lists(params, stream);
+      if (params.num_lists > 0) {
+        C10_CUDA_CHECK(launch_top_lists(params, stream));
       }
     }
   }
-  return error;
 }
 
 // The first queries of every batch and piece as dense attention.
-cudaError_t attend_dense_rows(const TreeCall& call, const Piece& piece, const ForwardBuffers& buffers,
-                              cudaStream_t stream) {
+void attend_dense_rows(const TreeCall& call, const Piece& piece, const ForwardBuffers& buffers,
+                       cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   const Chunk chunk{0, p.batch, piece.query, dense_queries(piece, call.config)};
   const int64_t state = chunk.query * p.num_heads;
@@ -196,14 +175,14 @@ cudaError_t attend_dense_rows(const TreeCall& call, const Piece& piece, const Fo
   attend.sum = buffers.sum + state;
   attend.state_batch = p.num_queries * p.num_heads;
   attend.out = static_cast<char*>(buffers.out) + 2 * state * p.value_dim;
-  return dispatch_shape(call.shape, [&](auto type, auto dim) {
+  launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_dense_rows<typename decltype(type)::type, dim.value>({attend, call.rows}, stream);
   });
 }
 
 // The rows between tokens `begin` and `end` of every batch and piece, from the top of the tree to the tokens.
-cudaError_t walk_rows(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
-                      int64_t begin, int64_t end, cudaStream_t stream) {
+void walk_rows(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers, int64_t begin,
+               int64_t end, cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
   for (int64_t batch = 0; batch < p.batch; batch += c.batch_chunk) {
     for (const Piece& piece : p.pieces()) {
@@ -211,37 +190,31 @@ cudaError_t walk_rows(const TreeCall& call, const ForwardConfig& c, const Forwar
       for (int64_t query = piece.query + queries_before(piece, begin); query < last;) {
         const Chunk chunk{batch, std::min(c.batch_chunk, p.batch - batch), query,
                           std::min(c.query_chunk, last - query)};
-        if (const cudaError_t error = forward_chunk(call, c, buffers, chunk, stream); error != cudaSuccess) {
-          return error;
-        }
+        forward_chunk(call, c, buffers, chunk, stream);
         query += chunk.num_queries;
       }
     }
   }
-  return cudaSuccess;
 }
 
-cudaError_t run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
-                        cudaStream_t stream) {
+void run_forward(const TreeCall& call, const ForwardConfig& c, const ForwardBuffers& buffers,
+                 cudaStream_t stream) {
   const AttentionProblem& p = call.problem;
-  cudaError_t error = c.lists_given ? cudaSuccess : write_full_lists(call, buffers, stream);
-  for (const Piece& piece : p.pieces()) {
-    if (dense_queries(piece, c) > 0 && error == cudaSuccess) {
-      error = attend_dense_rows(call, piece, buffers, stream);
-    }
+  if (!c.lists_given) {
+    write_full_lists(call, buffers, stream);
   }
-  if (error != cudaSuccess) {
-    return error;
+  for (const Piece& piece : p.pieces()) {
+    if (dense_queries(piece, c) > 0) {
+      attend_dense_rows(call, piece, buffers, stream);
+    }
   }
   if (c.masked_rows > 0) {
-    error = walk_rows(call, c, buffers, c.dense_rows, c.masked_rows, stream);
-    if (error == cudaSuccess && !call.grows) {
-      error = pack_layer(call, call.layers.front(), stream);  // in the place of the tiles
+    walk_rows(call, c, buffers, c.dense_rows, c.masked_rows, stream);
+    if (!call.grows) {
+      pack_layer(call, call.layers.front(), stream);  // in the place of the tiles
     }
   }
-  return error == cudaSuccess
-             ? walk_rows(call, c, buffers, std::max(c.dense_rows, c.masked_rows), p.num_keys, stream)
-             : error;
+  walk_rows(call, c, buffers, std::max(c.dense_rows, c.masked_rows), p.num_keys, stream);
 }
 
 }  // namespace
@@ -264,7 +237,7 @@ void run_tensor_core_forward(const TreeCall& call, const ForwardConfig& config, 
     buffers.parents.push_back(list.mutable_data_ptr<int32_t>());
     buffers.parents_batch = list.stride(0);
   }
-  C10_CUDA_CHECK(run_forward(call, config, buffers, stream));
+  run_forward(call, config, buffers, stream);
 }
 
 namespace {
@@ -331,10 +304,6 @@ void general_chunk(const AttentionProblem& problem, bool given, const Slice& sli
   }
   final_normalize_cuda(partial, sum, slice.rows(out));
 }
-
-}  // namespace
-
-namespace {
 
 void run(bool lists_given, const Tensor& q, const Tensor& k, const Tensor& v, const AttentionArgs& args,
          const Tensor& out, const Tensor& gmax, const Tensor& gsum, const std::vector<Tensor>& parents) {

@@ -62,8 +62,8 @@ TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& co
   return call;
 }
 
-cudaError_t fill_growing_tables(const TreeCall& call, cudaStream_t stream) {
-  return prepare_tables(call, rope_positions(call.problem), stream);
+void fill_growing_tables(const TreeCall& call, cudaStream_t stream) {
+  prepare_tables(call, rope_positions(call.problem), stream);
 }
 
 }  // namespace htree::tree_attention

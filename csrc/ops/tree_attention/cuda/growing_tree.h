@@ -20,6 +20,6 @@ TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& co
                            int64_t capacity, void* memory);
 
 // Fills the tables among the copies, which depend on the options alone.
-cudaError_t fill_growing_tables(const TreeCall& call, cudaStream_t stream);
+void fill_growing_tables(const TreeCall& call, cudaStream_t stream);
 
 }  // namespace htree::tree_attention

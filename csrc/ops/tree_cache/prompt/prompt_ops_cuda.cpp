@@ -40,9 +40,9 @@ template <typename Target>
 void copy_units(const TreeCall& call, const PagedSequences& sequences, size_t layer, const Target& target,
                 const float2* rope, const UnitRange& range, cudaStream_t stream) {
   const PageCopy<Target> params{sequences, target, rope, static_cast<uint32_t>(layer), range};
-  C10_CUDA_CHECK(tree_attention::dispatch_shape(call.shape, [&](auto type, auto dim) {
+  tree_attention::launch_of_shape(call.shape, [&](auto type, auto dim) {
     return launch_page_copy<typename decltype(type)::type, dim.value>(params, stream);
-  }));
+  });
 }
 
 // The rotations of rows that stand at their positions in the sequence. Without rotations the table may end before they do.
@@ -70,7 +70,7 @@ void pack_prompt_cuda(const Pools& pages, const PageLayout& layout, const PackCa
   const PagedSequences sequences = sequences_of(pages, layout, call.problem.num_keys);
   const tree_attention::TreeChange change = tree_attention::growing_tree_change(call.problem, call.begin);
   if (call.begin == 0) {
-    C10_CUDA_CHECK(tree_attention::fill_growing_tables(tree, stream));
+    tree_attention::fill_growing_tables(tree, stream);
   }
   for (size_t i = 0; i < tree.layers.size(); ++i) {
     const tree_attention::TreeLayer& layer = tree.layers[i];
