@@ -59,9 +59,6 @@ template <typename Work>
 void score_any_dtype(const char* op, const Tensor& q, const Tensor& layer_k, const Tensor& parents,
                      const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& scores,
                      const Tensor& num_candidates) {
-  if (num_candidates.numel() == 0) {
-    return;
-  }
   dispatch_dtype(op, q.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     score_rows<Work, typename decltype(tag)::type>(q, layer_k, parents, cos, sin, args, scores,
                                                    num_candidates);

@@ -114,9 +114,6 @@ void next_parents_rows(const Tensor& parents, const Tensor& topk_positions, int6
 
 void select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                      const SelectionOptions& selection, const Tensor& topk_positions) {
-  if (topk_positions.numel() == 0) {
-    return;
-  }
   dispatch_dtype("select_topk", scores.scalar_type(), ScoreTypes{}, [&](auto tag) {
     select_rows<FullWork, typename decltype(tag)::type>(scores, num_candidates, top_k, selection, {},
                                                         topk_positions);
@@ -125,35 +122,23 @@ void select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int64_t
 
 void io_select_topk_cpu(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                         const IoPositions& io, const Tensor& topk_positions) {
-  if (topk_positions.numel() == 0) {
-    return;
-  }
   dispatch_dtype("io_select_topk", scores.scalar_type(), ScoreTypes{}, [&](auto tag) {
     select_rows<IoOnly, typename decltype(tag)::type>(scores, num_candidates, top_k, {}, io, topk_positions);
   });
 }
 
 void mask_topk_scores_cpu(const Tensor& scores, const Tensor& topk_positions) {
-  if (topk_positions.numel() == 0 || scores.numel() == 0) {
-    return;
-  }
   dispatch_dtype("mask_topk_scores_", scores.scalar_type(), ScoreTypes{},
                  [&](auto tag) { mask_rows<typename decltype(tag)::type>(scores, topk_positions); });
 }
 
 void compute_next_parents_cpu(const Tensor& parents, const Tensor& topk_positions, int64_t r,
                               const Tensor& next_parents) {
-  if (next_parents.numel() == 0) {
-    return;
-  }
   next_parents_rows<FullWork>(parents, topk_positions, r, next_parents);
 }
 
 void io_compute_next_parents_cpu(const Tensor& parents, const Tensor& topk_positions, int64_t r,
                                  const Tensor& next_parents) {
-  if (next_parents.numel() == 0) {
-    return;
-  }
   next_parents_rows<IoOnly>(parents, topk_positions, r, next_parents);
 }
 

@@ -171,9 +171,6 @@ void normalize_and_convert(const Tensor& gout, const Tensor& gsum, const Tensor&
 
 void merge_to_global_cpu(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
                          const Tensor& lsum, const Tensor& lout) {
-  if (gmax.numel() == 0) {
-    return;
-  }
   dispatch_dtype("merge_to_global_", gmax.scalar_type(), StateTypes{}, [&](auto tag) {
     merge_rows<typename decltype(tag)::type>(gmax, gsum, gout, lmax, lsum, lout);
   });
@@ -182,9 +179,6 @@ void merge_to_global_cpu(const Tensor& gmax, const Tensor& gsum, const Tensor& g
 void subtract_topk_cpu(const Tensor& layer_v, const Tensor& topk_indices, const Tensor& topk_scores,
                        const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                        const Tensor& selected_indices) {
-  if (lmax.numel() == 0) {
-    return;
-  }
   dispatch_dtype("subtract_topk", layer_v.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     subtract_rows<typename decltype(tag)::type>(layer_v, topk_indices, topk_scores, lmax, lsum, lout,
                                                 selected_indices);
@@ -192,9 +186,6 @@ void subtract_topk_cpu(const Tensor& layer_v, const Tensor& topk_indices, const 
 }
 
 void final_normalize_cpu(const Tensor& gout, const Tensor& gsum, const Tensor& out) {
-  if (out.numel() == 0) {
-    return;
-  }
   dispatch_dtype("final_normalize", gout.scalar_type(), StateTypes{}, [&](auto state) {
     using State = typename decltype(state)::type;
     dispatch_dtype("final_normalize", out.scalar_type(), AllFloatTypes{}, [&](auto tag) {

@@ -51,9 +51,6 @@ void rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor&
 
 void rope_cpu(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool inverse,
               const Tensor& out) {
-  if (x.numel() == 0) {
-    return;
-  }
   dispatch_dtype("rope", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (positions.scalar_type() == at::kInt) {

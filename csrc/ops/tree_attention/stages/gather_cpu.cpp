@@ -134,9 +134,6 @@ void compute_and_select_rows(const Tensor& q, const Tensor& layer_k, const Tenso
 void accumulate_non_topk_cpu(const Tensor& layer_v, const Tensor& parents, const Tensor& scores,
                              const Tensor& num_candidates, const LayerArgs& args, const Tensor& lmax,
                              const Tensor& lsum, const Tensor& lout) {
-  if (lmax.numel() == 0) {
-    return;
-  }
   dispatch_dtype("accumulate_non_topk", layer_v.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     accumulate_rows<typename decltype(tag)::type>(layer_v, parents, scores, num_candidates, args,
                                                   {lmax, lsum, lout});
@@ -147,9 +144,6 @@ void compute_and_select_cpu(const Tensor& q, const Tensor& layer_k, const Tensor
                             const Tensor& parents, const Tensor& cos, const Tensor& sin,
                             const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                             const Tensor& topk_indices, const Tensor& topk_scores) {
-  if (lmax.numel() == 0) {
-    return;
-  }
   dispatch_dtype("compute_and_select", q.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Real = typename Stage<T>::Real;
@@ -253,7 +247,6 @@ void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
                            const Tensor& span_k, const Tensor& parents, const Tensor& cos, const Tensor& sin,
                            const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                            const Tensor& next_parents) {
-  if (q.numel() == 0) return;
   dispatch_storage("select_accumulate", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
         q, layer_k, layer_v, span_k, parents, cos, sin, args, lmax, lsum, lout, next_parents);
@@ -263,7 +256,6 @@ void select_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
 void bottom_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                            const Tensor& parents, const Tensor& cos, const Tensor& sin, const LayerArgs& args,
                            const Tensor& lmax, const Tensor& lsum, const Tensor& lout) {
-  if (q.numel() == 0) return;
   dispatch_storage("bottom_accumulate", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
         q, layer_k, layer_v, Tensor(), parents, cos, sin, args, lmax, lsum, lout, Tensor());
@@ -273,7 +265,6 @@ void bottom_accumulate_cpu(const Tensor& q, const Tensor& layer_k, const Tensor&
 void recompute_selection_cpu(const Tensor& q, const Tensor& layer_k, const Tensor& span_k,
                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
                              const LayerArgs& args, const Tensor& next_parents) {
-  if (q.numel() == 0) return;
   dispatch_storage("recompute_selection", q.scalar_type(), [&](auto storage, auto real) {
     run_layer<typename decltype(storage)::type, typename decltype(real)::type>(
         q, layer_k, Tensor(), span_k, parents, cos, sin, args, Tensor(), Tensor(), Tensor(), next_parents);

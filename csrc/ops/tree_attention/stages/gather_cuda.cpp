@@ -7,9 +7,6 @@ void accumulate_non_topk_cuda(const Tensor& layer_v, const Tensor& parents, cons
                               const Tensor& num_candidates, const LayerArgs& args, const Tensor& lmax,
                               const Tensor& lsum, const Tensor& lout) {
   const LaunchScope scope(layer_v);
-  if (lmax.numel() == 0) {
-    return;
-  }
   const Tensor dense_scores = scores.contiguous();
   const Tensor dense_counts = num_candidates.contiguous();
   dispatch_device_dtype("accumulate_non_topk", layer_v.scalar_type(), FloatTypes{}, [&](auto tag) {
@@ -28,36 +25,34 @@ void accumulate_non_topk_cuda(const Tensor& layer_v, const Tensor& parents, cons
   });
 }
 
+namespace {
+
+// Runs steps(chunk) for every chunk of a layer, see run_in_chunks().
+template <typename Steps>
+void run_steps(const char* op, const LayerCall& call, Steps&& steps) {
+  dispatch_device_dtype(op, call.q.scalar_type(), FloatTypes{},
+                        [&](auto tag) { run_in_chunks<typename decltype(tag)::type>(call, steps); });
+}
+
+}  // namespace
+
 void compute_and_select_cuda(const Tensor& q, const Tensor& layer_k, const Tensor& layer_v,
                              const Tensor& parents, const Tensor& cos, const Tensor& sin,
                              const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
                              const Tensor& lout, const Tensor& topk_indices, const Tensor& topk_scores) {
   const LaunchScope scope(q);
-  if (lmax.numel() == 0) {
-    return;
-  }
   const int64_t num_heads = q.size(2);
   const Tensor no_span;
-  const LayerCall call = {q,
-                          layer_k,
-                          no_span,
-                          parents,
-                          cos,
-                          sin,
-                          args,
-                          geometry_of(args, q.size(0), q.size(1), num_heads, /*group=*/1,
-                                      num_heads / layer_k.size(2), layer_k.size(1)),
-                          scope.stream()};
-  dispatch_device_dtype("compute_and_select", q.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
-      chunk.compute_scores();
-      chunk.accumulate(layer_v, lmax, lsum, lout);
-      if (topk_indices.size(3) > 0) {
-        chunk.select(SelectionOrder::kByKey);
-        chunk.store_picked(topk_indices, topk_scores);
-      }
-    });
+  const Geometry whole = geometry_of(args, q.size(0), q.size(1), num_heads, /*group=*/1,
+                                     num_heads / layer_k.size(2), layer_k.size(1));
+  const LayerCall call = {q, layer_k, no_span, parents, cos, sin, args, whole, scope.stream()};
+  run_steps("compute_and_select", call, [&](auto& chunk) {
+    chunk.compute_scores();
+    chunk.accumulate(layer_v, lmax, lsum, lout);
+    if (topk_indices.size(3) > 0) {
+      chunk.select(SelectionOrder::kByKey);
+      chunk.store_picked(topk_indices, topk_scores);
+    }
   });
 }
 
@@ -70,16 +65,9 @@ LayerCall shared_lists_call(const Tensor& q, const Tensor& layer_k, const Tensor
                             const Tensor& parents, const Tensor& cos, const Tensor& sin,
                             const LayerArgs& args, cudaStream_t stream) {
   const int64_t num_lists = layer_k.size(2);
-  return {q,
-          layer_k,
-          span_k,
-          parents,
-          cos,
-          sin,
-          args,
-          geometry_of(args, q.size(0), q.size(1), num_lists, q.size(2) / num_lists, /*lists_per_kv_head=*/1,
-                      layer_k.size(1)),
-          stream};
+  const Geometry whole = geometry_of(args, q.size(0), q.size(1), num_lists, q.size(2) / num_lists,
+                                     /*lists_per_kv_head=*/1, layer_k.size(1));
+  return {q, layer_k, span_k, parents, cos, sin, args, whole, stream};
 }
 
 }  // namespace
@@ -89,19 +77,13 @@ void select_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
                             const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                             const Tensor& next_parents) {
   const LaunchScope scope(q);
-  if (lmax.numel() == 0) {
-    return;
-  }
   const LayerCall call = shared_lists_call(q, layer_k, span_k, parents, cos, sin, args, scope.stream());
-  dispatch_device_dtype("select_accumulate", q.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
-      chunk.compute_scores();
-      chunk.select_ascending();
-      chunk.store_next_parents(next_parents);
-      chunk.mask();
-      chunk.accumulate(layer_v, lmax, lsum, lout);
-    });
+  run_steps("select_accumulate", call, [&](auto& chunk) {
+    chunk.compute_scores();
+    chunk.select_ascending();
+    chunk.store_next_parents(next_parents);
+    chunk.mask();
+    chunk.accumulate(layer_v, lmax, lsum, lout);
   });
 }
 
@@ -110,18 +92,12 @@ void accumulate_given_cuda(const Tensor& q, const Tensor& layer_k, const Tensor&
                            const LayerArgs& args, const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                            const Tensor& next_parents) {
   const LaunchScope scope(q);
-  if (lmax.numel() == 0) {
-    return;
-  }
   const LayerCall call = shared_lists_call(q, layer_k, span_k, parents, cos, sin, args, scope.stream());
-  dispatch_device_dtype("accumulate_given", q.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
-      chunk.compute_scores();
-      chunk.find(next_parents);
-      chunk.mask();
-      chunk.accumulate(layer_v, lmax, lsum, lout);
-    });
+  run_steps("accumulate_given", call, [&](auto& chunk) {
+    chunk.compute_scores();
+    chunk.find(next_parents);
+    chunk.mask();
+    chunk.accumulate(layer_v, lmax, lsum, lout);
   });
 }
 
@@ -130,17 +106,11 @@ void bottom_accumulate_cuda(const Tensor& q, const Tensor& layer_k, const Tensor
                             const LayerArgs& args, const Tensor& lmax, const Tensor& lsum,
                             const Tensor& lout) {
   const LaunchScope scope(q);
-  if (lmax.numel() == 0) {
-    return;
-  }
   const Tensor no_span;
   const LayerCall call = shared_lists_call(q, layer_k, no_span, parents, cos, sin, args, scope.stream());
-  dispatch_device_dtype("bottom_accumulate", q.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
-      chunk.compute_scores();
-      chunk.accumulate(layer_v, lmax, lsum, lout);
-    });
+  run_steps("bottom_accumulate", call, [&](auto& chunk) {
+    chunk.compute_scores();
+    chunk.accumulate(layer_v, lmax, lsum, lout);
   });
 }
 
@@ -149,23 +119,17 @@ void recompute_selection_cuda(const Tensor& q, const Tensor& layer_k, const Tens
                               const Tensor& parents, const Tensor& cos, const Tensor& sin,
                               const LayerArgs& args, const Tensor& next_parents) {
   const LaunchScope scope(q);
-  if (next_parents.numel() == 0) {
-    return;
-  }
   LayerCall call = shared_lists_call(q, layer_k, span_k, parents, cos, sin, args, scope.stream());
   call.scores_nodes = !span_k.defined();
   call.whole.num_queries = ceil_div(q.size(1), args.selection_stride);
   call.whole.query_step = args.selection_stride;
   call.whole.queries_per_list = 1;
-  dispatch_device_dtype("recompute_selection", q.scalar_type(), FloatTypes{}, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    run_in_chunks<T>(call, [&](LayerChunk<T>& chunk) {
-      if (call.scores_nodes) {
-        chunk.compute_scores();
-      }
-      chunk.select_ascending();
-      chunk.store_next_parents(next_parents);
-    });
+  run_steps("recompute_selection", call, [&](auto& chunk) {
+    if (call.scores_nodes) {
+      chunk.compute_scores();
+    }
+    chunk.select_ascending();
+    chunk.store_next_parents(next_parents);
   });
 }
 

@@ -12,9 +12,6 @@ void launch_scores(const char* op, const Tensor& q, const Tensor& layer_k, const
                    const Tensor& cos, const Tensor& sin, const LayerArgs& args, const Tensor& scores,
                    const Tensor& num_candidates) {
   const LaunchScope scope(q);
-  if (num_candidates.numel() == 0) {
-    return;
-  }
   dispatch_device_dtype(op, q.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t num_lists = layer_k.size(2);

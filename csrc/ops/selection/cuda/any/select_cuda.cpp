@@ -11,9 +11,6 @@ template <typename Work>
 void launch_select(const Tensor& scores, const Tensor& num_candidates, int64_t top_k,
                    const SelectionOptions& selection, const IoPositions& io, const Tensor& topk_positions) {
   const LaunchScope scope(scores);
-  if (topk_positions.numel() == 0) {
-    return;
-  }
   const Tensor dense_scores = scores.contiguous();
   const Tensor dense_counts = num_candidates.contiguous();
   SelectParams params;
@@ -37,9 +34,6 @@ template <typename Work>
 void launch_next_parents(const Tensor& parents, const Tensor& topk_positions, int64_t r,
                          const Tensor& next_parents) {
   const LaunchScope scope(next_parents);
-  if (next_parents.numel() == 0) {
-    return;
-  }
   NextParentsParams params;
   params.parents = input_view<int32_t>(parents);
   params.positions = input_view<int32_t>(topk_positions);
@@ -69,9 +63,6 @@ void io_select_topk_cuda(const Tensor& scores, const Tensor& num_candidates, int
 
 void mask_topk_scores_cuda(const Tensor& scores, const Tensor& topk_positions) {
   const LaunchScope scope(scores);
-  if (scores.numel() == 0 || topk_positions.numel() == 0) {
-    return;
-  }
   MaskParams params;
   params.scores = output<float>(scores);
   std::copy_n(scores.strides().begin(), 5, params.score_strides);

@@ -10,9 +10,6 @@ namespace htree::tree_attention {
 void merge_to_global_cuda(const Tensor& gmax, const Tensor& gsum, const Tensor& gout, const Tensor& lmax,
                           const Tensor& lsum, const Tensor& lout) {
   const LaunchScope scope(gout);
-  if (gmax.numel() == 0) {
-    return;
-  }
   MergeParams params;
   params.global = {output<float>(gmax), output<float>(gsum), output<float>(gout)};
   std::copy_n(gmax.strides().begin(), 3, params.global.max_strides);
@@ -31,9 +28,6 @@ void merge_to_global_cuda(const Tensor& gmax, const Tensor& gsum, const Tensor& 
 
 void final_normalize_cuda(const Tensor& gout, const Tensor& gsum, const Tensor& out) {
   const LaunchScope scope(gout);
-  if (out.numel() == 0) {
-    return;
-  }
   dispatch_device_dtype("final_normalize", out.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     NormalizeParams<T> params;
@@ -54,9 +48,6 @@ void subtract_topk_cuda(const Tensor& layer_v, const Tensor& topk_indices, const
                         const Tensor& lmax, const Tensor& lsum, const Tensor& lout,
                         const Tensor& selected_indices) {
   const LaunchScope scope(lout);
-  if (lmax.numel() == 0) {
-    return;
-  }
   dispatch_device_dtype("subtract_topk", layer_v.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     SubtractParams<T> params;

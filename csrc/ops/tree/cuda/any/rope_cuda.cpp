@@ -8,9 +8,6 @@ namespace htree::tree_attention {
 void rope_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool inverse,
                const Tensor& out) {
   const LaunchScope scope(x);
-  if (out.numel() == 0) {
-    return;
-  }
   TORCH_CHECK_VALUE(cos.size(0) > 0, "rope: cos must hold at least one position, got ", cos.sizes());
   dispatch_device_dtype("rope", x.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
