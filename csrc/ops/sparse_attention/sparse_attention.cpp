@@ -147,47 +147,26 @@ SparseMask wanted(AutogradContext* ctx) {
           ctx->needs_input_grad(3)};
 }
 
+// `documents` of a packed call.
 struct SparseNode : Function<SparseNode> {
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
                                const Tensor& value, const OptionalTensor& sinks, const Tensor& blocks,
-                               const SparseOptions& options) {
+                               const SparseOptions& options, const std::optional<Documents>& documents) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
     const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
-    const auto [out, lse] = call_forward(x, options);
-    ctx->save_for_backward({query, key, value, blocks, x.sinks, out, lse});
+    const auto [out, lse] =
+        documents.has_value() ? call_varlen(x, *documents, options) : call_forward(x, options);
+    variable_list saved = {query, key, value, blocks, x.sinks, out, lse};
+    if (documents.has_value()) {
+      saved.insert(saved.end(), {documents->cu_seq_q, documents->cu_seq_k});
+      ctx->saved_data["max_q"] = documents->max_q;
+      ctx->saved_data["max_k"] = documents->max_k;
+    }
+    ctx->save_for_backward(saved);
     save(ctx, options);
-    return {out, lse};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const OptionalTensor dout = if_defined(grads[0]), dlse = if_defined(grads[1]);
-    if (!dout.has_value() && !dlse.has_value()) return variable_list(6);
-    const variable_list saved = ctx->get_saved_variables();
-    const SparseInputs x = {saved[0], saved[1], saved[2], saved[3], saved[4]};
-    auto [dq, dk, dv, dsinks] =
-        call_backward(x, load_options(ctx), {saved[5], saved[6]}, dout, dlse, wanted(ctx));
-    return {dq, dk, dv, dsinks, Tensor(), Tensor()};
-  }
-};
-
-struct SparseVarlenNode : Function<SparseVarlenNode> {
-  static constexpr bool is_traceable = true;
-
-  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
-                               const Tensor& value, const OptionalTensor& sinks, const Tensor& blocks,
-                               const Documents& documents, const SparseOptions& options) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    ctx->set_materialize_grads(false);
-    const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
-    const auto [out, lse] = call_varlen(x, documents, options);
-    ctx->save_for_backward(
-        {query, key, value, blocks, x.sinks, out, lse, documents.cu_seq_q, documents.cu_seq_k});
-    save(ctx, options);
-    ctx->saved_data["max_q"] = documents.max_q;
-    ctx->saved_data["max_k"] = documents.max_k;
     return {out, lse};
   }
 
@@ -196,10 +175,14 @@ struct SparseVarlenNode : Function<SparseVarlenNode> {
     if (!dout.has_value() && !dlse.has_value()) return variable_list(7);
     const variable_list saved = ctx->get_saved_variables();
     const SparseInputs x = {saved[0], saved[1], saved[2], saved[3], saved[4]};
-    const Documents documents = {saved[7], saved[8], ctx->saved_data["max_q"].toSymInt(),
-                                 ctx->saved_data["max_k"].toSymInt()};
-    auto [dq, dk, dv, dsinks] =
-        call_varlen_backward(x, documents, load_options(ctx), {saved[5], saved[6]}, dout, dlse, wanted(ctx));
+    const SparseResults results = {saved[5], saved[6]};
+    const SparseOptions options = load_options(ctx);
+    auto [dq, dk, dv, dsinks] = [&] {
+      if (saved.size() == 7) return call_backward(x, options, results, dout, dlse, wanted(ctx));
+      auto& data = ctx->saved_data;
+      const Documents documents = {saved[7], saved[8], data["max_q"].toSymInt(), data["max_k"].toSymInt()};
+      return call_varlen_backward(x, documents, options, results, dout, dlse, wanted(ctx));
+    }();
     return {dq, dk, dv, dsinks, Tensor(), Tensor(), Tensor()};
   }
 };
@@ -210,7 +193,8 @@ SparseResults forward_autograd(const Tensor& query, const Tensor& key, const Ten
   const SparseInputs x = {query, key, value, blocks, or_undefined(sinks)};
   const SparseOptions options = {block_size, selection_stride, scale};
   if (needs_grad({query, key, value, x.sinks})) {
-    const variable_list results = SparseNode::apply(query, key, value, if_defined(x.sinks), blocks, options);
+    const variable_list results = SparseNode::apply(query, key, value, if_defined(x.sinks), blocks, options,
+                                                    std::optional<Documents>());
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowAutograd guard;
@@ -226,7 +210,7 @@ SparseResults varlen_autograd(const Tensor& query, const Tensor& key, const Tens
   const Documents documents = {cu_seq_q, cu_seq_k, std::move(max_q), std::move(max_k)};
   if (needs_grad({query, key, value, x.sinks})) {
     const variable_list results =
-        SparseVarlenNode::apply(query, key, value, if_defined(x.sinks), blocks, documents, options);
+        SparseNode::apply(query, key, value, if_defined(x.sinks), blocks, options, std::optional(documents));
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowAutograd guard;

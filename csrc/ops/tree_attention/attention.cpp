@@ -248,49 +248,18 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// ---- the ops, called through the dispatcher
-
-using AttentionOp = PackedOp<Tensor(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
-using LseOp = PackedOp<AttentionLse(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
-using ForwardOp =
-    PackedOp<AttentionState(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
 using RowsOp = PackedOp<AttentionRows(const Tensor& q, const Tensor& k, const Tensor& v,
                                       c10::SymIntArrayRef starts, bool store_parents)>;
 using BackwardOp = PackedOp<Gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& out, const Tensor& gmax, const Tensor& gsum,
                                       at::TensorList parents, std::array<bool, 3> output_mask)>;
-
-const AttentionOp& attention_op() {
-  static const AttentionOp op("htree::_attention");
-  return op;
-}
-
-const LseOp& attention_lse_op() {
-  static const LseOp op("htree::_attention_lse");
-  return op;
-}
-
-const ForwardOp& attention_forward_op() {
-  static const ForwardOp op("htree::_attention_forward");
-  return op;
-}
-
-const RowsOp& attention_rows_op() {
-  static const RowsOp op("htree::_attention_rows");
-  return op;
-}
-
-const BackwardOp& attention_backward_op() {
-  static const BackwardOp op("htree::_attention_backward");
-  return op;
-}
+template <typename Result>
+using AttentionOp = PackedOp<Result(const Tensor& q, const Tensor& k, const Tensor& v, bool store_parents)>;
 
 const RowsBackwardOp& attention_rows_backward_sums_op() {
   static const RowsBackwardOp op("htree::_attention_rows_backward_sums");
   return op;
 }
-
-// ---- Autograd
 
 // It calls ops with a fixed number of plain tensors: a DTensor has no metadata for the elements of a Tensor[].
 struct AttentionNode : Function<AttentionNode> {
@@ -301,8 +270,8 @@ struct AttentionNode : Function<AttentionNode> {
                                const TreeOptions& options, bool store_parents, bool returns_lse) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const auto [out, gmax, gsum, lists] =
-        attention_rows_op()(options, q, k, v, {suffix_start(q, k)}, store_parents);
+    static const RowsOp op("htree::_attention_rows");
+    const auto [out, gmax, gsum, lists] = op(options, q, k, v, {suffix_start(q, k)}, store_parents);
     ctx->save_for_backward({q, k, v, out, gmax, gsum, lists});
     save_options(ctx->saved_data, options);
     return returns_lse ? variable_list{out, log_sum_exp(gmax, gsum)} : variable_list{out};
@@ -331,8 +300,9 @@ Tensor attention_autograd(const TreeOptions& options, const Tensor& q, const Ten
     check_attention("tree_attention", q, k, v, options);  // attention_rows would name itself
     return AttentionNode::apply(q, k, v, options, store_parents, /*returns_lse=*/false)[0];
   }
+  static const AttentionOp<Tensor> op("htree::_attention");
   at::AutoDispatchBelowAutograd guard;
-  return attention_op()(options, q, k, v, store_parents);
+  return op(options, q, k, v, store_parents);
 }
 
 AttentionLse attention_lse_autograd(const TreeOptions& options, const Tensor& q, const Tensor& k,
@@ -342,16 +312,18 @@ AttentionLse attention_lse_autograd(const TreeOptions& options, const Tensor& q,
     const variable_list results = AttentionNode::apply(q, k, v, options, store_parents, /*returns_lse=*/true);
     return {results[0], results[1]};
   }
+  static const AttentionOp<AttentionLse> op("htree::_attention_lse");
   at::AutoDispatchBelowAutograd guard;
-  return attention_lse_op()(options, q, k, v, store_parents);
+  return op(options, q, k, v, store_parents);
 }
 
 Gradients attention_backward_autograd(const TreeOptions& options, const Tensor& dout, const Tensor& q,
                                       const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gmax,
                                       const Tensor& gsum, at::TensorList parents,
                                       std::array<bool, 3> output_mask) {
+  static const BackwardOp op("htree::_attention_backward");
   return once_differentiable("attention_backward", {dout, q, k, v, out}, output_mask, [&] {
-    return attention_backward_op()(options, dout, q, k, v, out, gmax, gsum, parents, output_mask);
+    return op(options, dout, q, k, v, out, gmax, gsum, parents, output_mask);
   });
 }
 

@@ -125,11 +125,18 @@ inline std::vector<SymInt> list_shape(const Tensor& q, const Tensor& k, const Tr
   return {q.sym_size(0), list_rows(q.sym_size(1), options.selection_stride), k.sym_size(2), options.top_k};
 }
 
+// The shape of out, whose state has one dim less; q and v are batches or packed.
+inline std::vector<SymInt> result_shape(const Tensor& q, const Tensor& v) {
+  std::vector<SymInt> shape = q.sym_sizes().vec();
+  shape.back() = v.sym_size(-1);
+  return shape;
+}
+
 // out, gmax and gsum, uninitialised.
 inline std::tuple<Tensor, Tensor, Tensor> new_results(const Tensor& q, const Tensor& v) {
-  const std::array<SymInt, 3> rows = {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
-  return {new_tensor({rows[0], rows[1], rows[2], v.sym_size(3)}, q.scalar_type(), q),
-          new_tensor(rows, state_dtype(q), q), new_tensor(rows, state_dtype(q), q)};
+  const auto rows = q.sym_sizes().slice(0, q.dim() - 1);
+  return {new_tensor(result_shape(q, v), q.scalar_type(), q), new_tensor(rows, state_dtype(q), q),
+          new_tensor(rows, state_dtype(q), q)};
 }
 
 // Returns uninitialised tensors; lists only if they are stored.
@@ -173,24 +180,25 @@ inline Tensor log_sum_exp(const Tensor& gmax, const Tensor& gsum) {
   return gmax.add(gsum.log());
 }
 
-// What a forward gave, and the gradients of out and lse, of which one may be missing.
-inline void check_results(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse,
-                          const Tensor& q, const Tensor& v, const Tensor& out, const Tensor& gmax,
-                          const Tensor& gsum) {
+// What a forward of q or packed queries, called `q_name`, gave, and the gradients of out and lse, of which one may be missing.
+inline void check_results(const char* op, const char* q_name, const OptionalTensor& dout,
+                          const OptionalTensor& dlse, const Tensor& q, const Tensor& v, const Tensor& out,
+                          const Tensor& gmax, const Tensor& gsum) {
   TORCH_CHECK_VALUE(dout.has_value() || dlse.has_value(), op,
                     ": dout or dlse must be given, got None for both");
-  const std::array<SymInt, 4> shape = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
-  const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
-    check_dtype(op, name, tensor, {dtype});
-    check_same_device(op, name, tensor, "q", q);
-    check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
-                rank == 4 ? "[B, T_q, H, V]" : "[B, T_q, H]");
+  const std::vector<SymInt> shape = result_shape(q, v);
+  const std::string rows = q.dim() == 4 ? "[B, T_q, H" : "[N, H";
+  const auto check_one = [&](const char* name, const Tensor& tensor, bool of_out) {
+    check_dtype(op, name, tensor, {of_out ? q.scalar_type() : state_dtype(q)});
+    check_same_device(op, name, tensor, q_name, q);
+    check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, q.dim() - (of_out ? 0 : 1)),
+                (rows + (of_out ? ", V]" : "]")).c_str());
   };
-  if (dout.has_value()) check_one("dout", *dout, q.scalar_type(), 4);
-  if (dlse.has_value()) check_one("dlse", *dlse, state_dtype(q), 3);
-  check_one("out", out, q.scalar_type(), 4);
-  check_one("gmax", gmax, state_dtype(q), 3);
-  check_one("gsum", gsum, state_dtype(q), 3);
+  if (dout.has_value()) check_one("dout", *dout, true);
+  if (dlse.has_value()) check_one("dlse", *dlse, false);
+  check_one("out", out, true);
+  check_one("gmax", gmax, false);
+  check_one("gsum", gsum, false);
 }
 
 // The gradient of the output, or zeros: of a query's heads, read by every query.
@@ -215,7 +223,7 @@ inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q,
                                             const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_backward";
   check_attention(kOp, q, k, v, options);
-  check_results(kOp, dout, /*dlse=*/std::nullopt, q, v, out, gmax, gsum);
+  check_results(kOp, "q", dout, /*dlse=*/std::nullopt, q, v, out, gmax, gsum);
   if (!parents.empty()) {
     const int64_t depth = depth_of(k.sym_size(1), options);
     TORCH_CHECK_VALUE(static_cast<int64_t>(parents.size()) == depth, kOp,
@@ -237,7 +245,7 @@ inline Gradients prepare_attention_rows_backward(const OptionalTensor& dout, con
                                                  const std::array<bool, 3>& output_mask) {
   constexpr const char* kOp = "attention_rows_backward";
   check_attention_rows(kOp, q, k, v, starts, options);
-  check_results(kOp, dout, dlse, q, v, out, gmax, gsum);
+  check_results(kOp, "q", dout, dlse, q, v, out, gmax, gsum);
   const bool stored = lists.dim() > 1 && lists.sym_size(1) != 0;
   check_indices(kOp, "lists", lists, all_lists_shape(q, k, options, stored),
                 "[B, 0 or max(2, layers * ceil(T_q / selection_stride)), H_kv, width]", "q", q);

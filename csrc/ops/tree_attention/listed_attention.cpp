@@ -171,11 +171,6 @@ Rows listed_rows(const TreeOptions& options, const Tensor& q, const Tensor& k, c
 
 using ListedRowsOp = PackedOp<Rows(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lists,
                                    c10::SymIntArrayRef starts)>;
-const ListedRowsOp& listed_rows_op() {
-  static const ListedRowsOp op("htree::_listed_attention_rows");
-  return op;
-}
-
 // (out, gmax + log(gsum)) for queries that are the last tokens.
 template <AttentionForward* kKernel>
 AttentionLse listed_attention(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -196,7 +191,8 @@ struct ListedNode : Function<ListedNode> {
                                const Tensor& lists, const TreeOptions& options) {
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->set_materialize_grads(false);
-    const auto [out, gmax, gsum] = listed_rows_op()(options, q, k, v, lists, {suffix_start(q, k)});
+    static const ListedRowsOp op("htree::_listed_attention_rows");
+    const auto [out, gmax, gsum] = op(options, q, k, v, lists, {suffix_start(q, k)});
     ctx->save_for_backward({q, k, v, out, gmax, gsum, lists});
     save_options(ctx->saved_data, options);
     return {out, log_sum_exp(gmax, gsum)};
@@ -220,10 +216,6 @@ struct ListedNode : Function<ListedNode> {
 
 using ListedOp =
     PackedOp<AttentionLse(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lists)>;
-const ListedOp& listed_op() {
-  static const ListedOp op("htree::_listed_attention");
-  return op;
-}
 
 AttentionLse listed_autograd(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& v,
                              const Tensor& lists) {
@@ -232,8 +224,9 @@ AttentionLse listed_autograd(const TreeOptions& options, const Tensor& q, const 
     const variable_list results = ListedNode::apply(q, k, v, lists, options);
     return {results[0], results[1]};
   }
+  static const ListedOp op("htree::_listed_attention");
   at::AutoDispatchBelowAutograd guard;
-  return listed_op()(options, q, k, v, lists);
+  return op(options, q, k, v, lists);
 }
 
 template <SelectBlocks* kSelect, AttentionForward* kForward>

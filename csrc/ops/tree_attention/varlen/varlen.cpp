@@ -70,25 +70,6 @@ void check_varlen(const char* op, const PackedInputs& inputs, const Documents& d
       ": grouping must be one of auto, document, length, rank, got '", grouping, "'");
 }
 
-void check_varlen_state(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse,
-                        const PackedInputs& inputs, const VarlenState& state) {
-  TORCH_CHECK_VALUE(dout.has_value() || dlse.has_value(), op,
-                    ": dout or dlse must be given, got None for both");
-  const Tensor& query = inputs.query;
-  const std::array<SymInt, 3> shape = {query.sym_size(0), query.sym_size(1), inputs.value.sym_size(2)};
-  const auto check_one = [&](const char* name, const Tensor& tensor, at::ScalarType dtype, int64_t rank) {
-    check_dtype(op, name, tensor, {dtype});
-    check_same_device(op, name, tensor, "query", query);
-    check_shape(op, name, tensor, c10::SymIntArrayRef(shape).slice(0, rank),
-                rank == 3 ? "[N, H, V]" : "[N, H]");
-  };
-  if (dout.has_value()) check_one("dout", *dout, query.scalar_type(), 3);
-  if (dlse.has_value()) check_one("dlse", *dlse, state_dtype(query), 2);
-  check_one("out", std::get<0>(state), query.scalar_type(), 3);
-  check_one("gmax", std::get<1>(state), state_dtype(query), 2);
-  check_one("gsum", std::get<2>(state), state_dtype(query), 2);
-}
-
 namespace {
 
 using OutLse = std::tuple<Tensor, Tensor>;

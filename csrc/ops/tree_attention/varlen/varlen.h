@@ -62,11 +62,7 @@ extern const VarlenKernels kVarlenCpu, kVarlenCuda;
 void check_varlen(const char* op, const PackedInputs& inputs, const Documents& documents,
                   const TreeOptions& options, std::string_view grouping);
 
-// dout or dlse may be missing.
-void check_varlen_state(const char* op, const OptionalTensor& dout, const OptionalTensor& dlse,
-                        const PackedInputs& inputs, const VarlenState& state);
-
-// Without `kernels` (Meta) both end after checks and allocations.
+// Without `kernels` (Meta) both end after checks and allocations. dout or dlse may be missing.
 VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const PackedInputs& inputs,
                            const Documents& documents, const TreeOptions& options, std::string_view grouping);
 Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& dout,

@@ -112,11 +112,7 @@ VarlenState varlen_forward(const VarlenKernels* kernels, const char* op, const P
                            const Documents& documents, const TreeOptions& options,
                            std::string_view grouping) {
   check_varlen(op, inputs, documents, options, grouping);
-  const Tensor &query = inputs.query, &value = inputs.value;
-  const std::array<SymInt, 2> rows = {query.sym_size(0), query.sym_size(1)};
-  const VarlenState state = {new_tensor({rows[0], rows[1], value.sym_size(2)}, query.scalar_type(), query),
-                             new_tensor(rows, state_dtype(query), query),
-                             new_tensor(rows, state_dtype(query), query)};
+  const VarlenState state = new_results(inputs.query, inputs.value);
   if (kernels == nullptr) return state;
   const auto& [out, gmax, gsum] = state;
   const VarlenPlan plan = plan_varlen(*kernels, op, inputs, documents, options, grouping);
@@ -151,12 +147,8 @@ Gradients varlen_backward(const VarlenKernels* kernels, const OptionalTensor& do
   check_varlen(kOp, inputs, documents, options, grouping);
   const Tensor &query = inputs.query, &key = inputs.key, &value = inputs.value;
   const auto& [out, gmax, gsum] = state;
-  check_varlen_state(kOp, dout, dlse, inputs, state);
-  const auto gradient = [&](bool wanted, const Tensor& like) {
-    return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
-  };
-  const Gradients gradients = {gradient(output_mask[0], query), gradient(output_mask[1], key),
-                               gradient(output_mask[2], value)};
+  check_results(kOp, "query", dout, dlse, query, value, out, gmax, gsum);
+  const Gradients gradients = new_gradients(query, key, value, output_mask);
   const auto& [dq, dk, dv] = gradients;
   if (kernels == nullptr || !(output_mask[0] || output_mask[1] || output_mask[2])) return gradients;
   const VarlenPlan plan = plan_varlen(*kernels, kOp, inputs, documents, options, grouping);
