@@ -43,7 +43,7 @@ class Cuda:
     Attributes:
         file: name of the file without its suffix, unique within the library.
         header: defines what is instantiated; a path below csrc.
-        code: declarations of explicit instantiations, without ``template``.
+        code: the launchers to instantiate, without the error that they return and the stream that they take last.
         over: values of each placeholder.
     """
 
@@ -59,7 +59,9 @@ class Cuda:
             chosen = dict(zip(self.over, values, strict=True))
             names = {key: v.name if isinstance(v, Type) else v for key, v in chosen.items()}
             codes = {key: v.cpp if isinstance(v, Type) else v for key, v in chosen.items()}
-            lines = [f"template {line.format(**codes)};" for line in self.code]
+            lines = [
+                f"template cudaError_t {line[:-1].format(**codes)}, cudaStream_t);" for line in self.code
+            ]
             found.append((self.file.format(**names), lines))
         if merged:
             found = [
@@ -119,8 +121,8 @@ CAUSAL_SOFTMAX: Table = [
         "causal_softmax_{T}",
         "ops/causal_softmax/causal_softmax_launch.cuh",
         [
-            "cudaError_t launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, cudaStream_t)",
-            "cudaError_t launch_backward<{T}>(const KernelConfig&, const BackwardParams<{T}>&, cudaStream_t)",
+            "launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&)",
+            "launch_backward<{T}>(const KernelConfig&, const BackwardParams<{T}>&)",
         ],
         {"T": ALL_TYPES},
     ),
@@ -136,25 +138,23 @@ COMPRESSED_KV: Table = [
         "compress_{T}",
         "ops/compressed_kv/compress/compress_launch.cuh",
         [
-            "cudaError_t launch_compress<{T}>(const CompressParams&, cudaStream_t)",
-            "cudaError_t launch_decompress<{T}>(const DecompressParams&, cudaStream_t)",
+            "launch_compress<{T}>(const CompressParams&)",
+            "launch_decompress<{T}>(const DecompressParams&)",
         ],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "decode_d{D}_keys{K}",
         "ops/compressed_kv/decode/decode_launch.cuh",
-        [
-            "cudaError_t launch_decode_keys<{D}, {K}>(const DecodeParams&, int, QueryType, int64_t, cudaStream_t)"
-        ],
+        ["launch_decode_keys<{D}, {K}>(const DecodeParams&, int, QueryType, int64_t)"],
         {"D": TILE_HEAD_SIZES, "K": (4, 8, 16)},
     ),
     Cuda(
         "decode_general_d{D}",
         "ops/compressed_kv/decode/general.cuh",
         [
-            "cudaError_t launch_general<{D}>(const GeneralParams&, int64_t, cudaStream_t)",
-            "cudaError_t launch_merge<{D}>(const DecodeParams&, int64_t, cudaStream_t)",
+            "launch_general<{D}>(const GeneralParams&, int64_t)",
+            "launch_merge<{D}>(const DecodeParams&, int64_t)",
         ],
         {"D": HEAD_SIZES},
     ),
@@ -162,7 +162,7 @@ COMPRESSED_KV: Table = [
         "decode_transform_query",
         "ops/compressed_kv/decode/general.cuh",
         [
-            f"cudaError_t launch_transform_query<{size}>(const DecodeParams&, int64_t, float*, cudaStream_t)"
+            f"launch_transform_query<{size}>(const DecodeParams&, int64_t, float*)"
             for size in (64, 128, 256, 512)
         ],
     ),
@@ -174,8 +174,8 @@ FP8: Table = [
         "gemm_{T}",
         "ops/fp8/gemm/cuda/gemm_launch.cuh",
         [
-            "cudaError_t launch_gemm_tile(const GemmParams<{T}>&, const GemmConfig&, cudaStream_t)",
-            "cudaError_t launch_gemm_stream(const GemmParams<{T}>&, const GemmConfig&, cudaStream_t)",
+            "launch_gemm_tile(const GemmParams<{T}>&, const GemmConfig&)",
+            "launch_gemm_stream(const GemmParams<{T}>&, const GemmConfig&)",
         ],
         {"T": FLOAT_TYPES},
     ),
@@ -183,9 +183,9 @@ FP8: Table = [
         "quantize_{T}",
         "ops/fp8/quantize/quantize_launch.cuh",
         [
-            "cudaError_t launch_quantize<{T}>(const QuantizeArgs<{T}>&, cudaStream_t)",
-            "cudaError_t launch_dequantize<{T}>(const ApplyArgs<uint8_t, {T}>&, cudaStream_t)",
-            "cudaError_t launch_fake_backward<{T}>(const ApplyArgs<{T}, {T}>&, cudaStream_t)",
+            "launch_quantize<{T}>(const QuantizeArgs<{T}>&)",
+            "launch_dequantize<{T}>(const ApplyArgs<uint8_t, {T}>&)",
+            "launch_fake_backward<{T}>(const ApplyArgs<{T}, {T}>&)",
         ],
         {"T": FLOAT_TYPES},
     ),
@@ -201,27 +201,27 @@ GATED_MLP: Table = [
     Cuda(
         "gated_mlp_tile_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
-        ["cudaError_t launch_tile(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        ["launch_tile(const ForwardParams<{T}>&, const KernelConfig&)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "gated_mlp_swap_ab_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
-        ["cudaError_t launch_swap_ab(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        ["launch_swap_ab(const ForwardParams<{T}>&, const KernelConfig&)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "gated_mlp_stream_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
-        ["cudaError_t launch_stream(const ForwardParams<{T}>&, const KernelConfig&, cudaStream_t)"],
+        ["launch_stream(const ForwardParams<{T}>&, const KernelConfig&)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "gated_mlp_gradient_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         [
-            "cudaError_t launch_input_gradient(const InputGradientParams<{T}>&, cudaStream_t)",
-            "cudaError_t launch_weight_gradients(const WeightGradientParams<{T}>&, cudaStream_t)",
+            "launch_input_gradient(const InputGradientParams<{T}>&)",
+            "launch_weight_gradients(const WeightGradientParams<{T}>&)",
         ],
         {"T": HALF_TYPES},
     ),
@@ -229,9 +229,8 @@ GATED_MLP: Table = [
         "gated_mlp_gate_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
         [
-            "cudaError_t launch_gate(Activation, int64_t, const float*, const float*, {T}*, cudaStream_t)",
-            "cudaError_t launch_gate_backward(Activation, int64_t, const {T}*, const float*, const float*, "
-            "{T}*, {T}*, cudaStream_t)",
+            "launch_gate(Activation, int64_t, const float*, const float*, {T}*)",
+            "launch_gate_backward(Activation, int64_t, const {T}*, const float*, const float*, {T}*, {T}*)",
         ],
         {"T": FLOAT_TYPES},
     ),
@@ -239,10 +238,7 @@ GATED_MLP: Table = [
     Cuda(
         "gated_mlp_gate_backward_{T}",
         "ops/gated_mlp/cuda/gated_mlp_launch.cuh",
-        [
-            "cudaError_t launch_gate_backward(Activation, int64_t, const {T}*, const {T}*, const {T}*, "
-            "{T}*, {T}*, cudaStream_t)"
-        ],
+        ["launch_gate_backward(Activation, int64_t, const {T}*, const {T}*, const {T}*, {T}*, {T}*)"],
         {"T": HALF_TYPES},
     ),
     row_kernels("gated_mlp_rows", "ops/gated_mlp/cpu/gated_mlp_rows_impl.h"),
@@ -257,19 +253,19 @@ HADAMARD: Table = [
     Cuda(
         "hadamard_short_{T}",
         "ops/hadamard/hadamard_launch.cuh",
-        ["cudaError_t launch_short<{T}>(const Params<{T}>&, cudaStream_t)"],
+        ["launch_short<{T}>(const Params<{T}>&)"],
         {"T": ALL_TYPES},
     ),
     Cuda(
         "hadamard_long_{T}",
         "ops/hadamard/hadamard_launch.cuh",
-        ["cudaError_t launch_long<{T}>(const Params<{T}>&, cudaStream_t)"],
+        ["launch_long<{T}>(const Params<{T}>&)"],
         {"T": ALL_TYPES},
     ),
     Cuda(
         "hadamard_join_halves",
         "ops/hadamard/hadamard_launch.cuh",
-        ["cudaError_t launch_join_halves<double>(const Params<double>&, cudaStream_t)"],
+        ["launch_join_halves<double>(const Params<double>&)"],
     ),
     row_kernels("hadamard_rows", "ops/hadamard/hadamard_rows_impl.h"),
 ]
@@ -278,25 +274,21 @@ RMSNORM_ROPE: Table = [
     Cuda(
         "rmsnorm_rope_forward_{T}",
         "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
-        [
-            "cudaError_t launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, int, bool, cudaStream_t)"
-        ],
+        ["launch_forward<{T}>(const KernelConfig&, const ForwardParams<{T}>&, int, bool)"],
         {"T": ALL_TYPES},
     ),
     Cuda(
         "rmsnorm_rope_backward_{T}",
         "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
-        [
-            "cudaError_t launch_backward<{T}>(const KernelConfig&, const BackwardParams<{T}>&, int, cudaStream_t)"
-        ],
+        ["launch_backward<{T}>(const KernelConfig&, const BackwardParams<{T}>&, int)"],
         {"T": ALL_TYPES},
     ),
     Cuda(
         "rmsnorm_rope_sum",
         "ops/rmsnorm_rope/rmsnorm_rope_launch.cuh",
         [
-            "cudaError_t launch_sum<float>(const SumParams<float>&, cudaStream_t)",
-            "cudaError_t launch_sum<double>(const SumParams<double>&, cudaStream_t)",
+            "launch_sum<float>(const SumParams<float>&)",
+            "launch_sum<double>(const SumParams<double>&)",
         ],
     ),
     row_kernels("rmsnorm_rope_rows", "ops/rmsnorm_rope/rmsnorm_rope_rows_impl.h"),
@@ -318,7 +310,7 @@ def tensor_core(header: str, *launchers: str) -> Cuda:
     code = []
     for launcher in launchers:
         name, params = launcher.rstrip(")").split("(")
-        code.append(f"cudaError_t {name}<{{T}}, {{D}}>(const {params}&, cudaStream_t)")
+        code.append(f"{name}<{{T}}, {{D}}>(const {params}&)")
     return Cuda(instance_name(header) + "_{T}_d{D}", f"ops/{header}", code, TENSOR_CORE)
 
 
@@ -335,7 +327,7 @@ TREE_ATTENTION: Table = [
         "tree_build",
         "ops/tree/cuda/any/tree_build.cuh",
         [
-            f"cudaError_t {name}(const TreeBuildParams<{dtype.cpp}>&, cudaStream_t)"
+            f"{name}(const TreeBuildParams<{dtype.cpp}>&)"
             for name in ("launch_tree_build", "launch_tree_build_backward")
             for dtype in ALL_TYPES
         ],
@@ -344,62 +336,56 @@ TREE_ATTENTION: Table = [
         "rope",
         "ops/tree/cuda/any/rope.cuh",
         [
-            *(
-                f"cudaError_t launch_rope(const RopeParams<{x.cpp}, float>&, cudaStream_t)"
-                for x in FLOAT_TYPES
-            ),
-            "cudaError_t launch_rope(const RopeParams<double, double>&, cudaStream_t)",
+            *(f"launch_rope(const RopeParams<{x.cpp}, float>&)" for x in FLOAT_TYPES),
+            "launch_rope(const RopeParams<double, double>&)",
         ],
     ),
     Cuda(
         "{W}_compute_scores_{T}",
         "ops/selection/cuda/any/compute_scores.cuh",
-        ["cudaError_t launch_compute_scores<{W}>(const ScoresParams<{T}>&, cudaStream_t)"],
+        ["launch_compute_scores<{W}>(const ScoresParams<{T}>&)"],
         {"W": (FULL, IO_ONLY), "T": FLOAT_TYPES},
     ),
     Cuda(
         "compute_span_scores_{T}",
         "ops/selection/cuda/any/compute_scores.cuh",
-        ["cudaError_t launch_compute_span_scores(const ComputeSpanScoresParams<{T}>&, cudaStream_t)"],
+        ["launch_compute_span_scores(const ComputeSpanScoresParams<{T}>&)"],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "{W}_select_topk",
         "ops/selection/cuda/any/select_topk.cuh",
-        ["cudaError_t launch_select_topk<{W}>(const SelectParams&, cudaStream_t)"],
+        ["launch_select_topk<{W}>(const SelectParams&)"],
         {"W": (FULL, IO_ONLY)},
     ),
     Cuda(
         "next_parents",
         "ops/selection/cuda/any/next_parents.cuh",
-        [
-            f"cudaError_t launch_compute_next_parents<{work.cpp}>(const NextParentsParams&, cudaStream_t)"
-            for work in (FULL, IO_ONLY)
-        ],
+        [f"launch_compute_next_parents<{work.cpp}>(const NextParentsParams&)" for work in (FULL, IO_ONLY)],
     ),
     Cuda(
         "block_scores_{T}",
         "ops/selection/cuda/any/block_scores.cuh",
-        ["cudaError_t launch_block_scores(const BlockScoreParams<{T}>&, cudaStream_t)"],
+        ["launch_block_scores(const BlockScoreParams<{T}>&)"],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "block_unit_scores_{T}",
         "ops/selection/cuda/sm80/block_unit_scores.cuh",
-        ["cudaError_t launch_block_unit_scores(const BlockScoreParams<{T}>&, cudaStream_t)"],
+        ["launch_block_unit_scores(const BlockScoreParams<{T}>&)"],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "accumulate_{T}",
         "ops/sparse_attention/cuda/any/accumulate.cuh",
-        ["cudaError_t launch_accumulate(const AccumulateParams<{T}>&, cudaStream_t)"],
+        ["launch_accumulate(const AccumulateParams<{T}>&)"],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "merge",
         "ops/sparse_attention/cuda/any/merge.cuh",
         [
-            f"cudaError_t {name}<{dtype.cpp}>&, cudaStream_t)"
+            f"{name}<{dtype.cpp}>&)"
             for name in (
                 "launch_final_normalize(const NormalizeParams",
                 "launch_subtract_topk(const SubtractParams",
@@ -446,7 +432,7 @@ TREE_ATTENTION: Table = [
         "backward_gradient_rows_{T}",
         "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh",
         [
-            f"cudaError_t {name}<{{T}}, {dim}>(const {params}, cudaStream_t)"
+            f"{name}<{{T}}, {dim}>(const {params})"
             for dim in HEAD_DIMS
             for name, params in (
                 ("launch_gradient_rows", "RowParams&"),
@@ -501,11 +487,9 @@ TREE_ATTENTION: Table = [
         "general_gradient_{T}",
         "ops/sparse_attention/cuda/any/general_gradient.cuh",
         [
-            "cudaError_t launch_general_delta<{T}>(const GeneralGradientParams&, cudaStream_t)",
-            "cudaError_t launch_general_query_gradient<{T}>("
-            "const GeneralGradientParams&, const GeneralQueryGradient&, cudaStream_t)",
-            "cudaError_t launch_general_key_gradient<{T}>("
-            "const GeneralGradientParams&, const GeneralKeyGradient&, cudaStream_t)",
+            "launch_general_delta<{T}>(const GeneralGradientParams&)",
+            "launch_general_query_gradient<{T}>(const GeneralGradientParams&, const GeneralQueryGradient&)",
+            "launch_general_key_gradient<{T}>(const GeneralGradientParams&, const GeneralKeyGradient&)",
         ],
         {"T": FLOAT_TYPES},
     ),
@@ -533,24 +517,18 @@ TREE_CACHE: Table = [
     Cuda(
         "tree_cache_append",
         "ops/tree_cache/append.cuh",
-        [
-            f"cudaError_t launch_append(const AppendParams<{dtype.cpp}>&, cudaStream_t)"
-            for dtype in FLOAT_TYPES
-        ],
+        [f"launch_append(const AppendParams<{dtype.cpp}>&)" for dtype in FLOAT_TYPES],
     ),
     Cuda(
         "tree_cache_append_packed",
         "ops/tree_cache/packed/append_packed.cuh",
-        [
-            f"cudaError_t launch_append_packed(const AppendPackedParams<{dtype.cpp}>&, cudaStream_t)"
-            for dtype in FLOAT_TYPES
-        ],
+        [f"launch_append_packed(const AppendPackedParams<{dtype.cpp}>&)" for dtype in FLOAT_TYPES],
     ),
     Cuda(
         "tree_cache_page_copies",
         "ops/tree_cache/prompt/page_copies.cuh",
         [
-            f"cudaError_t launch_page_copy<{dtype.cpp}, {dim}>(const PageCopy<{target}>&, cudaStream_t)"
+            f"launch_page_copy<{dtype.cpp}, {dim}>(const PageCopy<{target}>&)"
             for target in ("ParentTarget", "TileTarget", "ParentSpanTarget", "TileSpanTarget")
             for dtype in HALF_TYPES
             for dim in HEAD_DIMS
@@ -560,7 +538,7 @@ TREE_CACHE: Table = [
         "tree_cache_attend_{T}",
         "ops/tree_cache/attend.cuh",
         [
-            f"cudaError_t {name}(const AttendParams<{{T}}>&, cudaStream_t)"
+            f"{name}(const AttendParams<{{T}}>&)"
             for name in ("launch_rows", "launch_top_lists", "launch_store_ring", "launch_attend")
         ],
         {"T": FLOAT_TYPES},
@@ -568,27 +546,19 @@ TREE_CACHE: Table = [
     Cuda(
         "tree_cache_decode_{T}_d{D}_{S}",
         "ops/tree_cache/decode/sm90/decode.cuh",
-        [
-            "cudaError_t launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlans&, cudaStream_t)"
-        ],
+        ["launch_decode<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlans&)"],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
     Cuda(
         "tree_cache_decode_packed_{T}_d{D}_{S}",
         "ops/tree_cache/decode/sm90/decode.cuh",
-        [
-            "cudaError_t launch_decode_packed<{T}, {D}, {S}>("
-            "const AttendParams<{T}>&, const DecodePlans&, cudaStream_t)"
-        ],
+        ["launch_decode_packed<{T}, {D}, {S}>(const AttendParams<{T}>&, const DecodePlans&)"],
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
     Cuda(
         "tree_cache_top_spans_{T}",
         "ops/tree_cache/decode/sm90/top_spans.cuh",
-        [
-            f"cudaError_t launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, int, cudaStream_t)"
-            for dim in (64, 128)
-        ],
+        [f"launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, int)" for dim in (64, 128)],
         {"T": HALF_TYPES},
     ),
 ]
@@ -597,34 +567,28 @@ INDEX_LOSS: Table = [
     Cuda(
         "general_masses_{T}",
         "ops/index_loss/cuda/any/general_masses.cuh",
-        [
-            f"cudaError_t launch_general_masses<{{T}}, {masses}>(const MassParams<{{T}}>&, cudaStream_t)"
-            for masses in ("false", "true")
-        ],
+        [f"launch_general_masses<{{T}}, {masses}>(const MassParams<{{T}}>&)" for masses in ("false", "true")],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "tensor_masses_{T}",
         "ops/index_loss/cuda/sm80/tensor_masses.cuh",
-        [
-            f"cudaError_t launch_tensor_masses<{{T}}, {masses}>(const MassParams<{{T}}>&, cudaStream_t)"
-            for masses in ("false", "true")
-        ],
+        [f"launch_tensor_masses<{{T}}, {masses}>(const MassParams<{{T}}>&)" for masses in ("false", "true")],
         {"T": HALF_TYPES},
     ),
     Cuda(
         "index_scores_{T}",
         "ops/index_loss/cuda/any/index_scores.cuh",
-        ["cudaError_t launch_index_scores(const ScoreParams<{T}>&, cudaStream_t)"],
+        ["launch_index_scores(const ScoreParams<{T}>&)"],
         {"T": FLOAT_TYPES},
     ),
     Cuda(
         "index_gradients_{T}",
         "ops/index_loss/cuda/any/gradients.cuh",
         [
-            "cudaError_t launch_row_gradients(const GradientParams<{T}>&, cudaStream_t)",
-            "cudaError_t launch_key_gradient(const KeyGradientParams<{T}>&, cudaStream_t)",
-            "cudaError_t launch_query_gradient(const QueryGradientParams<{T}>&, cudaStream_t)",
+            "launch_row_gradients(const GradientParams<{T}>&)",
+            "launch_key_gradient(const KeyGradientParams<{T}>&)",
+            "launch_query_gradient(const QueryGradientParams<{T}>&)",
         ],
         {"T": FLOAT_TYPES},
     ),
