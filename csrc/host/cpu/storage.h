@@ -26,14 +26,15 @@ struct StorageOf<c10::BFloat16> {
 template <typename T>
 using Storage = typename StorageOf<T>::type;
 
-// The loops for torch's element type T in a table that has them for_float, for_half, for_bfloat16 and for_double.
+// The loops for an element type, torch's or that of Storage, in a table that has them for_float, for_half, for_bfloat16 and
+// for_double.
 template <typename T, typename Tables>
 const auto& loops_of(const Tables& tables) {
   if constexpr (std::is_same_v<T, float>) {
     return tables.for_float;
-  } else if constexpr (std::is_same_v<T, c10::Half>) {
+  } else if constexpr (std::is_same_v<Storage<T>, Fp16>) {
     return tables.for_half;
-  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+  } else if constexpr (std::is_same_v<Storage<T>, Bf16>) {
     return tables.for_bfloat16;
   } else {
     static_assert(std::is_same_v<T, double>);

@@ -23,30 +23,6 @@ const RowKernels& kernels() {
   return HTREE_PICK_ISA(kRowKernels);
 }
 
-template <typename T>
-struct Rows;
-template <>
-struct Rows<float> {
-  static auto forward() { return kernels().forward_float; }
-  static auto backward() { return kernels().backward_float; }
-};
-template <>
-struct Rows<c10::Half> {
-  static auto forward() { return kernels().forward_half; }
-  static auto backward() { return kernels().backward_half; }
-};
-template <>
-struct Rows<c10::BFloat16> {
-  static auto forward() { return kernels().forward_bfloat16; }
-  static auto backward() { return kernels().backward_bfloat16; }
-};
-
-template <>
-struct Rows<double> {
-  static auto forward() { return kernels().forward_double; }
-  static auto backward() { return kernels().backward_double; }
-};
-
 // The first `count` elements of a row as a unit-stride array: the row itself, or a copy in `buffer`.
 template <typename T>
 const T* unit_stride(const T* row, int64_t stride, int64_t count, std::vector<T>& buffer) {
@@ -77,7 +53,7 @@ void for_each_row(const Problem& p, F&& make_task) {
 
 template <typename T>
 void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
-  const auto row_kernel = Rows<T>::forward();
+  const auto row_kernel = loops_of<T>(kernels()).forward;
   for_each_row(p, [&] {
     return [&, in = std::vector<T>(xs.col == 1 ? 0 : p.cols), out = std::vector<T>(ys.col == 1 ? 0 : p.cols),
             scratch = std::vector<std::conditional_t<std::is_same_v<T, double>, double, float>>(p.cols)](
@@ -96,7 +72,7 @@ void forward_typed(const Problem& p, const T* x, Strides xs, T* y, Strides ys) {
 
 template <typename T>
 void backward_typed(const Problem& p, const T* dy, Strides dys, const T* y, Strides ys, T* dx, Strides dxs) {
-  const auto row_kernel = Rows<T>::backward();
+  const auto row_kernel = loops_of<T>(kernels()).backward;
   for_each_row(p, [&] {
     return
         [&, dy_copy = std::vector<T>(dys.col == 1 ? 0 : p.cols),

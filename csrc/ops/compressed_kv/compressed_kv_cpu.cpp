@@ -42,7 +42,7 @@ void prune_cpu(const RowFormat& format, const at::Tensor& x, const at::Tensor& w
   check_weight_sign("kv_prune", weight);
   dispatch_dtype("kv_prune", x.scalar_type(), FloatTypes{}, [&](auto tag) {
     using Storage = htree::Storage<typename decltype(tag)::type>;
-    const auto& kernels = kernels_of<Storage>();
+    const auto& kernels = loops_of<Storage>(row_kernels());
     auto* out = static_cast<Storage*>(pruned.mutable_data_ptr());
     auto* words = reinterpret_cast<uint64_t*>(bitmap.mutable_data_ptr<int64_t>());
     for_rows<Storage>(x, weight, [&](int64_t i, const Storage* row, const float* w) {
@@ -56,7 +56,7 @@ void compress_cpu(const at::Tensor& x, const at::Tensor& weight, const Compresse
   const RowFormat& format = to.format;
   dispatch_dtype("kv_compress", x.scalar_type(), FloatTypes{}, [&](auto tag) {
     using Storage = htree::Storage<typename decltype(tag)::type>;
-    const auto& kernels = kernels_of<Storage>();
+    const auto& kernels = loops_of<Storage>(row_kernels());
     auto* words = reinterpret_cast<uint64_t*>(to.bitmap.mutable_data_ptr<int64_t>());
     auto* values = to.values.mutable_data_ptr<uint8_t>();
     auto* scales = static_cast<uint16_t*>(to.scales.mutable_data_ptr());
@@ -72,7 +72,7 @@ void decompress_cpu(const Compressed& from, const at::Tensor& out) {
   const CompressedRows rows(from);
   dispatch_dtype("kv_decompress", out.scalar_type(), FloatTypes{}, [&](auto tag) {
     using Storage = htree::Storage<typename decltype(tag)::type>;
-    const auto& kernels = kernels_of<Storage>();
+    const auto& kernels = loops_of<Storage>(row_kernels());
     auto* data = static_cast<Storage*>(out.mutable_data_ptr());
     at::parallel_for(0, out.numel() / format.head_dim, kRowGrain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

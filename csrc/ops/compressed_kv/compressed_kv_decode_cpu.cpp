@@ -69,13 +69,6 @@ int64_t length_of(const OptionalTensor& lengths, int64_t sequence, int64_t capac
                              : capacity;
 }
 
-// The state of the softmax over one split, for the query heads of one kv head.
-struct Partial {
-  float* max;  // [queries]
-  float* sum;  // [queries]
-  float* acc;  // [queries, value_dim]
-};
-
 template <typename Storage>
 class Decoder {
  public:
@@ -155,7 +148,8 @@ class Decoder {
   std::vector<float> expand_queries(const Storage* q) const {
     std::vector<float> wide(static_cast<size_t>(p_.batch * p_.num_heads * p_.key_dim));
     for (int64_t row = 0; row < p_.batch * p_.num_heads; ++row) {
-      kernels_of<Storage>().widen(q + row * p_.key_dim, p_.key_dim, wide.data() + row * p_.key_dim);
+      loops_of<Storage>(row_kernels())
+          .widen(q + row * p_.key_dim, p_.key_dim, wide.data() + row * p_.key_dim);
     }
     return transformed_queries(p_, wide);
   }
@@ -228,7 +222,7 @@ class Decoder {
 
   void load_tile(const Tile& tile, int64_t sequence, int64_t kv_head, int64_t token, bool window,
                  bool of_keys, float* to) const {
-    const auto& kernels = kernels_of<Storage>();
+    const auto& kernels = loops_of<Storage>(row_kernels());
     const Compressed& from = of_keys ? t_.k : t_.v;
     const CompressedRows& rows = of_keys ? keys_ : values_;
     const auto* dense =

@@ -1,8 +1,6 @@
 // What the CPU entry points share: the kernels for this processor, and the rows of a compressed tensor.
 #pragma once
 
-#include <type_traits>
-
 #include "host/cpu/isa.h"
 #include "host/cpu/storage.h"
 #include "ops/compressed_kv/compressed_kv.h"
@@ -12,17 +10,6 @@ namespace htree::compressed_kv {
 
 inline const RowKernels& row_kernels() {
   return HTREE_PICK_ISA(kRowKernels);
-}
-
-template <typename Storage>
-const TypedKernels<Storage>& kernels_of() {
-  if constexpr (std::is_same_v<Storage, Fp16>) {
-    return row_kernels().of_half;
-  } else if constexpr (std::is_same_v<Storage, Bf16>) {
-    return row_kernels().of_bfloat16;
-  } else {
-    return row_kernels().of_float;
-  }
 }
 
 // Finds the rows of a contiguous compressed tensor by their number.

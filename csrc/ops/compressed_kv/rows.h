@@ -38,9 +38,9 @@ struct Tile {
 };
 
 struct RowKernels {
-  TypedKernels<float> of_float;
-  TypedKernels<Fp16> of_half;
-  TypedKernels<Bf16> of_bfloat16;
+  TypedKernels<float> for_float;
+  TypedKernels<Fp16> for_half;
+  TypedKernels<Bf16> for_bfloat16;
   // scores[query * kTileTokens + token] += <q[query], k[token]> over rows of key_dim floats.
   void (*add_scores)(const Tile& tile, const float* q, const float* k, float* scores);
   // One step of the online softmax of §1.7. max and sum are [queries], acc is [queries, value_dim]; scores become weights.

@@ -56,7 +56,7 @@ template <typename T>
 void gate_block(Activation activation, const Tensor& linear, const Tensor& acted, const Tensor& out,
                 int64_t first) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const auto kernel = KernelsOf<T>::gate().forward;
+  const auto kernel = loops_of<T>(row_kernels()).forward;
   const A* linear_data = linear.const_data_ptr<A>();
   const A* acted_data = acted.const_data_ptr<A>();
   auto* out_data = reinterpret_cast<Storage<T>*>(out.mutable_data_ptr<T>()) + first;
@@ -73,7 +73,7 @@ template <typename T>
 void gate_block_backward(Activation activation, const Tensor& dy, int64_t first, const Tensor& linear,
                          const Tensor& acted) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const auto kernel = KernelsOf<T>::gate().backward;
+  const auto kernel = loops_of<T>(row_kernels()).backward;
   A* linear_data = linear.mutable_data_ptr<A>();
   A* acted_data = acted.mutable_data_ptr<A>();
   const auto* dy_data = reinterpret_cast<const Storage<T>*>(dy.const_data_ptr<T>()) + first;

@@ -22,25 +22,6 @@ const RowKernels& kernels() {
   return HTREE_PICK_ISA(kRowKernels);
 }
 
-template <typename T>
-struct KernelOf;
-template <>
-struct KernelOf<float> {
-  static auto get() { return kernels().of_float; }
-};
-template <>
-struct KernelOf<c10::Half> {
-  static auto get() { return kernels().of_half; }
-};
-template <>
-struct KernelOf<c10::BFloat16> {
-  static auto get() { return kernels().of_bfloat16; }
-};
-template <>
-struct KernelOf<double> {
-  static auto get() { return kernels().of_double; }
-};
-
 struct FreeAligned {
   void operator()(void* p) const { ::operator delete(p, kAlignment); }
 };
@@ -53,7 +34,7 @@ int64_t offset_of(const std::array<int64_t, 3>& strides, int64_t outer, int64_t 
 
 template <typename T>
 void transform_typed(const Problem& p, const Rows& rows, const T* x, T* y) {
-  const auto kernel = KernelOf<T>::get();
+  const auto kernel = loops_of<T>(kernels());
   const int64_t middle_size = rows.sizes[1];
   const int64_t inner_size = rows.sizes[2];
   const int64_t num_rows = rows.sizes[0] * middle_size * inner_size;

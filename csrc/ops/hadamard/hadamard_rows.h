@@ -35,10 +35,10 @@ constexpr int64_t scratch_bytes(int64_t element_size, int log2_length) {
 }
 
 struct RowKernels {
-  TransformRows<float> of_float;
-  TransformRows<Fp16> of_half;
-  TransformRows<Bf16> of_bfloat16;
-  TransformRows<double> of_double;
+  TransformRows<float> for_float;
+  TransformRows<Fp16> for_half;
+  TransformRows<Bf16> for_bfloat16;
+  TransformRows<double> for_double;
 };
 
 extern const RowKernels kRowKernelsBaseline;

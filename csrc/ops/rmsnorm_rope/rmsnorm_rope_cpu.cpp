@@ -25,29 +25,6 @@ const RowKernels& kernels() {
   return HTREE_PICK_ISA(kRowKernels);
 }
 
-template <typename T>
-struct Kernels;
-template <>
-struct Kernels<float> {
-  static auto forward() { return kernels().forward_float; }
-  static auto backward() { return kernels().backward_float; }
-};
-template <>
-struct Kernels<c10::Half> {
-  static auto forward() { return kernels().forward_half; }
-  static auto backward() { return kernels().backward_half; }
-};
-template <>
-struct Kernels<c10::BFloat16> {
-  static auto forward() { return kernels().forward_bfloat16; }
-  static auto backward() { return kernels().backward_bfloat16; }
-};
-template <>
-struct Kernels<double> {
-  static auto forward() { return kernels().forward_double; }
-  static auto backward() { return kernels().backward_double; }
-};
-
 // `count` elements of any dtype at unit stride, converted to A. `buffer` is used unless they are A already.
 template <typename A>
 const A* as_arithmetic(const at::Tensor& t, int64_t offset, int64_t count, std::vector<A>& buffer) {
@@ -122,7 +99,7 @@ void forward_typed(const Operands& o, const at::Tensor& out) {
   std::vector<A> weight;
   const RowShape<A> shape{p.width / p.head_dim, p.head_dim, static_cast<A>(p.eps),
                           as_arithmetic<A>(o.weight, 0, p.width, weight)};
-  const auto kernel = Kernels<T>::forward();
+  const auto kernel = loops_of<T>(kernels()).forward;
   const T* x = o.x.const_data_ptr<T>();
   T* y = out.mutable_data_ptr<T>();
   at::parallel_for(0, p.num_rows(), std::max<int64_t>(1, kGrain / p.width), [&](int64_t begin, int64_t end) {
@@ -143,7 +120,7 @@ void backward_typed(const Operands& o, const at::Tensor& dy, const Gradients& gr
   std::vector<A> weight;
   const RowShape<A> shape{p.width / p.head_dim, p.head_dim, static_cast<A>(p.eps),
                           as_arithmetic<A>(o.weight, 0, p.width, weight)};
-  const auto kernel = Kernels<T>::backward();
+  const auto kernel = loops_of<T>(kernels()).backward;
   const T* dy_data = dy.const_data_ptr<T>();
   const T* x_data = o.x.const_data_ptr<T>();
   T* dx_data = dx.defined() ? dx.mutable_data_ptr<T>() : nullptr;

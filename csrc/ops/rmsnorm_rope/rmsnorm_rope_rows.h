@@ -26,25 +26,20 @@ struct RowShape {
   const A* weight;
 };
 
-// y may not alias x.
-template <typename T>
-using ForwardRow = void (*)(const T* x, T* y, const RowShape<ArithmeticOf<T>>& shape,
-                            const TableRow<ArithmeticOf<T>>& tables);
-// dx may be null, and so may dw, to which the row is added. `scratch` holds a row.
-template <typename T>
-using BackwardRow = void (*)(const T* dy, const T* x, T* dx, ArithmeticOf<T>* dw,
-                             const RowShape<ArithmeticOf<T>>& shape, const TableRow<ArithmeticOf<T>>& tables,
-                             ArithmeticOf<T>* scratch);
+template <typename T, typename A = ArithmeticOf<T>>
+struct NormRows {
+  // y may not alias x.
+  void (*forward)(const T* x, T* y, const RowShape<A>& shape, const TableRow<A>& tables);
+  // dx may be null, and so may dw, to which the row is added. `scratch` holds a row.
+  void (*backward)(const T* dy, const T* x, T* dx, A* dw, const RowShape<A>& shape, const TableRow<A>& tables,
+                   A* scratch);
+};
 
 struct RowKernels {
-  ForwardRow<float> forward_float;
-  ForwardRow<Fp16> forward_half;
-  ForwardRow<Bf16> forward_bfloat16;
-  ForwardRow<double> forward_double;
-  BackwardRow<float> backward_float;
-  BackwardRow<Fp16> backward_half;
-  BackwardRow<Bf16> backward_bfloat16;
-  BackwardRow<double> backward_double;
+  NormRows<float> for_float;
+  NormRows<Fp16> for_half;
+  NormRows<Bf16> for_bfloat16;
+  NormRows<double> for_double;
 };
 
 extern const RowKernels kRowKernelsBaseline;

@@ -98,8 +98,10 @@ void backward_row(const T* dy, const T* x, T* dx, ScalarOf<T>* dw, const RowShap
 }
 
 constexpr rmsnorm_rope::RowKernels row_kernels() {
-  return {forward_row<float>,  forward_row<Fp16>,  forward_row<Bf16>,  forward_row<double>,
-          backward_row<float>, backward_row<Fp16>, backward_row<Bf16>, backward_row<double>};
+  return {{forward_row<float>, backward_row<float>},
+          {forward_row<Fp16>, backward_row<Fp16>},
+          {forward_row<Bf16>, backward_row<Bf16>},
+          {forward_row<double>, backward_row<double>}};
 }
 
 }  // namespace htree::HTREE_ISA

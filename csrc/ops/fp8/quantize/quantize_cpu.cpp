@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/cpu/isa.h"
+#include "host/cpu/storage.h"
 #include "host/dispatch.h"
 #include "ops/fp8/e4m3.h"
 #include "ops/fp8/quantize/quantize.h"
@@ -22,30 +23,12 @@ const RowKernels& kernels() {
   return HTREE_PICK_ISA(kRowKernels);
 }
 
-template <typename T>
-struct KernelsOf;
-template <>
-struct KernelsOf<float> {
-  using Storage = float;
-  static const auto& get() { return kernels().of_float; }
-};
-template <>
-struct KernelsOf<c10::Half> {
-  using Storage = Fp16;
-  static const auto& get() { return kernels().of_half; }
-};
-template <>
-struct KernelsOf<c10::BFloat16> {
-  using Storage = Bf16;
-  static const auto& get() { return kernels().of_bfloat16; }
-};
-
 // Calls f(storage tag, kernels) for the dtype.
 template <typename F>
 void dispatch(const char* op, at::ScalarType dtype, F&& f) {
   dispatch_dtype(op, dtype, FloatTypes{}, [&](auto tag) {
-    using Of = KernelsOf<typename decltype(tag)::type>;
-    f(Type<typename Of::Storage>{}, Of::get());
+    using T = typename decltype(tag)::type;
+    f(Type<Storage<T>>{}, loops_of<T>(kernels()));
   });
 }
 

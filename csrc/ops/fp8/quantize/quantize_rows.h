@@ -30,9 +30,9 @@ struct RunKernels {
 };
 
 struct RowKernels {
-  RunKernels<float> of_float;
-  RunKernels<Fp16> of_half;
-  RunKernels<Bf16> of_bfloat16;
+  RunKernels<float> for_float;
+  RunKernels<Fp16> for_half;
+  RunKernels<Bf16> for_bfloat16;
 };
 
 extern const RowKernels kRowKernelsBaseline;

@@ -97,8 +97,9 @@ class Forward {
           for (int64_t c = 0; c < count; ++c) {
             pad_(w + (first + c) * weight.stride(0), o_.sizes.hidden, copy + c * stride_, stride_);
           }
-          KernelsOf<float>::products().multiply(
-              {x, stride_, rows, copy, stride_, count, o_.sizes.hidden, sums + first, kTileColumns});
+          loops_of<float>(product_kernels())
+              .multiply(
+                  {x, stride_, rows, copy, stride_, count, o_.sizes.hidden, sums + first, kTileColumns});
         }
         return;
       }
@@ -113,8 +114,8 @@ class Forward {
     alignas(64) float acted[kTileRows * kTileColumns];
     multiply(row, rows, o_.linear, column, columns, wide, linear);
     multiply(row, rows, o_.acted, column, columns, wide, acted);
-    const auto gate = KernelsOf<T>::gate().forward;
-    const auto round = KernelsOf<T>::products().round;
+    const auto gate = loops_of<T>(row_kernels()).forward;
+    const auto round = loops_of<T>(product_kernels()).round;
     for (int64_t r = 0; r < rows; ++r) {
       const float* linear_row = linear + r * kTileColumns;
       const float* acted_row = acted + r * kTileColumns;
@@ -167,7 +168,7 @@ void fused_forward_cpu(const Operands& o, const Results& results) {
 #endif
   dispatch_dtype("gated_mlp", o.x.scalar_type(), FloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto products = KernelsOf<T>::products();
+    const auto products = loops_of<T>(product_kernels());
     Forward<T, float>(o, results, products.multiply, products.widen).run();
   });
 }

@@ -17,9 +17,9 @@ struct TypedProducts {
 };
 
 struct ProductKernels {
-  TypedProducts<float> of_float;
-  TypedProducts<Fp16> of_half;
-  TypedProducts<Bf16> of_bfloat16;
+  TypedProducts<float> for_float;
+  TypedProducts<Fp16> for_half;
+  TypedProducts<Bf16> for_bfloat16;
 };
 
 extern const ProductKernels kProductKernelsBaseline;

@@ -18,10 +18,10 @@ struct GateKernels {
 };
 
 struct RowKernels {
-  GateKernels<float, float> of_float;
-  GateKernels<Fp16, float> of_half;
-  GateKernels<Bf16, float> of_bfloat16;
-  GateKernels<double, double> of_double;
+  GateKernels<float, float> for_float;
+  GateKernels<Fp16, float> for_half;
+  GateKernels<Bf16, float> for_bfloat16;
+  GateKernels<double, double> for_double;
 };
 
 extern const RowKernels kRowKernelsBaseline;

@@ -4,10 +4,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "host/cpu/isa.h"
@@ -23,30 +22,10 @@ inline const StageTables& stage_tables() {
 
 // From torch's element type to the storage and arithmetic types of the row kernels.
 template <typename T>
-struct Stage;
-template <>
-struct Stage<float> {
-  using Real = float;
-  using Rank = uint32_t;
-  static const auto& rows() { return stage_tables().for_float; }
-};
-template <>
-struct Stage<c10::Half> {
-  using Real = float;
-  using Rank = uint32_t;
-  static const auto& rows() { return stage_tables().for_half; }
-};
-template <>
-struct Stage<c10::BFloat16> {
-  using Real = float;
-  using Rank = uint32_t;
-  static const auto& rows() { return stage_tables().for_bfloat16; }
-};
-template <>
-struct Stage<double> {
-  using Real = double;
-  using Rank = uint64_t;
-  static const auto& rows() { return stage_tables().for_double; }
+struct Stage {
+  using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Rank = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
+  static const auto& rows() { return loops_of<T>(stage_tables()); }
 };
 
 template <typename T>

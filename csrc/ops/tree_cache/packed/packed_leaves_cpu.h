@@ -26,8 +26,8 @@ class LeafRows {
       const int64_t row = row_of(page, head, place);
       const auto* codes = codes_.const_data_ptr<uint8_t>() + row * format_.row_bytes();
       const auto* scales = static_cast<const uint16_t*>(scales_.const_data_ptr());
-      compressed_kv::kernels_of<Storage<T>>().decompress(kAllChannels, codes, scales[row], format_,
-                                                         reinterpret_cast<Storage<T>*>(to));
+      loops_of<Storage<T>>(compressed_kv::row_kernels())
+          .decompress(kAllChannels, codes, scales[row], format_, reinterpret_cast<Storage<T>*>(to));
     }
   }
   void pack(int64_t page, int64_t head, int64_t place, const Storage<T>* from) const {
@@ -36,7 +36,8 @@ class LeafRows {
       const int64_t row = row_of(page, head, place);
       auto* codes = codes_.mutable_data_ptr<uint8_t>() + row * format_.row_bytes();
       auto* scales = static_cast<uint16_t*>(scales_.mutable_data_ptr());
-      compressed_kv::kernels_of<Storage<T>>().compress(from, nullptr, format_, bitmap, codes, scales + row);
+      loops_of<Storage<T>>(compressed_kv::row_kernels())
+          .compress(from, nullptr, format_, bitmap, codes, scales + row);
     }
   }
 

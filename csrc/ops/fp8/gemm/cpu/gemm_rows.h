@@ -17,9 +17,9 @@ struct GemmKernels {
   void (*widen)(const uint8_t* codes, int64_t count, float* to, int64_t width);
   void (*multiply_codes)(const RowProducts<float, uint8_t, double>& products);
   void (*multiply_values)(const RowProducts<float, float, double>& products);
-  StoreQuotients<float> store_float;
-  StoreQuotients<Fp16> store_half;
-  StoreQuotients<Bf16> store_bfloat16;
+  StoreQuotients<float> for_float;
+  StoreQuotients<Fp16> for_half;
+  StoreQuotients<Bf16> for_bfloat16;
 };
 
 extern const GemmKernels kGemmKernelsBaseline;

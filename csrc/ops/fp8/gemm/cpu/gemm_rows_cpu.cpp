@@ -31,17 +31,6 @@ const GemmKernels& kernels() {
   return HTREE_PICK_ISA(kGemmKernels);
 }
 
-template <typename T>
-StoreQuotients<Storage<T>> store_of() {
-  if constexpr (std::is_same_v<Storage<T>, Fp16>) {
-    return kernels().store_half;
-  } else if constexpr (std::is_same_v<Storage<T>, Bf16>) {
-    return kernels().store_bfloat16;
-  } else {
-    return kernels().store_float;
-  }
-}
-
 // Codes in rows in which they are adjacent.
 struct CodeRows {
   Tensor codes;  // [rows, depth], of one byte each
@@ -174,8 +163,8 @@ void multiply_block(const Block<W>& block, const GemmArguments& g, const Tensor&
                  block.b_stride, columns, block.depth, sums, kTileColumns});
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at_row = block.first_row + row + r;
-      store_of<T>()(sums + r * kTileColumns, columns, a_scale.at(at_row), scales,
-                    out + at_row * c.size(1) + block.first_column + column);
+      loops_of<T>(kernels())(sums + r * kTileColumns, columns, a_scale.at(at_row), scales,
+                             out + at_row * c.size(1) + block.first_column + column);
     }
   };
   const int64_t num_tiles = ceil_div(block.rows, kTileRows) * column_tiles;
