@@ -147,13 +147,7 @@ __device__ __forceinline__ uint32_t select_channels(const Keys& keys, int keep, 
     }
   }
   const int own = __popc(equal);
-  int before = own;  // first the inclusive sum over the lanes of the row, then the exclusive one
-#pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, before, offset, kLanes);
-    before += lane_of_row >= offset ? below : 0;
-  }
-  before -= own;
+  const int before = sum_before<kLanes>(own, lane_of_row);
   return larger | lowest_bits(equal, min(max(needed - before, 0), own));
 }
 

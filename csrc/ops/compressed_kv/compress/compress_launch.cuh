@@ -34,6 +34,14 @@ cudaError_t launch_decompress_of(const DecompressParams& p, cudaStream_t stream)
   return launch_kernel(decompress_kernel<T, kHeadDim>, {blocks, kDecompressThreads}, stream, p);
 }
 
+template <typename T, int... kHeadDims>
+cudaError_t launch_decompress_among(const DecompressParams& p, cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  ((p.format.head_dim == kHeadDims ? void(error = launch_decompress_of<T, kHeadDims>(p, stream)) : void()),
+   ...);
+  return error;
+}
+
 }  // namespace
 
 template <typename T>
@@ -50,25 +58,7 @@ cudaError_t launch_compress(const CompressParams& p, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch_decompress(const DecompressParams& p, cudaStream_t stream) {
-  switch (p.format.head_dim) {
-    case 64:
-      return launch_decompress_of<T, 64>(p, stream);
-    case 128:
-      return launch_decompress_of<T, 128>(p, stream);
-    case 192:
-      return launch_decompress_of<T, 192>(p, stream);
-    case 256:
-      return launch_decompress_of<T, 256>(p, stream);
-    case 320:
-      return launch_decompress_of<T, 320>(p, stream);
-    case 384:
-      return launch_decompress_of<T, 384>(p, stream);
-    case 448:
-      return launch_decompress_of<T, 448>(p, stream);
-    case 512:
-      return launch_decompress_of<T, 512>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return launch_decompress_among<T, 64, 128, 192, 256, 320, 384, 448, 512>(p, stream);
 }
 
 }  // namespace htree::compressed_kv

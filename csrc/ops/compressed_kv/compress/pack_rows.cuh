@@ -105,6 +105,18 @@ struct PackScratch {
   uint16_t scales[kRows];
 };
 
+// The sum over the lanes of a row before this one. All lanes must call.
+template <int kLanes>
+__device__ __forceinline__ int sum_before(int own, int lane_of_row) {
+  int sum = own;  // first with this lane
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+    const int below = __shfl_up_sync(0xffffffffu, sum, offset, kLanes);
+    sum += lane_of_row >= offset ? below : 0;
+  }
+  return sum - own;
+}
+
 // The bits of the largest magnitude of 32 channels.
 template <typename T>
 __device__ __forceinline__ uint32_t largest_of(const Channels<T>& x) {
@@ -128,14 +140,7 @@ __device__ __forceinline__ void pack_rows(const CompressParams& p, const Channel
   const int lane = threadIdx.x & 31;
   const int lane_of_row = lane % kLanes;
   const int own_row = lane / kLanes;
-  const int own = __popc(selected);
-  int rank = own;  // first the inclusive sum over the lanes of the row, then the exclusive one
-#pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, rank, offset, kLanes);
-    rank += lane_of_row >= offset ? below : 0;
-  }
-  rank -= own;
+  const int rank = sum_before<kLanes>(__popc(selected), lane_of_row);
   using Raw = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
   Raw* to = reinterpret_cast<Raw*>(scratch.kept[own_row]) + rank;
   uint32_t largest = kLargestKept ? largest_of(x) : 0u;
