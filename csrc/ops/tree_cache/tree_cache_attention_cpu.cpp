@@ -170,44 +170,43 @@ struct Call {
     return row(keys, b, layout.span_mean(static_cast<uint32_t>(index)), head);
   }
 
-  // All nodes of a layer as tensors [1, N, H_kv, .]. The last node is zero if it is not finished.
-  std::pair<Tensor, Tensor> whole_layer(const Sequence& sequence, int64_t layer) const {
-    const int64_t heads = layout.num_kv_heads;
-    const int64_t nodes = ceil_div(sequence.length, layout.tokens[layer]);
-    const int64_t finished = sequence.length / layout.tokens[layer];
-    const auto gather = [&](const Rows& rows) {
-      const int64_t width = rows.pool.size(3);
-      const Tensor out = at::empty({1, nodes, heads, width}, rows.pool.options());
-      T* to = out.mutable_data_ptr<T>();
-      at::parallel_for(0, nodes * heads, 256, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          const int64_t node = i / heads;
-          if (node >= finished) {
-            std::fill(to + i * width, to + (i + 1) * width, T{});
-          } else {
-            T* at = to + i * width;
-            const T* from = row(rows, sequence.index, layer, node, i % heads, at);
-            if (from != at) std::copy(from, from + width, at);
-          }
-        }
-      });
-      return out;
-    };
-    return {gather(keys), gather(values)};
-  }
-
-  // All finished span means as a tensor [1, N, H_kv, K].
-  Tensor whole_means(const Sequence& sequence) const {
-    const int64_t heads = layout.num_kv_heads, width = pools.keys.size(3);
-    const Tensor out = at::empty({1, sequence.length / layout.span, heads, width}, pools.keys.options());
+  // [1, N, H_kv, .] of the rows from(i, head, scratch), which are zero where that is null.
+  template <typename From>
+  Tensor gather(const Rows& rows, int64_t num, const From& from) const {
+    const int64_t heads = layout.num_kv_heads, width = rows.pool.size(3);
+    const Tensor out = at::empty({1, num, heads, width}, rows.pool.options());
     T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, out.size(1) * heads, 256, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, num * heads, 256, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const T* from = span_mean(sequence.index, i / heads, i % heads);
-        std::copy(from, from + width, to + i * width);
+        T* at = to + i * width;
+        const T* stored = from(i / heads, i % heads, at);
+        if (stored == nullptr) {
+          std::fill(at, at + width, T{});
+        } else if (stored != at) {
+          std::copy(stored, stored + width, at);
+        }
       }
     });
     return out;
+  }
+
+  // All nodes of a layer. The last one is zero if it is not finished.
+  std::pair<Tensor, Tensor> whole_layer(const Sequence& sequence, int64_t layer) const {
+    const int64_t nodes = ceil_div(sequence.length, layout.tokens[layer]);
+    const int64_t finished = sequence.length / layout.tokens[layer];
+    const auto all = [&](const Rows& rows) {
+      return gather(rows, nodes, [&](int64_t node, int64_t head, T* scratch) -> const T* {
+        return node < finished ? row(rows, sequence.index, layer, node, head, scratch) : nullptr;
+      });
+    };
+    return {all(keys), all(values)};
+  }
+
+  // All finished span means, of keys.
+  Tensor whole_means(const Sequence& sequence) const {
+    return gather(keys, sequence.length / layout.span, [&](int64_t mean, int64_t head, T* /*scratch*/) {
+      return span_mean(sequence.index, mean, head);
+    });
   }
 };
 

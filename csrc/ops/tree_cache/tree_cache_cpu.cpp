@@ -182,21 +182,6 @@ std::array<AppendedRows<T>, 2> appended_rows(const Pools& pools, const PageLayou
             !leaves.has_value() ? nullptr : &leaves->v_tail}}};
 }
 
-// Writes the tokens of one sequence to one pool.
-template <typename T>
-void append_tokens(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool) {
-  const int64_t heads = pool.layout.num_kv_heads;
-  at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 16384 / pool.width),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t i = begin; i < end; ++i) {
-                       const auto token = static_cast<uint32_t>(tokens.before + i / heads);
-                       std::memcpy(pool.at(pool.layout.node(0, token), i % heads),
-                                   given_row<T>(tokens, rows, token, i % heads),
-                                   sizeof(Storage<T>) * static_cast<size_t>(pool.width));
-                     }
-                   });
-}
-
 // Where tokens are packed, the row of one that is in the tail.
 template <typename T>
 Storage<T>* tail_row(const NewTokens& tokens, const Tensor& tail, uint32_t token, int64_t head) {
@@ -205,20 +190,25 @@ Storage<T>* tail_row(const NewTokens& tokens, const Tensor& tail, uint32_t token
          ((tokens.sequence * tail.size(1) + head) * kept + token % kept) * tail.size(3);
 }
 
-// Packs the tokens of one sequence, and keeps the last ones in its tail.
+// Writes the tokens of one sequence to one pool; with `leaves` it packs them, and keeps the last ones in the tail.
 template <typename T>
-void append_packed_tokens(const NewTokens& tokens, const Tensor& rows, const PoolRows<Storage<T>>& pool,
-                          const LeafRows<T>& leaves, const Tensor& tail) {
-  const int64_t heads = pool.layout.num_kv_heads, kept = tail.size(2);
-  at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 4096 / pool.width),
+void append_tokens(const NewTokens& tokens, const AppendedRows<T>& rows, const PoolRows<Storage<T>>& pool,
+                   const LeafRows<T>* leaves) {
+  const int64_t heads = pool.layout.num_kv_heads, cost = leaves == nullptr ? 1 : 4;
+  at::parallel_for(0, tokens.count * heads, std::max<int64_t>(1, 16384 / cost / pool.width),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t i = begin; i < end; ++i) {
                        const auto token = static_cast<uint32_t>(tokens.before + i / heads);
+                       const int64_t head = i % heads;
                        const Place place = pool.layout.node(0, token);
-                       const auto* row = given_row<T>(tokens, rows, token, i % heads);
-                       leaves.pack(pool.table[place.page], i % heads, place.row, row);
-                       if (tokens.count - i / heads <= kept) {
-                         std::copy(row, row + pool.width, tail_row<T>(tokens, tail, token, i % heads));
+                       const auto* row = given_row<T>(tokens, rows.given, token, head);
+                       if (leaves == nullptr) {
+                         std::copy(row, row + pool.width, pool.at(place, head));
+                         continue;
+                       }
+                       leaves->pack(pool.table[place.page], head, place.row, row);
+                       if (tokens.count - i / heads <= rows.tail->size(2)) {
+                         std::copy(row, row + pool.width, tail_row<T>(tokens, *rows.tail, token, head));
                        }
                      }
                    });
@@ -236,7 +226,7 @@ void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& 
     const auto both = appended_rows<T>(pools, layout, call);
     for (const AppendedRows<T>& rows : both) {
       for (size_t i = 0; !leaves.has_value() && i < all.size(); ++i) {
-        append_tokens<T>(all[i], rows.given, rows.of(pools, layout, all[i]));
+        append_tokens<T>(all[i], rows, rows.of(pools, layout, all[i]), nullptr);
       }
       // Layer by layer, all sequences in each: a node may have children in pages that another sequence of the call fills.
       for (uint32_t layer = 1; layer < layout.num_layers + (rows.means ? 1 : 0); ++layer) {
@@ -254,8 +244,8 @@ void append_cpu(const Pools& pools, const PageLayout& layout, const AppendCall& 
     const LeafRows<T> keys(leaves->k_codes, leaves->k_scales, pools.keys.size(3));
     const LeafRows<T> values(leaves->v_codes, leaves->v_scales, pools.values.size(3));
     for (const NewTokens& tokens : all) {
-      append_packed_tokens<T>(tokens, call.k, both[0].of(pools, layout, tokens), keys, leaves->k_tail);
-      append_packed_tokens<T>(tokens, call.v, both[1].of(pools, layout, tokens), values, leaves->v_tail);
+      append_tokens<T>(tokens, both[0], both[0].of(pools, layout, tokens), &keys);
+      append_tokens<T>(tokens, both[1], both[1].of(pools, layout, tokens), &values);
     }
   });
 }
@@ -304,11 +294,14 @@ void append_index_cpu(const Pools& pools, const IndexPool& index, const PageLayo
   }
   dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    const AppendedRows<T> rows = {call.k,
+                                  stored_mutable<T>(index_pool),
+                                  of_index.key_rows(),
+                                  index_pool.size(3),
+                                  /*means=*/false,
+                                  /*tail=*/nullptr};
     for (const NewTokens& tokens : all) {
-      const auto* table = pools.block_table.const_data_ptr<int32_t>() + tokens.sequence * layout.max_pages;
-      append_tokens<T>(
-          tokens, call.k,
-          {of_index, table, stored_mutable<T>(index_pool), of_index.key_rows(), index_pool.size(3)});
+      append_tokens<T>(tokens, rows, rows.of(pools, of_index, tokens), nullptr);
     }
   });
 }
