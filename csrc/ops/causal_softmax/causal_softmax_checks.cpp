@@ -1,7 +1,7 @@
 // All checks and output allocation of the family, shared by the CPU, CUDA and Meta kernels.
-#include <ATen/ops/empty.h>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "host/overlap.h"
 #include "ops/causal_softmax/causal_softmax.h"
 
@@ -60,7 +60,7 @@ Strides strides_of(const at::Tensor& x) {
 at::Tensor prepare(const at::Tensor& x, int64_t block_size) {
   check_scores("causal_softmax", "x", x);
   check_block_size("causal_softmax", block_size);
-  return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
+  return new_tensor_like(x);
 }
 
 void prepare_out(const at::Tensor& x, int64_t block_size, const at::Tensor& out) {
@@ -88,7 +88,7 @@ at::Tensor prepare_backward(const at::Tensor& dy, const at::Tensor& y) {
   check_same_dtype(kOp, "dy", dy, "y", y);
   check_same_device(kOp, "dy", dy, "y", y);
   check_shape(kOp, "dy", dy, y.sym_sizes(), "the shape of y");
-  return at::empty_symint(y.sym_sizes(), y.options().memory_format(at::MemoryFormat::Contiguous));
+  return new_tensor_like(y);
 }
 
 }  // namespace htree::causal_softmax

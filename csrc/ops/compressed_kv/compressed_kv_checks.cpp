@@ -1,9 +1,8 @@
 // All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
-#include <ATen/ops/empty.h>
-
 #include <vector>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "ops/compressed_kv/compressed_kv.h"
 #include "ops/hadamard/hadamard_params.h"
 
@@ -47,10 +46,6 @@ RowFormat check_rows(const char* op, const at::Tensor& x, int64_t keep, int64_t 
   check_keep(op, "keep", keep, head_dim);
   check_weight(op, x, weight);
   return row_format(head_dim, keep, bits);
-}
-
-at::Tensor empty_of(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
-  return at::empty_symint(sizes, like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
 }
 
 // `names` are those of the bitmap, the values and the scales.
@@ -97,8 +92,7 @@ Outputs2 prepare_prune(const at::Tensor& x, int64_t keep, const OptionalTensor& 
   check_dtype(kOp, "x", x, {at::kFloat, at::kHalf, at::kBFloat16});
   const RowFormat format = check_rows(kOp, x, keep, /*bits=*/16, weight);
   const auto sizes = x.sym_sizes();
-  return {empty_of(x, sizes, x.scalar_type()),
-          empty_of(x, {sizes[0], sizes[1], sizes[2], format.words()}, at::kLong)};
+  return {new_tensor_like(x), new_tensor({sizes[0], sizes[1], sizes[2], format.words()}, at::kLong, x)};
 }
 
 Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const OptionalTensor& weight) {
@@ -110,9 +104,9 @@ Outputs3 prepare_compress(const at::Tensor& x, int64_t keep, int64_t bits, const
                    " where bits is 16, got torch.float32: convert it first");
   const RowFormat format = check_rows(kOp, x, keep, bits, weight);
   const auto sizes = x.sym_sizes();
-  return {empty_of(x, {sizes[0], sizes[1], sizes[2], format.words()}, at::kLong),
-          empty_of(x, {sizes[0], sizes[1], sizes[2], format.row_bytes()}, at::kByte),
-          empty_of(x, {sizes[0], sizes[1], format.quantised() ? sizes[2] : c10::SymInt(0)}, at::kHalf)};
+  return {new_tensor({sizes[0], sizes[1], sizes[2], format.words()}, at::kLong, x),
+          new_tensor({sizes[0], sizes[1], sizes[2], format.row_bytes()}, at::kByte, x),
+          new_tensor({sizes[0], sizes[1], format.quantised() ? sizes[2] : c10::SymInt(0)}, at::kHalf, x)};
 }
 
 at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values, const at::Tensor& scales,
@@ -129,7 +123,7 @@ at::Tensor prepare_decompress(const at::Tensor& bitmap, const at::Tensor& values
                    ": dtype must be ", dtype_names({at::kHalf, at::kBFloat16}),
                    bits == 16 ? " for 16 bits" : " or torch.float32", ", got ", dtype_name(dtype));
   const auto sizes = bitmap.sym_sizes();
-  return empty_of(bitmap, {sizes[0], sizes[1], sizes[2], channels}, dtype);
+  return new_tensor({sizes[0], sizes[1], sizes[2], channels}, dtype, bitmap);
 }
 
 Outputs2 prepare_decode(const DecodeArguments& a) {
@@ -198,7 +192,7 @@ Outputs2 prepare_decode(const DecodeArguments& a) {
   const auto rows = a.q.sym_sizes().slice(0, a.q.dim() - 1);
   std::vector<c10::SymInt> out_sizes(rows.begin(), rows.end());
   out_sizes.emplace_back(value_dim);
-  return {empty_of(a.q, out_sizes, a.q.scalar_type()), empty_of(a.q, rows, at::kFloat)};
+  return {new_tensor(out_sizes, a.q.scalar_type(), a.q), new_tensor(rows, at::kFloat, a.q)};
 }
 
 DecodeProblem decode_problem_of(const DecodeArguments& a) {

@@ -8,6 +8,7 @@
 #include "host/autograd.h"
 #include "host/no_gradient.h"
 #include "host/op_handle.h"
+#include "host/outputs.h"
 #include "host/registration.h"
 
 namespace htree::gated_mlp {
@@ -65,12 +66,7 @@ void run_forward(const Arguments& a, Config config, const Tensor& out, const Ten
     return;
   }
   if (a.x.size(-1) == 0) {
-    for (const Tensor& result : {out, gate, up}) {
-      if (result.defined()) {
-        result.zero_();
-      }
-    }
-    return;
+    return fill_zeros({out, gate, up});
   }
   const Operands operands = operands_of(a);
   kForward(operands, config.value_or(at::IntArrayRef()),
@@ -101,12 +97,7 @@ void run_backward(const Arguments& a, const Tensor& dy, const Tensor& gate, cons
                   const Gradients& gradients) {
   const auto& [dx, dgate_weight, dup_weight] = gradients;
   if (a.x.numel() == 0 || dy.numel() == 0) {
-    for (const Tensor& gradient : {dx, dgate_weight, dup_weight}) {
-      if (gradient.defined()) {
-        gradient.zero_();
-      }
-    }
-    return;
+    return fill_zeros({dx, dgate_weight, dup_weight});
   }
   const Operands operands = operands_of(a);
   const bool swapped = operands.swapped;

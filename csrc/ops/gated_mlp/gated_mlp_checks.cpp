@@ -1,10 +1,8 @@
 // All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include <limits>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "ops/gated_mlp/gated_mlp.h"
 #include "ops/gated_mlp/gated_mlp_config.h"
 
@@ -33,16 +31,12 @@ void check(const char* op, const Arguments& a) {
 at::Tensor empty_product(const Arguments& a) {
   auto sizes = a.x.sym_sizes().vec();
   sizes.back() = a.gate_weight.sym_size(0);
-  return at::empty_symint(sizes, a.x.options().memory_format(at::MemoryFormat::Contiguous));
+  return new_tensor(sizes, a.x.scalar_type(), a.x);
 }
 
 Gradients empty_gradients(const Arguments& a, Mask wanted) {
-  const auto empty = [](bool want, const at::Tensor& like) {
-    return want ? at::empty_symint(like.sym_sizes(),
-                                   like.options().memory_format(at::MemoryFormat::Contiguous))
-                : at::Tensor();
-  };
-  return {empty(wanted[0], a.x), empty(wanted[1], a.gate_weight), empty(wanted[2], a.up_weight)};
+  return {new_gradient(wanted[0], a.x), new_gradient(wanted[1], a.gate_weight),
+          new_gradient(wanted[2], a.up_weight)};
 }
 
 void check_product(const char* op, const char* name, const at::Tensor& tensor, const Arguments& a) {

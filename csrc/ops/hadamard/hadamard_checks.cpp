@@ -1,9 +1,9 @@
 // All checks, the output's allocation and the layout of rows, shared by the CPU, CUDA and Meta kernels.
-#include <ATen/ops/empty.h>
 
 #include <vector>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "host/overlap.h"
 #include "ops/hadamard/hadamard.h"
 #include "ops/hadamard/hadamard_params.h"
@@ -95,10 +95,6 @@ bool has_unit_stride(const at::Tensor& t) {
   return t.size(-1) == 1 || t.stride(-1) == 1;
 }
 
-at::Tensor empty_like_contiguous(const at::Tensor& x) {
-  return at::empty_symint(x.sym_sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
-}
-
 }  // namespace
 
 Problem problem_of(const at::Tensor& x, std::optional<double> scale) {
@@ -133,7 +129,7 @@ std::optional<Rows> grouped_rows_of(const Problem& problem, const at::Tensor& x,
 
 at::Tensor prepare(const at::Tensor& x, std::optional<double> scale) {
   check_transform(kOp, x, scale);
-  return empty_like_contiguous(x);
+  return new_tensor_like(x);
 }
 
 void prepare_inplace(const at::Tensor& x, std::optional<double> scale) {
@@ -154,7 +150,7 @@ at::Tensor prepare_grouped(const at::Tensor& x, int64_t group, std::optional<dou
                     kGroupedOp, ": D of x times group = ", group, " must be a power of two between 1 and ",
                     kMaxLength, ", got D = ", width, " in ", x.sym_sizes());
   check_scale(kGroupedOp, x, scale);
-  return empty_like_contiguous(x);
+  return new_tensor_like(x);
 }
 
 }  // namespace htree::hadamard

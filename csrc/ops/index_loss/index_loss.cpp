@@ -84,9 +84,7 @@ Gradients backward(const Tensor& query, const Tensor& key, const Tensor& index_q
   if constexpr (kKernels != nullptr) {
     auto [of_query, of_key] = gradients;
     if (is_empty(x)) {
-      for (const Tensor& gradient : {of_query, of_key}) {
-        if (gradient.defined()) gradient.zero_();
-      }
+      fill_zeros({of_query, of_key});
     } else if (of_query.defined() || of_key.defined()) {
       const auto batched = [&](const Tensor& gradient) {
         return gradient.defined() && x.cu_seqlens.defined() ? gradient.unsqueeze(0) : gradient;

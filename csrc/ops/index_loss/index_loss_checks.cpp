@@ -5,7 +5,6 @@ namespace htree::index_loss {
 namespace {
 
 using tree_attention::kIndexLimit;
-using tree_attention::new_tensor;
 using tree_attention::state_dtype;
 
 // The widest heads that every kernel holds in registers or shared memory.
@@ -56,9 +55,7 @@ void check_sizes(const char* op, const Inputs& x, int64_t rank) {
                     index_heads, " in ", x.index_query.sym_sizes());
   check_size(op, "index_key", x.index_key, head, index_heads, "H_i of index_query");
   check_size(op, "index_key", x.index_key, last, d, "d of index_query");
-  TORCH_CHECK_VALUE(holds(d.sym_ge(16)) && holds(d.sym_le(128)) && same_size(d % 16, 0), op,
-                    ": d, the last size of index_query, must be a multiple of 16 up to 128, got ", d, " in ",
-                    x.index_query.sym_sizes());
+  tree_attention::check_index_width(op, "index_query", x.index_query);
   TORCH_CHECK_VALUE(holds(x.query.sym_size(row).sym_lt(kIndexLimit)), op,
                     ": query must have less than 2^31 rows, got ", x.query.sym_sizes());
 }
@@ -117,10 +114,7 @@ Gradients prepare_backward(const char* op, const Inputs& x, const Results& resul
   check_one("lse", std::get<1>(results), lse, "B, rows and H");
   check_one("index_lse", std::get<2>(results), index_lse, "B, rows and H_i");
   check_one("dloss", dloss, loss, "a scalar");
-  const auto gradient = [&](bool wanted, const Tensor& like) {
-    return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
-  };
-  return {gradient(mask[0], x.index_query), gradient(mask[1], x.index_key)};
+  return {new_gradient(mask[0], x.index_query), new_gradient(mask[1], x.index_key)};
 }
 
 }  // namespace htree::index_loss

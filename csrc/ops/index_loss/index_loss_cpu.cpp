@@ -104,9 +104,7 @@ class Loss {
   void backward(const Tensor& lse, const Tensor& index_lse, const Tensor& dloss,
                 const Gradients& gradients) const {
     const auto& [of_query, of_key] = gradients;
-    for (const Tensor& gradient : {of_query, of_key}) {
-      if (gradient.defined()) gradient.zero_();
-    }
+    fill_zeros({of_query, of_key});
     const int64_t rows = static_cast<int64_t>(positions_.size());
     const double factor = dloss.item<double>() / static_cast<double>(rows * call_.index_heads());
     // Positions ascend, so that those of a document lie side by side.

@@ -1,10 +1,9 @@
 // All checks and the outputs' allocation, shared by the CPU, CUDA and Meta kernels.
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <limits>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope.h"
 #include "ops/rmsnorm_rope/rmsnorm_rope_config.h"
 
@@ -125,8 +124,7 @@ at::Tensor table_rows(const at::Tensor& table) {
 at::Tensor prepare(const Arguments& arguments, at::OptionalIntArrayRef config) {
   check(op_name(arguments.norm), arguments);
   check_config(op_name(arguments.norm), config);
-  return at::empty_symint(arguments.x.sym_sizes(),
-                          arguments.x.options().memory_format(at::MemoryFormat::Contiguous));
+  return new_tensor_like(arguments.x);
 }
 
 Gradients prepare_backward(const Arguments& arguments, const at::Tensor& dy, std::array<bool, 2> wanted) {
@@ -135,15 +133,7 @@ Gradients prepare_backward(const Arguments& arguments, const at::Tensor& dy, std
   check_same_device(op, "dy", dy, "x", arguments.x);
   check_same_dtype(op, "dy", dy, "x", arguments.x);
   check_shape(op, "dy", dy, arguments.x.sym_sizes(), "the shape of x");
-  Gradients gradients;
-  if (wanted[0]) {
-    std::get<0>(gradients) = at::empty_symint(
-        arguments.x.sym_sizes(), arguments.x.options().memory_format(at::MemoryFormat::Contiguous));
-  }
-  if (wanted[1]) {
-    std::get<1>(gradients) = at::empty_symint(arguments.weight.sym_sizes(), arguments.weight.options());
-  }
-  return gradients;
+  return {new_gradient(wanted[0], arguments.x), new_gradient(wanted[1], arguments.weight)};
 }
 
 at::Tensor as_rows(Norm norm, const at::Tensor& x) {

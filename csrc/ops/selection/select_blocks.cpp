@@ -41,10 +41,7 @@ void check_index(const char* op, const Tensor& index_query, const Tensor& index_
   }
   check_size(op, "index_key", index_key, rank - 2, index_query.sym_size(rank - 2), "H_i of index_query");
   check_size(op, "index_key", index_key, rank - 1, index_query.sym_size(rank - 1), "d of index_query");
-  const SymInt width = index_query.sym_size(rank - 1);
-  TORCH_CHECK_VALUE(holds(width.sym_ge(16)) && holds(width.sym_le(128)) && same_size(width % 16, 0), op,
-                    ": d, the last size of index_query, must be a multiple of 16 up to 128, got ", width,
-                    " in ", index_query.sym_sizes());
+  check_index_width(op, "index_query", index_query);
   for (const auto& [name, x] : {std::pair("index_query", index_query), std::pair("index_key", index_key)}) {
     TORCH_CHECK_VALUE(holds(x.sym_size(rank - 3).sym_lt(kIndexLimit)), op, ": ", name,
                       " must have less than 2^31 rows, got ", x.sym_size(rank - 3));

@@ -114,11 +114,8 @@ SparseGradients prepare_sparse_backward(const char* op, const SparseInputs& x, c
   check_one("lse", std::get<1>(results), lse, "query without K");
   if (dout.has_value()) check_one("dout", *dout, out, "query with V of value");
   if (dlse.has_value()) check_one("dlse", *dlse, lse, "query without K");
-  const auto gradient = [&](bool wanted, const Tensor& like) {
-    return wanted && like.defined() ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
-  };
-  return {gradient(mask[0], x.query), gradient(mask[1], x.key), gradient(mask[2], x.value),
-          gradient(mask[3], x.sinks)};
+  return {new_gradient(mask[0], x.query), new_gradient(mask[1], x.key), new_gradient(mask[2], x.value),
+          new_gradient(mask[3] && x.sinks.defined(), x.sinks)};
 }
 
 }  // namespace htree::tree_attention

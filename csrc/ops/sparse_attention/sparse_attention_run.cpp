@@ -90,11 +90,8 @@ void run_sparse_backward(const SparseKernels& kernels, const SparseInputs& x, co
                          const SparseResults& results, const OptionalTensor& dout, const OptionalTensor& dlse,
                          const SparseGradients& gradients) {
   const auto& [dq, dk, dv, dsinks] = gradients;
-  if (is_empty(x)) {  // without a query nothing has a gradient
-    for (const Tensor& gradient : {dq, dk, dv, dsinks}) {
-      if (gradient.defined()) gradient.zero_();
-    }
-    return;
+  if (is_empty(x)) {
+    return fill_zeros({dq, dk, dv, dsinks});  // without a query nothing has a gradient
   }
   const SparseCall call = call_of(x, options);
   const SparseResults of_forward = {std::get<0>(results).contiguous(), std::get<1>(results).contiguous()};

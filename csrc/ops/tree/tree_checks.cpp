@@ -1,7 +1,5 @@
 #include "ops/tree/tree_checks.h"
 
-#include <ATen/ops/empty.h>
-
 namespace htree::tree_attention {
 
 Importance parse_importance(const char* op, std::string_view name) {
@@ -132,6 +130,13 @@ void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const cha
   check_shape(op, "sin", sin, cos.sym_sizes(), "the shape of cos");
 }
 
+void check_index_width(const char* op, const char* name, const Tensor& x) {
+  const SymInt width = x.sym_size(-1);
+  TORCH_CHECK_VALUE(holds(width.sym_ge(16)) && holds(width.sym_le(128)) && same_size(width % 16, 0), op,
+                    ": d, the last size of ", name, ", must be a multiple of 16 up to 128, got ", width,
+                    " in ", x.sym_sizes());
+}
+
 void check_state_dtype(const char* op, const char* name, const Tensor& tensor) {
   if (tensor.is_cuda()) {
     TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, op, ": ", name,
@@ -153,10 +158,6 @@ void check_state(const char* op, const char* const (&names)[3], const Tensor& ma
     check_same_device(op, names[i], part, names[2], out);
     check_shape(op, names[i], part, rows, "[B, T_q, H]");
   }
-}
-
-Tensor new_tensor(c10::SymIntArrayRef shape, at::ScalarType dtype, const Tensor& like) {
-  return at::empty_symint(shape, like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
 }
 
 std::tuple<Tensor, Tensor, Tensor> new_state(const SymInt& batch, const SymInt& queries, const SymInt& heads,

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "ops/tree/tree_args.h"
 
 namespace htree::tree_attention {
@@ -61,6 +62,8 @@ void check_cache(const char* op, const Tensor& cos, const Tensor& sin, const cha
 // A layer state: max and sum [B, T_q, H], out [B, T_q, H, V], all in `dtype`.
 void check_state(const char* op, const char* const (&names)[3], const Tensor& max, const Tensor& sum,
                  const Tensor& out);
+// d, the last size of the queries or keys of an index.
+void check_index_width(const char* op, const char* name, const Tensor& x);
 // float32, or float64 on the CPU: states and scores.
 void check_state_dtype(const char* op, const char* name, const Tensor& tensor);
 
@@ -71,7 +74,6 @@ inline at::ScalarType state_dtype(const Tensor& like) {
   return like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-Tensor new_tensor(c10::SymIntArrayRef shape, at::ScalarType dtype, const Tensor& like);
 // Uninitialised max, sum [B, T_q, H] and out [B, T_q, H, V].
 std::tuple<Tensor, Tensor, Tensor> new_state(const SymInt& batch, const SymInt& queries, const SymInt& heads,
                                              const SymInt& value_dim, const Tensor& like);

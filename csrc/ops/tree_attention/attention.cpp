@@ -161,12 +161,7 @@ void run_backward(const char* op, const OptionalTensor& dout, const OptionalTens
     const AttentionArgs args = resolve_options(op, options, k, starts, parents);
     const auto& [dq, dk, dv] = gradients;
     if (out.numel() == 0) {
-      // Without a query no key has a gradient.
-      for (const Tensor& gradient : {dq, dk, dv}) {
-        if (gradient.defined()) {
-          gradient.zero_();
-        }
-      }
+      fill_zeros({dq, dk, dv});  // without a query no key has a gradient
     } else if (dq.defined() || dk.defined() || dv.defined()) {
       std::vector<Tensor> lists;
       for (const Tensor& list : parents) {

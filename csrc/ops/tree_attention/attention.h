@@ -210,10 +210,7 @@ inline Tensor given_or_zeros(const OptionalTensor& dout, const Tensor& out) {
 // where `output_mask` is false.
 inline Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v,
                                const std::array<bool, 3>& output_mask) {
-  const auto gradient = [&](bool wanted, const Tensor& like) {
-    return wanted ? new_tensor(like.sym_sizes(), like.scalar_type(), like) : Tensor();
-  };
-  return {gradient(output_mask[0], q), gradient(output_mask[1], k), gradient(output_mask[2], v)};
+  return {new_gradient(output_mask[0], q), new_gradient(output_mask[1], k), new_gradient(output_mask[2], v)};
 }
 
 inline Gradients prepare_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,

@@ -25,11 +25,10 @@ void check_index_options(const char* op, const TreeOptions& options) {
                     kImportanceNames[static_cast<size_t>(options.importance)]);
 }
 
-void check_index_heads(const char* op, const Tensor& index_query, const SymInt& heads,
+void check_index_heads(const char* op, const char* name, const Tensor& x, const SymInt& heads,
                        const SymInt& kv_heads) {
-  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), op,
-                    ": index_query must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ",
-                    index_query.sym_sizes());
+  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), op, ": ", name,
+                    " must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ", x.sym_sizes());
 }
 
 BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size) {
@@ -107,7 +106,7 @@ void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, c
   check_size(kOp, "index_query", index_query, 0, q.sym_size(0), "B of q");
   check_size(kOp, "index_query", index_query, 1, q.sym_size(1), "T_q of q");
   check_size(kOp, "index_key", index_key, 1, k.sym_size(1), "T of k");
-  check_index_heads(kOp, index_query, index_query.sym_size(2), k.sym_size(2));
+  check_index_heads(kOp, "index_query", index_query, index_query.sym_size(2), k.sym_size(2));
 }
 
 // for each layer l below the top: lists[l] = select_blocks(index_query, index_key, k, block_size=r^(l + 1), ...)[0]

@@ -9,7 +9,7 @@ namespace htree::tree_attention {
 // Raises where options choose in another way than an index does.
 void check_index_options(const char* op, const TreeOptions& options);
 // Raises unless there is one index head, or one for each K/V head.
-void check_index_heads(const char* op, const Tensor& index_query, const SymInt& heads,
+void check_index_heads(const char* op, const char* name, const Tensor& x, const SymInt& heads,
                        const SymInt& kv_heads);
 // How blocks of `block_size` tokens are chosen as nodes.
 BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size);

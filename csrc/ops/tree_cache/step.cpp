@@ -66,15 +66,13 @@ int32_t* numbers(const Tensor& x) {
 }
 
 SequenceLengths pointers(const SequenceState& state, TensorList leaves) {
-  SequenceLengths all;
-  all.lengths = numbers(state.lengths);
-  all.errors = numbers(state.errors);
-  all.plan = numbers(state.plan);
-  all.list_pos = numbers(state.list_pos);
-  all.tail_begin = leaves.empty() ? nullptr : numbers(leaves[6]);
-  all.num_sequences = static_cast<int>(state.lengths.numel());
-  all.ring = static_cast<int>(state.list_pos.size(1));
-  return all;
+  return {.lengths = numbers(state.lengths),
+          .errors = numbers(state.errors),
+          .plan = numbers(state.plan),
+          .list_pos = numbers(state.list_pos),
+          .tail_begin = leaves.empty() ? nullptr : numbers(leaves[6]),
+          .num_sequences = static_cast<int>(state.lengths.numel()),
+          .ring = static_cast<int>(state.list_pos.size(1))};
 }
 
 LengthStep length_step(const Tensor& counts, const Tensor& block_table, TensorList leaves, int64_t page_size,
@@ -129,42 +127,37 @@ Tensor joined(const Tensor& x) {
 // ---- a step
 
 // The kernels of a device.
-template <Lengths* kLengthsOf, Append* kAppendOf, AppendIndex* kAppendIndexOf, Attention* kAttentionOf>
 struct Kernels {
-  static constexpr auto* kLengths = kLengthsOf;
-  static constexpr auto* kAppend = kAppendOf;
-  static constexpr auto* kAppendIndex = kAppendIndexOf;
-  static constexpr auto* kAttention = kAttentionOf;
-};
-struct NoKernels {
-  static constexpr Lengths* kLengths = nullptr;
+  Lengths* lengths;
+  Append* append;
+  AppendIndex* append_index;
+  Attention* attention;
 };
 
 // New tokens of sequences that had plan[0] tokens, of which plan[1] count.
-template <typename Kernel>
-void append_rows(const Pools& pools, TensorList index_pool, const SequenceState& state,
-                 const PageLayout& layout, const Tensor& k, const Tensor& v, const OptionalTensor& index_key,
-                 const Tensor& cu_rows) {
+void append_rows(const Kernels& kernels, const Pools& pools, TensorList index_pool,
+                 const SequenceState& state, const PageLayout& layout, const Tensor& k, const Tensor& v,
+                 const OptionalTensor& index_key, const Tensor& cu_rows) {
   const Tensor before = state.plan.select(0, 0);
   const Pools held = {pools.keys, pools.values, pools.block_table, before, pools.page_size, pools.leaves};
   const OptionalTensor counts = state.plan.select(0, 1);
   const AppendCall call = {joined(k), joined(v), cu_rows, counts, k.size(1), kStepOp};
   try {
-    Kernel::kAppend(held, layout, call);
+    kernels.append(held, layout, call);
   } catch (...) {  // on the CPU, of a table that somebody has broken: nothing was written
     state.lengths.copy_(before);
     throw;
   }
   if (!index_pool.empty()) {
     const Tensor rows = joined(*index_key);
-    Kernel::kAppendIndex(held, index_pages(index_pool), layout,
+    kernels.append_index(held, index_pages(index_pool), layout,
                          {rows, rows, cu_rows, counts, k.size(1), kStepOp});
   }
 }
 
 // if k: lengths, plan = advance(counts); tree_cache_append_(k, v) of the tokens that were taken, and their index_key
 // if q: out, lse, lists, list_pos = tree_cache_attention(q)
-template <typename Kernel>
+template <const Kernels* kKernels>
 StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor& v_pool, TensorList leaves,
                  TensorList index_pool, TensorList state_list, const Tensor& block_table,
                  const OptionalTensor& q, const OptionalTensor& k, const OptionalTensor& v,
@@ -199,7 +192,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
         prepare_attention(kOp, pools, {*q, cu_rows, ring, leaders, row_counts, rope_table, index}, options);
   }
   auto& [out, lse, new_lists, new_list_pos] = outputs;
-  if constexpr (Kernel::kLengths != nullptr) {
+  if constexpr (kKernels != nullptr) {
     const PageLayout layout = layout_of(pools, options);
     LengthStep lengths = length_step(counts, block_table, leaves, page_size, options);
     lengths.num_pages = k_pool.size(0);
@@ -207,16 +200,16 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
     lengths.appends = k.has_value() && k->size(1) > 0;
     lengths.attends = q.has_value() && strided;
     if (counts.numel() > 0 && (lengths.appends || lengths.attends)) {
-      Kernel::kLengths(pointers(state, leaves), lengths, /*truncates=*/false, k_pool);
+      kKernels->lengths(pointers(state, leaves), lengths, /*truncates=*/false, k_pool);
     }
     if (counts.numel() > 0 && lengths.appends) {
-      append_rows<Kernel>(pools, index_pool, state, layout, *k, *v, index_key, cu_rows);
+      append_rows(*kKernels, pools, index_pool, state, layout, *k, *v, index_key, cu_rows);
     }
     if (q.has_value()) {
       if (index.has_value()) index->query = joined(index->query);
-      Kernel::kAttention(pools, layout, {joined(*q), cu_rows, ring, leaders, row_counts, rope_table, index},
-                         tree_attention::resolve(options, q->size(3)),
-                         {out.flatten(0, 1), lse.flatten(0, 1), new_lists, new_list_pos});
+      kKernels->attention(pools, layout, {joined(*q), cu_rows, ring, leaders, row_counts, rope_table, index},
+                          tree_attention::resolve(options, q->size(3)),
+                          {out.flatten(0, 1), lse.flatten(0, 1), new_lists, new_list_pos});
       if (strided) {
         state.lists.copy_(new_lists);
         state.list_pos.copy_(new_list_pos);
@@ -224,8 +217,8 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
     }
   }
   if (!q.has_value()) {
-    out = tree_attention::new_tensor({0}, k_pool.scalar_type(), k_pool);
-    lse = tree_attention::new_tensor({0}, tree_attention::state_dtype(k_pool), k_pool);
+    out = new_tensor({0}, k_pool.scalar_type(), k_pool);
+    lse = new_tensor({0}, tree_attention::state_dtype(k_pool), k_pool);
   }
   return {out, lse};
 }
@@ -233,7 +226,7 @@ StepOutputs step(const TreeOptions& options, const Tensor& k_pool, const Tensor&
 // ---- a truncation
 
 // lengths[b] = counts[b] where 0 <= counts[b] <= lengths[b]; leaders at or behind it leave list_pos
-template <typename Kernel>
+template <const Kernels* kKernels>
 void truncate(const TreeOptions& options, TensorList leaves, TensorList state_list, const Tensor& block_table,
               const Tensor& counts, const Tensor& own_from, int64_t page_size) {
   constexpr const char* kOp = kTruncateOp;
@@ -245,24 +238,24 @@ void truncate(const TreeOptions& options, TensorList leaves, TensorList state_li
   tree_attention::check_indices(kOp, "own_from", own_from, {block_table.sym_size(0)}, "[B]", "block_table",
                                 block_table);
   check_contiguous(kOp, "own_from", own_from);
-  if constexpr (Kernel::kLengths != nullptr) {
+  if constexpr (kKernels != nullptr) {
     if (counts.numel() > 0) {
       LengthStep step = length_step(counts, block_table, leaves, page_size, options);
       step.own_from = own_from.const_data_ptr<int32_t>();
-      Kernel::kLengths(pointers(state, leaves), step, /*truncates=*/true, counts);
+      kKernels->lengths(pointers(state, leaves), step, /*truncates=*/true, counts);
     }
   }
 }
 
-using Cpu = Kernels<lengths_cpu, append_cpu, append_index_cpu, attention_cpu>;
+constexpr Kernels kCpu = {lengths_cpu, append_cpu, append_index_cpu, attention_cpu};
 #if defined(HTREE_WITH_CUDA)
-using Cuda = Kernels<lengths_cuda, append_cuda, append_index_cuda, attention_cuda>;
+constexpr Kernels kCuda = {lengths_cuda, append_cuda, append_index_cuda, attention_cuda};
 #endif
 
-template <typename Kernel>
+template <const Kernels* kKernels>
 void register_kernels(const OpKernels& kernels) {
-  kernels.impl("_tree_cache_step_", TORCH_FN(kPacked<step<Kernel>>));
-  kernels.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<Kernel>>));
+  kernels.impl("_tree_cache_step_", TORCH_FN(kPacked<step<kKernels>>));
+  kernels.impl("_tree_cache_truncate_", TORCH_FN(kPacked<truncate<kKernels>>));
 }
 
 }  // namespace
@@ -280,11 +273,11 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
       "Tensor own_from, int page_size, " +
       options + ") -> ()";
   define_ops(library, {step, truncate});
-  register_kernels<Cpu>({library, DispatchKey::CPU});
+  register_kernels<&kCpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-  register_kernels<Cuda>({library, DispatchKey::CUDA});
+  register_kernels<&kCuda>({library, DispatchKey::CUDA});
 #endif
-  register_kernels<NoKernels>({library, DispatchKey::Meta});
+  register_kernels<nullptr>({library, DispatchKey::Meta});
 }
 
 }  // namespace htree::tree_cache

@@ -76,7 +76,7 @@ AttentionOutputs attention(const TreeOptions& options, const Tensor& q, const Te
     tokens.emplace(PackedLeaves{*k_codes, *k_scales, *v_codes, *v_scales, kNoTensor, kNoTensor});
   const Pools pools = {k_pool, v_pool, block_table, lengths, page_size, tokens};
   check_cache_options(kOp, options);
-  if (index_pool.has_value()) check_index_options(kOp, options);
+  if (index_pool.has_value()) check_index_options(kOp, options);  // a span asks for other pools
   check_pools(kOp, pools, options);
   TORCH_CHECK_VALUE(index_query.has_value() == index_pool.has_value(), kOp,
                     ": index_query and index_pool must be given together, got only one of them");

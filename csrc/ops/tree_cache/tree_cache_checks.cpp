@@ -244,7 +244,6 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
   TORCH_CHECK_VALUE(holds(num_heads.sym_ge(1)) && same_size(num_heads % kv_heads, 0), op,
                     ": H of q must be a positive multiple of H_kv = ", kv_heads, ", got ", q.sym_sizes());
   if (inputs.index.has_value()) {
-    check_index_options(op, options);
     check_index_pool(op, pools, inputs.index->pool, pools.page_size);
     check_index_rows(op, "index_query", inputs.index->query, "the rows of q", q, inputs.index->pool.keys);
   }
@@ -278,11 +277,10 @@ AttentionOutputs prepare_attention(const char* op, const Pools& pools, const Att
   }
   std::vector<SymInt> shape(q.sym_sizes().begin(), q.sym_sizes().end());
   shape.pop_back();
-  Tensor lse = tree_attention::new_tensor(shape, tree_attention::state_dtype(q), q);
+  Tensor lse = new_tensor(shape, tree_attention::state_dtype(q), q);
   shape.push_back(pools.values.sym_size(3));
-  return {tree_attention::new_tensor(shape, q.scalar_type(), q), std::move(lse),
-          tree_attention::new_tensor(list_shape, at::kInt, q),
-          tree_attention::new_tensor({batch, ring}, at::kInt, q)};
+  return {new_tensor(shape, q.scalar_type(), q), std::move(lse), new_tensor(list_shape, at::kInt, q),
+          new_tensor({batch, ring}, at::kInt, q)};
 }
 
 void check_copy(const Tensor& k_pool, const Tensor& v_pool, const Tensor& pages) {

@@ -294,12 +294,10 @@ void append_index_cpu(const Pools& pools, const IndexPool& index, const PageLayo
   }
   dispatch_dtype(call.op, call.k.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const AppendedRows<T> rows = {call.k,
-                                  stored_mutable<T>(index_pool),
-                                  of_index.key_rows(),
-                                  index_pool.size(3),
-                                  /*means=*/false,
-                                  /*tail=*/nullptr};
+    const AppendedRows<T> rows = {
+        call.k,          stored_mutable<T>(index_pool), of_index.key_rows(), index_pool.size(3),
+        /*means=*/false,
+        /*tail=*/nullptr};
     for (const NewTokens& tokens : all) {
       append_tokens<T>(tokens, rows, rows.of(pools, of_index, tokens), nullptr);
     }

@@ -1,10 +1,10 @@
 // All checks, the outputs' allocation and the layout of scales, shared by the CPU, CUDA and Meta kernels.
 #include <ATen/WrapDimUtils.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 
 #include "host/check.h"
+#include "host/outputs.h"
 #include "ops/fp8/quantize/quantize.h"
 
 namespace htree::fp8 {
@@ -66,10 +66,6 @@ void check_scale(const char* op, const at::Tensor& x, const at::Tensor& scale, c
   check_shape(op, "scale", scale, scale_sizes(x, grouping), "what granularity, dim and block imply");
 }
 
-at::Tensor empty_contiguous(c10::SymIntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
-  return at::empty_symint(sizes, like.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
-}
-
 bool is_equal(const c10::SymInt& a, const c10::SymInt& b) {
   return a.sym_eq(b).guard_bool(__FILE__, __LINE__);
 }
@@ -125,7 +121,7 @@ MatrixInput matrix_of(const at::Tensor& x, const Grouping& grouping) {
 
 at::Tensor prepare_scale(const at::Tensor& x, const Grouping& grouping) {
   check_input(kScaleOp, x, grouping);
-  return empty_contiguous(scale_sizes(x, grouping), x, at::kFloat);
+  return new_tensor(scale_sizes(x, grouping), at::kFloat, x);
 }
 
 Quantized prepare_quantize(const at::Tensor& x, const OptionalTensor& scale, const Grouping& grouping) {
@@ -133,8 +129,8 @@ Quantized prepare_quantize(const at::Tensor& x, const OptionalTensor& scale, con
   if (scale.has_value()) {
     check_scale(kQuantizeOp, x, *scale, grouping);
   }
-  return {empty_contiguous(x.sym_sizes(), x, at::kFloat8_e4m3fn),
-          empty_contiguous(scale_sizes(x, grouping), x, at::kFloat), empty_contiguous({}, x, at::kInt)};
+  return {new_tensor(x.sym_sizes(), at::kFloat8_e4m3fn, x),
+          new_tensor(scale_sizes(x, grouping), at::kFloat, x), new_tensor({}, at::kInt, x)};
 }
 
 at::Tensor prepare_fake(const at::Tensor& x, const OptionalTensor& scale, const Grouping& grouping) {
@@ -142,7 +138,7 @@ at::Tensor prepare_fake(const at::Tensor& x, const OptionalTensor& scale, const 
   if (scale.has_value()) {
     check_scale(kFakeOp, x, *scale, grouping);
   }
-  return empty_contiguous(x.sym_sizes(), x, x.scalar_type());
+  return new_tensor_like(x);
 }
 
 at::Tensor prepare_fake_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& scale,
@@ -152,7 +148,7 @@ at::Tensor prepare_fake_backward(const at::Tensor& dy, const at::Tensor& x, cons
   check_same_device(kFakeBackwardOp, "dy", dy, "x", x);
   check_same_dtype(kFakeBackwardOp, "dy", dy, "x", x);
   check_shape(kFakeBackwardOp, "dy", dy, x.sym_sizes(), "the shape of x");
-  return empty_contiguous(x.sym_sizes(), x, x.scalar_type());
+  return new_tensor_like(x);
 }
 
 Grouping grouping_of(const at::Tensor& codes, const at::Tensor& scale, int64_t block) {
@@ -200,7 +196,7 @@ at::Tensor prepare_dequantize(const at::Tensor& codes, const at::Tensor& scale, 
                    dtype_name(dtype));
   check_at_least(kDequantizeOp, "block", block, 1);
   grouping_of(codes, scale, block);
-  return empty_contiguous(codes.sym_sizes(), codes, dtype);
+  return new_tensor(codes.sym_sizes(), dtype, codes);
 }
 
 }  // namespace htree::fp8

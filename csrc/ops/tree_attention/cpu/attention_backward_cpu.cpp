@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/outputs.h"
 #include "ops/sparse_attention/cpu/gradient_chunk.h"
 #include "ops/tree_attention/cpu/pyramid.h"
 
@@ -266,12 +267,7 @@ void attention_backward_cpu(const Tensor& dout, const Tensor& dlse, const Tensor
                             const std::vector<Tensor>& parents, const AttentionArgs& args, const Tensor& dq,
                             const Tensor& dk, const Tensor& dv) {
   if (!dq.defined() && !dk.defined() && !dv.defined()) return;
-  if (q.size(0) * q.size(1) * q.size(2) == 0) {
-    for (const Tensor& gradient : {dq, dk, dv}) {
-      if (gradient.defined()) gradient.zero_();
-    }
-    return;
-  }
+  if (q.size(0) * q.size(1) * q.size(2) == 0) return fill_zeros({dq, dk, dv});
   dispatch_storage("attention_backward", q.scalar_type(), [&](auto storage, auto real) {
     Backward<typename decltype(storage)::type, typename decltype(real)::type>(dout, dlse, q, k, v, out, gmax,
                                                                               gsum, parents, args, dq, dk, dv)

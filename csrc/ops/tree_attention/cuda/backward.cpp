@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "host/cuda/launch_scope.h"
+#include "host/outputs.h"
 #include "ops/selection/cuda/select_layer.h"
 #include "ops/sparse_attention/cuda/any/inverted_lists.h"
 #include "ops/sparse_attention/cuda/gradients.h"
@@ -548,13 +549,8 @@ void attention_backward_cuda(const Tensor& dout, const Tensor& dlse, const Tenso
   if (!dq.defined() && !dk.defined() && !dv.defined()) {
     return;
   }
-  if (gmax.numel() == 0 || k.size(2) == 0) {  // without a query no key has a gradient
-    for (const Tensor& gradient : {dk, dv}) {
-      if (gradient.defined()) {
-        gradient.zero_();
-      }
-    }
-    return;
+  if (gmax.numel() == 0 || k.size(2) == 0) {
+    return fill_zeros({dk, dv});  // without a query no key has a gradient
   }
   const int64_t batches = k.size(0), most_batches = kMostPairs / k.size(2);
   TORCH_CHECK_VALUE(most_batches > 0, "attention_backward: k must have at most ", kMostPairs,

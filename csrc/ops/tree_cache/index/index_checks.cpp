@@ -9,15 +9,6 @@ constexpr at::ScalarType kCodes = at::kByte;
 
 }  // namespace
 
-void check_index_options(const char* op, const TreeOptions& options) {
-  TORCH_CHECK_VALUE(!options.selection_span.has_value(), op,
-                    ": selection_span must be None beside an index, which has scores of its own, got ",
-                    options.selection_span.value_or(0));
-  TORCH_CHECK_VALUE(options.importance == tree_attention::Importance::kLseCausal, op,
-                    ": importance must be lse_causal beside an index, which has scores of its own, got ",
-                    tree_attention::kImportanceNames[static_cast<size_t>(options.importance)]);
-}
-
 void check_index_pool(const char* op, const Pools& pools, const IndexPool& index, int64_t page_size) {
   constexpr const char* kName = "index_pool";
   const Tensor& index_pool = index.keys;
@@ -27,14 +18,8 @@ void check_index_pool(const char* op, const Pools& pools, const IndexPool& index
   check_contiguous(op, kName, index_pool);
   check_size(op, kName, index_pool, 0, pools.keys.sym_size(0), "num_pages of k_pool");
   check_size(op, kName, index_pool, 2, page_size, "page_size");
-  const SymInt heads = index_pool.sym_size(1), kv_heads = pools.keys.sym_size(1);
-  TORCH_CHECK_VALUE(same_size(heads, 1) || same_size(heads, kv_heads), op,
-                    ": index_pool must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ",
-                    index_pool.sym_sizes());
-  const SymInt width = index_pool.sym_size(3);
-  TORCH_CHECK_VALUE(holds(width.sym_ge(16)) && holds(width.sym_le(128)) && same_size(width % 16, 0), op,
-                    ": d, the last size of index_pool, must be a multiple of 16 up to 128, got ", width,
-                    " in ", index_pool.sym_sizes());
+  tree_attention::check_index_heads(op, kName, index_pool, index_pool.sym_size(1), pools.keys.sym_size(1));
+  tree_attention::check_index_width(op, kName, index_pool);
   TORCH_CHECK_VALUE(index.coded() == (index_pool.scalar_type() == kCodes), op, ": index_scales must be ",
                     index.coded() ? "None where index_pool is not" : "given where index_pool is",
                     " uint8, got ", index.coded() ? "a tensor" : "None");

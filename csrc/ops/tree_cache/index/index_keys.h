@@ -2,6 +2,7 @@
 // docs/semantics/tree_cache.md §7.7
 #pragma once
 
+#include "ops/tree_attention/listed_attention.h"
 #include "ops/tree_cache/tree_cache.h"
 
 namespace htree::tree_cache {
@@ -12,8 +13,8 @@ inline PageLayout index_layout(const PageLayout& layout, int64_t heads) {
                      layout.max_pages, heads);
 }
 
-// Raises ValueError for options that choose in another way.
-void check_index_options(const char* op, const TreeOptions& options);
+using tree_attention::check_index_options;
+
 // `pools` come checked.
 void check_index_pool(const char* op, const Pools& pools, const IndexPool& index, int64_t page_size);
 // index_query or index_key, [N, H_i, d] or [B, n, H_i, d] as the rows `like` are.

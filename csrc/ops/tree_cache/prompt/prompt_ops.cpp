@@ -156,10 +156,9 @@ AttentionRows prompt(const TreeOptions& options, const Tensor& q, const Tensor& 
   const std::array<SymInt, 5> lists = {layers, rows[0], tree_attention::list_rows(rows[1], selection_stride),
                                        kv_heads, options.top_k};
   const AttentionRows outputs = {
-      tree_attention::new_tensor({rows[0], rows[1], rows[2], v_pool.sym_size(3)}, q.scalar_type(), q),
-      tree_attention::new_tensor(rows, tree_attention::state_dtype(q), q),
-      tree_attention::new_tensor(rows, tree_attention::state_dtype(q), q),
-      tree_attention::new_tensor(lists, at::kInt, q)};
+      new_tensor({rows[0], rows[1], rows[2], v_pool.sym_size(3)}, q.scalar_type(), q),
+      new_tensor(rows, tree_attention::state_dtype(q), q),
+      new_tensor(rows, tree_attention::state_dtype(q), q), new_tensor(lists, at::kInt, q)};
   if constexpr (kKernel != nullptr) {
     const AttentionProblem problem =
         problem_of(k_pool, v_pool.size(3), q.size(0), q.size(2), length, q.size(1), options);
