@@ -1,7 +1,5 @@
 """The study of tokens in 8 and 4 bits (docs/quality.md (g))."""
 
-from __future__ import annotations
-
 import csv
 import re
 from itertools import islice
@@ -18,20 +16,20 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_errors_grow_as_bits_are_taken_away() -> None:
+def test_errors_grow_as_bits_are_taken_away():
     error = {row.bits: row.output_error for row in islice(leaves.errors(2048, "cpu"), len(leaves.BITS))}
     assert error[16] == 0
     assert 0 < error[8] < 0.02
     assert error[8] < error[4]
 
 
-def test_times_are_taken() -> None:
+def test_times_are_taken():
     rows = list(leaves.times(3000, "cpu", rounds=2))
     assert [row.bits for row in rows] == [16, 8, 4]
     assert all(row.microseconds > 0 for row in rows)
 
 
-def test_the_tables_are_those_of_the_files() -> None:
+def test_the_tables_are_those_of_the_files():
     """Every row of the three tables in docs/quality.md is in the files, to its digits."""
     memory = {(r["tokens"], r["span"], r["bits"], r["format"]): r for r in rows_of("memory")}
     cells = re.findall(r"^\| ([\d ]+) \| (none|4) \| (\d+) \| (\d+) \| (.*) \|$", PAGE, re.M)

@@ -1,7 +1,5 @@
 """The example that decodes from compressed caches, at a tiny size: exact outputs and true byte counts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """kv_prune, kv_compress and kv_decompress against the reference packer, bit for bit (docs/semantics §4.4, §4.5)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

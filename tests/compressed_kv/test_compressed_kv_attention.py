@@ -1,7 +1,5 @@
 """MustafarAttention: dense prompts, decoding from the cache, every exact storage of keys (docs/semantics §4.2)."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """CompressedKVCache: the policy of docs/semantics/compressed_kv.md §4.6, pages, beams and states."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """What CompressedKVCache refuses, and that a refusal does not change it (docs/semantics/compressed_kv.md §4.6)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks and splits of the CUDA decode kernel: pure functions, checked without a GPU."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """kv_decode_attention against float64 attention on the decompressed rows (docs/semantics §4.2, §4.6)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input of the compressed K/V functions: class and message in Python, the builtin class from the op."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Compressed decode attention on the GPU at the sizes of real models: widths, splits, pages, streams, graphs, bytes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

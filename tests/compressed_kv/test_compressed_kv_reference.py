@@ -1,7 +1,5 @@
 """The reference packer against one in plain Python numbers, byte by byte, and the figures of §4.4 and §4.5."""
 
-from __future__ import annotations
-
 import math
 import struct
 

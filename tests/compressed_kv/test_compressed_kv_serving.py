@@ -1,7 +1,5 @@
 """CompressedKVCache as a server uses it: several tokens a call, a length for each sequence, tokens taken back."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Every CUDA kernel of the compressed_kv family at a small size, for compute-sanitizer (`make sanitize`)."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

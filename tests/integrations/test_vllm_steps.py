@@ -1,7 +1,5 @@
 """Steps that a real engine has decided, on pages as vLLM lays them out (docs/vllm.md); no vLLM is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -46,7 +44,7 @@ def index_rows(n: int, width: int, dtype: torch.dtype, device: str, seed: int) -
     return made[0], made[1]
 
 
-def test_there_are_records() -> None:
+def test_there_are_records():
     assert NAMES == ["chunks_and_hits", "drafts_and_preemption", "same_step"]
     _, drafts, shared = (Record.load(name) for name in NAMES)
     assert any(_shares(step, shared.page_size) for step in shared.steps)
@@ -120,7 +118,7 @@ def test_rows_have_the_bits_of_a_sequence_alone(
     assert checked > 20
 
 
-def test_lists_of_a_prompt_are_kept_whatever_their_width(device: str) -> None:
+def test_lists_of_a_prompt_are_kept_whatever_their_width(device):
     """A prompt's kernels make lists no wider than the sequence needs; the next row is inside a stride."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     options = replace(CHOICES["index, stride"][0], top_k=1100)
@@ -142,7 +140,7 @@ def test_lists_of_a_prompt_are_kept_whatever_their_width(device: str) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_trial_run_writes_nothing(device: str, choice: str) -> None:
+def test_a_trial_run_writes_nothing(device, choice):
     """vLLM runs steps without slots, whose tables may name pages in use. Page 0 is nobody's."""
     record = Record.load(NAMES[0])
     options, width = CHOICES[choice]
@@ -160,7 +158,7 @@ def test_a_trial_run_writes_nothing(device: str, choice: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "length", "taken"), [(512, 701, 511), (512, 300, 300), (200, 701, 0)])
-def test_a_prompt_is_tried(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, taken: int) -> None:
+def test_a_prompt_is_tried(monkeypatch, rows, length, taken):
     """The rows of the longest prompt's last chunk, from a leader on, over all of its tokens."""
     options, width = CHOICES["index, stride"]
     seen = []
@@ -176,7 +174,7 @@ def test_a_prompt_is_tried(monkeypatch: pytest.MonkeyPatch, rows: int, length: i
     try_prompt(OPTIONS, *rows_of(rows, torch.float32, "cpu", 0), length)
 
 
-def test_a_step_must_fit(device: str) -> None:
+def test_a_step_must_fit(device):
     given = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 2)]
     given += [torch.zeros(2, 8, dtype=torch.int32, device=device), torch.zeros(2, device=device).long()]
     for sizes, words in (((1, 2), "max_num_seqs = 1 sequences, got 2"), ((2, 1), "tokens = 1 rows, got 2")):
@@ -188,7 +186,7 @@ def test_a_step_must_fit(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_graph_serves_batches_of_one_shape(choice: str, rows: int) -> None:
+def test_a_graph_serves_batches_of_one_shape(choice, rows):
     """Captured once in a trial run, replayed for decoding and for drafts to verify, also for fewer sequences."""
     batch, page, pages = 8, 16, 40
     record = Record(page, 640, 1 + batch * pages, [])

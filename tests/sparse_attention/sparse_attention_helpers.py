@@ -1,7 +1,5 @@
 """What the tests of sparse_attention share: calls with gradients, and their comparison with the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The methods of docs/own_selection.md beside plain attention under a mask."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

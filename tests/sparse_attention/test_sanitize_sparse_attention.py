@@ -1,7 +1,5 @@
 """Every CUDA kernel of sparse_attention at a small size, for compute-sanitizer; the results are checked as well."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

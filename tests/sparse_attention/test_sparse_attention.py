@@ -1,7 +1,5 @@
 """Attention over lists of blocks: values, gradients and the properties of docs/semantics/sparse_attention.md §8."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

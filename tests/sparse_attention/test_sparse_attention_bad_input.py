@@ -1,7 +1,5 @@
 """Wrong arguments of sparse_attention: the right class, and a message with function, argument, rule and value."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -3,8 +3,6 @@
 The values are those of eager mode, which other tests compare with the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

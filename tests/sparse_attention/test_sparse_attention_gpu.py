@@ -1,7 +1,5 @@
 """sparse_attention at sizes and in places that only a GPU has: kernels beside each other, memory, streams, graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of sparse_attention that multiply whole tiles under the bits of their lists, beside those that gather."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which kernels a call of sparse_attention takes on a GPU, and in how much memory; no GPU is needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import hypothesis.strategies as st

@@ -1,7 +1,5 @@
 """sparse_attention over packed documents: a call per document, isolation and refusals (docs/semantics §8.2)."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

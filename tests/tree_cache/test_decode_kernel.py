@@ -1,7 +1,5 @@
 """The decode kernel of the tree cache: which calls take it, and that nothing shows how many blocks share a row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

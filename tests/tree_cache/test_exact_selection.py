@@ -1,7 +1,5 @@
 """Selections that leave no doubt: scores without rounding, so that even the order of equal ones is that of §1.6."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The example that generates from a tree cache, at a tiny size."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

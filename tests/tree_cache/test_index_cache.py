@@ -4,8 +4,6 @@ Index rows are small whole numbers: products are exact in every order of sums, s
 on every device, and scores tie. All of it stands here, from a row to a cache, because each test needs those numbers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """``HTreeAttention`` with a cache (docs/semantics/tree_cache.md §7.4), also under what surrounds a model: autocast,
 torch.compile and recorded gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

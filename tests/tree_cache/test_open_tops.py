@@ -3,8 +3,6 @@
 A row walks the tree of the tokens up to its leader, so a step is judged by the row of the whole sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

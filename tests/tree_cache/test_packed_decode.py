@@ -1,7 +1,5 @@
 """The decode kernel of the tree cache on tokens in 8 and 4 bits (docs/semantics/tree_cache.md §7.5)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

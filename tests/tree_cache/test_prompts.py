@@ -1,7 +1,5 @@
 """Prompts from a ``TreeKVCache``: rows by the kernels of tree attention (docs/semantics/tree_cache.md §7.4)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages that one sequence fills and another one begins behind, in one append (docs/semantics/tree_cache.md §7.2)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

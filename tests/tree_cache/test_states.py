@@ -1,7 +1,5 @@
 """States of ``TreeKVCache`` in caches of other capacities and pools (docs/semantics/tree_cache.md §7.4)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The ops of the tree cache against their reference, and what torch asks of ops (docs/semantics/tree_cache.md §7)."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 ``HTREE_SCHEDULES`` says how many schedules a device runs, 10 000 on the CPU by default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """``TreeKVCache`` on CPU and GPU: schedules, graphs, compiled steps (docs/semantics/tree_cache.md §7.4)."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What ``TreeKVCache`` refuses or reports (docs/semantics/tree_cache.md §7.4); what it does: test_tree_kv_cache.py."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
