@@ -141,7 +141,6 @@ def test_several_tokens_and_sequences_that_join(device):
                     assert_close_spec(out[b, i], expected[b, 0].double(), 2e-3, 1e-2)
         held = [n + count for n, count in zip(held, counts, strict=True)]
         assert several.host_lengths() == single.host_lengths() == held
-    assert several.key_weight is not None
     own = key_weight_from_queries(rotated(q[1:, :31]).half(), KV_HEADS, 4)
     assert_close_spec(several.key_weight[1:], own.double(), 1e-2, 1e-2)
 

@@ -155,7 +155,6 @@ def test_sixteen_bits_of_all_channels_lose_nothing(device):
 def poison_free_pages(cache: CompressedKVCache) -> None:
     """Pages that no token stands in, whether a sequence has them or not."""
     table = cache.storage.pages
-    assert table is not None
     lengths = cache.compressed_lengths
     used = {page for row, n in zip(table.rows, lengths, strict=True) for page in row[: table.pages_for(n)]}
     others = sorted(set(range(table.num_pages)) - used)

@@ -143,7 +143,6 @@ class Pool:
         left = dict(zip(self.pipes, range(self.size), strict=True))
         while left and (ready := wait(list(left), max(0.0, end - time.monotonic()))):
             for pipe in ready:
-                assert isinstance(pipe, Connection)
                 rank = left.pop(pipe)
                 try:
                     answers[rank] = pipe.recv()
@@ -176,10 +175,8 @@ class Pool:
             return answers
         silent = [rank for rank in range(self.size) if rank not in answers and rank not in dead]
         for rank in silent:  # so that it writes its stacks
-            pid = self.processes[rank].pid
-            assert pid is not None
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
+                os.kill(self.processes[rank].pid, signal.SIGABRT)
         told = []
         for rank, process in enumerate(self.processes):
             if rank in answers:

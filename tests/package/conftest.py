@@ -15,8 +15,6 @@ PLAIN = shutil.ignore_patterns("*.so", "__pycache__")
 
 def module_at(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -23,7 +23,6 @@ ACCESS = re.compile(r"\b(ld|st)((?:\.(?!shared|param|local)\w+)*)\s")
 
 
 def compile_to_ptx(source: Path, include: Path = CSRC) -> str:
-    assert NVCC is not None
     command = [
         NVCC,
         "-std=c++17",

@@ -460,7 +460,6 @@ def test_lengths_alone_do_not_recompile(grad, device):
 
     def model(q, k, v, cu, longest):
         out = tree_attention_varlen(q * 2, k, v, cu, cu, longest, longest, **options)
-        assert isinstance(out, Tensor)
         return out.cos()
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)

@@ -10,8 +10,6 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 def write_instance(name: str, folder: Path) -> Path:
     """Writes ``name`` as setup.py would and returns its path; csrc/instances.py lists the names."""
     spec = importlib.util.spec_from_file_location("htree_instances", CSRC / "instances.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -63,9 +63,7 @@ def served(cache: TreeKVCache, rows: Rows, index: Index, parts: list[int]) -> Te
 
 
 def whole(cache: TreeKVCache, rows: Rows, index: Index) -> Tensor:
-    out = tree_attention(*rows, index=index, options=cache.options)
-    assert isinstance(out, Tensor)
-    return out
+    return tree_attention(*rows, index=index, options=cache.options)
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
@@ -112,9 +110,7 @@ def test_decoded_rows_are_those_of_the_whole_sequence(data, seed, device):
 
 def held_keys(cache: TreeKVCache, length: int) -> Tensor:
     """The index keys of all sequences as the pages hold them."""
-    pages = cache.pools.index
-    assert pages is not None
-    return pages.tokens(cache.block_table, length)
+    return cache.pools.index.tokens(cache.block_table, length)
 
 
 @settings(max_examples=150)
@@ -129,9 +125,6 @@ def test_codes_are_keys_rounded_by_a_power_of_two(data, seed, device):
     key[0, 4, 0, 2] = torch.nan
     key[0, 5, 0, 1] = -torch.inf
     served(cache, rows, (query, key), data.draw(st.sampled_from(([40], [7, 33], [39, 1]))))
-    pages = cache.pools.index
-    assert pages is not None
-    assert pages.scales is not None
     held = held_keys(cache, 40).float()
     wide = key.float()
     largest = wide.nan_to_num(0.0, torch.inf, -torch.inf).abs().amax(-1, keepdim=True)
@@ -141,7 +134,7 @@ def test_codes_are_keys_rounded_by_a_power_of_two(data, seed, device):
     exponent = exponent.clamp(-117, 119)
     expected = (wide * torch.exp2(-exponent)).clamp(-448, 448).to(CODES).float() * torch.exp2(exponent)
     torch.testing.assert_close(held, expected, rtol=0, atol=0, equal_nan=True)
-    stored = pages.scales[cache.block_table[0].long()].transpose(1, 2).flatten(0, 1)[:40]
+    stored = cache.pools.index.scales[cache.block_table[0].long()].transpose(1, 2).flatten(0, 1)[:40]
     assert torch.equal(stored[..., None].float() - 127, exponent[0])
 
 
@@ -159,9 +152,7 @@ def test_no_kind_of_nan_changes_the_scale_of_a_row(device):
     held = held_keys(cache, 16)
     assert torch.equal(held.isnan(), nan)
     assert bool((held[~nan] == 8).all())
-    assert cache.pools.index is not None
     scales = cache.pools.index.scales
-    assert scales is not None
     assert bool((scales[cache.block_table[0, :2].long()] == 127 - 5).all())  # 8 = 256 / 2^5
 
 
@@ -357,9 +348,7 @@ def test_states_and_copies(dtype, device):
     ours, theirs = (one.decode(*rest[:3], index=rest[3:]) for one in (cache, other))
     assert torch.equal(ours, theirs)
     for b in range(2):
-        held = other.pools.index
-        assert held is not None
-        kept = held.tokens(other.block_table[b : b + 1], 90)[0]
+        kept = other.pools.index.tokens(other.block_table[b : b + 1], 90)[0]
         assert torch.equal(kept, index[1][b].to(kept.dtype))
 
 

@@ -42,9 +42,7 @@ def tokens(cache: TreeKVCache, n: int, seed: int) -> tuple[Tensor, Tensor, Tenso
 def step(cache: TreeKVCache, n: int, seed: int, lengths: list[int] | None = None) -> Tensor:
     q, k, v = tokens(cache, n, seed)
     cache.append(k, v, lengths)
-    out = cache.attend(q, lengths)
-    assert isinstance(out, Tensor)
-    return out
+    return cache.attend(q, lengths)
 
 
 def fill(cache: TreeKVCache, longest: int) -> None:

@@ -174,10 +174,10 @@ class Shape:
                 }
                 if self.index_heads
                 else {}
-            ),  # type: ignore[arg-type]
+            ),
             dtype=self.dtype,
             device=device,
-            **self.options(),  # type: ignore[arg-type]
+            **self.options(),
         )
         order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(self.seed)).tolist()
         if cache.pages.is_whole:
@@ -285,7 +285,7 @@ class Run:
         def add() -> None:
             if attends and together:
                 found.append(
-                    self.cache.decode(self.q[ids], *arguments, **self.of_index(index=ids), return_lse=True)  # type: ignore[arg-type]
+                    self.cache.decode(self.q[ids], *arguments, **self.of_index(index=ids), return_lse=True)
                 )
             else:
                 self.cache.append(*arguments, **self.of_index(index_key=ids))
@@ -309,10 +309,10 @@ class Run:
     ) -> None:
         """Checks the rows of a call, those that ``decode`` has found or else those of ``attend``."""
         if found is None:
-            found = self.cache.attend(  # type: ignore[assignment]
+            found = self.cache.attend(
                 self.q[ids], counts if ragged else None, **self.of_index(index_query=ids), return_lse=True
             )
-        out, lse = found  # type: ignore[misc]
+        out, lse = found
         stride = self.shape.stride
         for b, (sequence, count) in enumerate(zip(self.model, counts, strict=True)):
             if count < ids.shape[1]:
@@ -380,9 +380,7 @@ class Run:
         """All rows [T, H, V] of the sequence alone."""
         ids = torch.tensor(tokens, device=self.k.device)
         rows = (x[ids][None] for x in (self.q, self.k, self.v))
-        out = tree_attention(*rows, **self.of_index(index=ids[None]), **self.shape.options())  # type: ignore[arg-type]
-        assert isinstance(out, Tensor)
-        return out[0]
+        return tree_attention(*rows, **self.of_index(index=ids[None]), **self.shape.options())[0]
 
     def compare(self, sequence: Sequence, out: Tensor, expected: Tensor) -> None:
         """The last rows of a sequence, whose ring is that before them."""
@@ -403,9 +401,7 @@ class Run:
                 if not len(ours[0]):
                     break
             if self.shape.index_heads:
-                found = self.cache.pools.index
-                assert found is not None
-                kept = found.tokens(self.cache.block_table[b : b + 1], len(ids))[0]
+                kept = self.cache.pools.index.tokens(self.cache.block_table[b : b + 1], len(ids))[0]
                 assert torch.equal(kept, self.index[1][ids])
 
 

@@ -127,7 +127,6 @@ def test_equal_values_of_different_kinds_are_kept_apart(values, fastest):
         best = search.tune().best_config["value"]
         assert type(best) is type(values[fastest])
         again = AutoTuner(kernel, {"value": values}, dtype=dtype).get_cached_config((3,), "cpu")
-        assert again is not None
         assert type(again["value"]) is type(best)
 
 
