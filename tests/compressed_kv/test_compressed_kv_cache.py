@@ -20,6 +20,7 @@ from compressed_kv_helpers import (
     tokens,
 )
 from hypothesis import given
+from torch import Tensor
 
 import htree_ops
 from htree_ops import CompressedKVCache
@@ -28,6 +29,7 @@ from htree_ops.reference import compressed_kv as reference
 from tests.support.cases import normal
 from tests.support.compare import assert_close_spec
 from tests.support.compressed_kv_cases import decode_tolerance
+from tests.support.graphs import capture
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -341,14 +343,13 @@ def test_a_captured_step_replays(kind):
     for cache in (eager, replayed):
         cache.prefill(k[:, :30], v[:, :30], [30, 7, 19])
     k_new, v_new, q_new = k[:, :1].clone(), v[:, :1].clone(), q[0].clone()
-    warm = copy.deepcopy(replayed)
-    warm.write_token(k_new, v_new)
-    warm.attend(q_new)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed.write_token(k_new, v_new)
-        out, lse = replayed.attend(q_new)
+
+    def step(cache: CompressedKVCache) -> tuple[Tensor, Tensor]:
+        cache.write_token(k_new, v_new)
+        return cache.attend(q_new)
+
+    step(copy.deepcopy(replayed))
+    graph, (out, lse) = capture(lambda: step(replayed))
     for t in range(30, 120):
         for buffer, x in ((k_new, k[:, t : t + 1]), (v_new, v[:, t : t + 1]), (q_new, q[t])):
             buffer.copy_(x)

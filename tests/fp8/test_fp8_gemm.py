@@ -28,7 +28,7 @@ from tests.support.fp8_gemm_cases import (
     assert_product,
     sum_error,
 )
-from tests.support.graphs import kernels_of
+from tests.support.graphs import capture, kernels_of, on_another_stream
 from tests.support.opcheck import opcheck
 
 FP8 = torch.float8_e4m3fn
@@ -461,14 +461,8 @@ def test_calls_that_begin_before_the_last_one_ends(m):
     expected = chain(wait=True)
     assert expected.isfinite().any()
     assert torch.equal(chain(wait=False).nan_to_num(), expected.nan_to_num())
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        chain(wait=False)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = chain(wait=False)
+    on_another_stream(lambda: chain(wait=False))
+    graph, result = capture(lambda: chain(wait=False))
     for _ in range(3):
         graph.replay()
         assert torch.equal(result.nan_to_num(), expected.nan_to_num())

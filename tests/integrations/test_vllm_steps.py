@@ -1,6 +1,7 @@
 """Steps that a real engine has decided, on pages as vLLM lays them out (docs/vllm.md); no vLLM is needed."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from htree_ops.integrations.vllm.steps import Index, Steps, attend_step, try_pro
 from htree_ops.ops.tree_cache.prompts import indexed_rows
 from tests.integrations.vllm_steps import RECORDS, Record, made_steps, rows_alone, step_tensors
 from tests.support.cases import normal
+from tests.support.graphs import capture
 
 NAMES = sorted(path.stem for path in RECORDS.glob("*.json"))
 HEADS, KV_HEADS, DIM = 8, 2, 64
@@ -205,11 +207,9 @@ def test_a_graph_serves_batches_of_one_shape(choice, rows):
     static_index = index_rows(n, width, torch.bfloat16, "cuda", 0)
     out = torch.zeros_like(static[0])
     step = steps.make(n, rows, *fixed)
-    attend_step(options, cache, *static, step, out, static_index)  # what is made once
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend_step(options, cache, *static, step, out, static_index)
+    call = partial(attend_step, options, cache, *static, step, out, static_index)
+    call()  # what is made once
+    graph, _ = capture(call)
     graph.replay()
     for own, other in zip(*(pages_in_use(record, options, x, width) for x in (cache, eager)), strict=True):
         assert torch.equal(own, other), "nothing was to be written"

@@ -1,6 +1,7 @@
 """The decode kernel of the tree cache: which calls take it, and that nothing shows how many blocks share a row."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from htree_ops.ops.tree_cache.functions import cache_layers, tree_cache_attention
 from tests.support.cases import case_id
 from tests.support.devices import EVEN_CLUSTERS, H100_CLUSTERS
+from tests.support.graphs import capture, kernels_of
 from tests.support.tree_attention_checks import assert_epsilon_optimal, assert_lists
 from tests.support.tree_cache_cases import DECODE_CASES, TreeCacheCase
 
@@ -230,12 +232,14 @@ def test_last_rows_in_a_graph(name):
     inputs = case.make_inputs("cuda")
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
     expected, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
-    graph, results = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            out, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
-            results.append(out.clone())
-            out.zero_()
+
+    def step() -> torch.Tensor:
+        out, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
+        result = out.clone()
+        out.zero_()
+        return result
+
+    graph, results = capture(lambda: [step() for _ in range(10)])
     for _ in range(10):
         for result in results:
             result.zero_()
@@ -252,12 +256,10 @@ def test_a_step_is_one_launch_on_hopper(name, launches):
     case = named(name)
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
     inputs = case.make_inputs("cuda")
-    tree_cache_attention(*inputs, rope_table=table, **case.options())
+    call = partial(tree_cache_attention, *inputs, rope_table=table, **case.options())
+    call()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        tree_cache_attention(*inputs, rope_table=table, **case.options())
-        torch.cuda.synchronize()
-    names = [event.name for event in profile.events() if "kernel" in event.name]
+    names = [name for name in kernels_of(call) if "kernel" in name]
     hopper = torch.cuda.get_device_capability() == (9, 0)
     known = torch.cuda.get_device_properties().multi_processor_count == 132
     assert (len(names) in ({launches} if known else {1, launches})) == hopper

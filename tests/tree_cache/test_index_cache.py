@@ -16,6 +16,7 @@ from htree_ops import TreeKVCache, tree_attention
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_cache.functions import tree_cache_attention
 from tests.support.cases import normal
+from tests.support.graphs import capture, on_another_stream
 from tests.support.opcheck import opcheck
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
@@ -670,15 +671,9 @@ def test_a_captured_step_with_an_index(stride):
         served(one, rows, index, [4960])
     held = [x[:, :1].clone() for x in (*rows, *index)]
     state = cache.state_dict()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        cache.decode(*held[:3], index=held[3:])
-    torch.cuda.synchronize()
+    on_another_stream(lambda: cache.decode(*held[:3], index=held[3:]))
     cache.load_state_dict(state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cache.decode(*held[:3], index=held[3:])
+    graph, out = capture(lambda: cache.decode(*held[:3], index=held[3:]))
     for step in range(4960, 5000):
         piece = [x[:, step : step + 1] for x in (*rows, *index)]
         for to, x in zip(held, piece, strict=True):

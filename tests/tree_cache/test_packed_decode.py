@@ -1,6 +1,7 @@
 """The decode kernel of the tree cache on tokens in 8 and 4 bits (docs/semantics/tree_cache.md §7.5)."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from htree_ops import TreeKVCache
 from htree_ops.reference import tree_cache as reference
 from tests.support.cases import case_id
+from tests.support.graphs import capture, kernels_of, on_another_stream
 from tests.support.tree_cache_cases import (
     DECODE_CASES,
     TreeCacheCase,
@@ -49,16 +51,6 @@ def attend(
     q, k, v = inputs_of(case, device)
     pools, table = filled_packed_pools(case, bits, k, v)
     return attention_of(case, pools, table, q, device)
-
-
-def kernels_of(case: TreeCacheCase, pools: dict[str, Tensor], table: Tensor, q: Tensor) -> list[str]:
-    """Names of the kernels that a call launches."""
-    attention_of(case, pools, table, q, "cuda")
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attention_of(case, pools, table, q, "cuda")
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events()]
 
 
 def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
@@ -128,16 +120,18 @@ def test_a_call_takes_the_kernel_on_hopper(case, bits, monkeypatch):
     """It does not where HTREE_TREE_DECODE says so, nor where scales do not begin at a multiple of 16 bytes."""
     q, k, v = inputs_of(case)
     pools, table = filled_packed_pools(case, bits, k, v)
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    monkeypatch.setenv("HTREE_TREE_DECODE", "auto")
-    assert any("cache_decode_kernel" in name for name in kernels_of(case, pools, table, q)) == hopper
-    monkeypatch.setenv("HTREE_TREE_DECODE", "general")
-    assert not any("cache_decode_kernel" in name for name in kernels_of(case, pools, table, q))
-    monkeypatch.setenv("HTREE_TREE_DECODE", "auto")
     scales = pools["v_scales"]
     moved = scales.new_empty(scales.numel() + 1)[1:].view(scales.shape).copy_(scales)
-    names = kernels_of(case, pools | {"v_scales": moved}, table, q)
-    assert not any("cache_decode_kernel" in name for name in names)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for choice, of_values, taken in (
+        ("auto", scales, hopper),
+        ("general", scales, False),
+        ("auto", moved, False),
+    ):
+        monkeypatch.setenv("HTREE_TREE_DECODE", choice)
+        call = partial(attention_of, case, pools | {"v_scales": of_values}, table, q, "cuda")
+        call()
+        assert any("cache_decode_kernel" in name for name in kernels_of(call)) == taken
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
@@ -231,14 +225,8 @@ def test_a_captured_step_follows_the_lengths(bits, span):
         each.append(k, v)
         return each.attend(q)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(cache), step(eager)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(cache)
+    on_another_stream(lambda: (step(cache), step(eager)))
+    graph, captured = capture(lambda: step(cache))
     for _ in range(40):
         for x, new in ((q, rows(1, 16)), (k, rows(1, 2)), (v, rows(1, 2))):
             x.copy_(new)

@@ -21,6 +21,7 @@ from htree_ops.ops.tree_cache import (
 )
 from htree_ops.reference import tree_cache as reference
 from tests.support.cases import case_id
+from tests.support.graphs import capture, on_another_stream
 from tests.support.opcheck import opcheck
 from tests.support.tree_cache_cases import (
     PACKED_CASES,
@@ -579,14 +580,8 @@ def test_a_captured_step_follows_the_lengths():
         each.truncate(request)
         return out
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(cache), step(eager)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(cache)
+    on_another_stream(lambda: (step(cache), step(eager)))
+    graph, captured = capture(lambda: step(cache))
     for _ in range(5):
         graph.replay()
         assert torch.equal(captured, step(eager))

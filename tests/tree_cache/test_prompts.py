@@ -16,6 +16,7 @@ from htree_ops.ops.tree_cache import prompts
 from htree_ops.ops.tree_cache.lengths import HostLengths
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS
 from htree_ops.reference.tree_cache import gather_tokens
+from tests.support.graphs import capture
 
 KV_HEADS, HEADS, WIDTH = 2, 4, 8
 GPU: dict[str, Any] = {"max_top_nodes": 256, "top_k": 16, "page_size": 64}
@@ -626,11 +627,7 @@ def test_the_host_follows_the_replays_of_a_graph():
         own.attend(q)
         own.append(*single[1:])
         own.attend(single[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        cache.append(*single[1:])
-        cache.attend(single[0])
+    graph, _ = capture(lambda: (cache.append(*single[1:]), cache.attend(single[0])))
     for _ in range(3):
         graph.replay()
         cache.advance()

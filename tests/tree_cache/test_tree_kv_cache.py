@@ -17,6 +17,7 @@ from tree_cache_schedules import Run, Sequence, Shape, refusal, schedules
 from htree_ops import HTreeAttention, TreeKVCache, tree_attention
 from htree_ops.errors import DeviceError, OutOfPagesError
 from htree_ops.ops.tree_cache.prompts import PROMPT_ROWS
+from tests.support.graphs import capture, on_another_stream
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 12}
 
@@ -194,29 +195,26 @@ def test_a_captured_step_follows_the_lengths(stride):
         one.attend(rows(2, 5, 4, 1, "cuda").bfloat16())
     q, k = (torch.zeros(2, 1, heads, 8, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
     cache.reserve(30)
-    graph = torch.cuda.CUDAGraph()
     before = copy.deepcopy(cache.state_dict())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+
+    def step() -> Tensor:
         cache.append(k, k)
-        cache.attend(q)
-    torch.cuda.synchronize()
+        return cache.attend(q)
+
+    on_another_stream(step)
     cache.load_state_dict(before)
-    with torch.cuda.graph(graph):
-        cache.append(k, k)
-        out = cache.attend(q)
-    for step in range(30):
-        new_k, new_q = (rows(2, 1, heads, 50 + step, "cuda").bfloat16() for heads in (2, 4))
+    graph, out = capture(step)
+    for i in range(30):
+        new_k, new_q = (rows(2, 1, heads, 50 + i, "cuda").bfloat16() for heads in (2, 4))
         k.copy_(new_k)
         q.copy_(new_q)
         graph.replay()
         cache.advance()
         eager.append(new_k, new_k)
         assert torch.equal(out, eager.attend(new_q))
-        if step % 7 == 3:  # beams change between two replays, by the table
-            cache.reorder_([1, 1] if step % 2 else [1, 0])
-            eager.reorder_([1, 1] if step % 2 else [1, 0])
+        if i % 7 == 3:  # beams change between two replays, by the table
+            cache.reorder_([1, 1] if i % 2 else [1, 0])
+            eager.reorder_([1, 1] if i % 2 else [1, 0])
     cache.check()
     graph.replay()
     with pytest.raises(
@@ -241,11 +239,8 @@ def test_a_captured_verification_keeps_what_the_device_accepts(stride):
         return out
 
     verify()
-    torch.cuda.synchronize()
     cache.reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = verify()
+    graph, out = capture(verify)
     for step in range(9):
         q.copy_(rows(1, 4, 4, step, "cuda"))
         k.copy_(rows(1, 4, 2, 50 + step, "cuda"))

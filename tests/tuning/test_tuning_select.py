@@ -21,6 +21,7 @@ from htree_ops.tuning import (
     tuning_mode,
 )
 from htree_ops.tuning.cache import cache_dir
+from tests.support.graphs import capture
 
 
 def test_modes(monkeypatch):
@@ -204,9 +205,7 @@ def test_a_tuned_call_on_the_gpu(monkeypatch):
     assert torch.allclose(rmsnorm_rope(x, weight, table, table).float(), plain.float(), rtol=2.0**-7)
     assert len(json.loads((cache_dir() / "tuning.json").read_text())["records"]) == 1
     other = torch.randn(3, 64, 1024, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = rmsnorm_rope(other, weight, table, table)
+    graph, captured = capture(lambda: rmsnorm_rope(other, weight, table, table))
     graph.replay()
     assert len(json.loads((cache_dir() / "tuning.json").read_text())["records"]) == 1, "searched in a capture"
     compiled = torch.compile(rmsnorm_rope, fullgraph=True)
