@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from htree_ops.compat import FP8GEMMInput, validate_fp8_gemm_inputs
 from htree_ops.errors import (
     ArchitectureNotSupportedError,
     DeviceError,
@@ -321,6 +322,12 @@ ERRORS = {
         ShapeMismatchError,
         r"b_scale must be \[\] or \[1, 3\], constant along K",
     ),
+    "device": (lambda f: f(A, B, S, S.to("meta")), DeviceError, r"b_scale must be on the device of a"),
+}
+LAYERS = {
+    "python": (fp8_gemm, fp8_gemm_exact),
+    "validator": (validate_fp8_gemm_inputs, lambda *given: FP8GEMMInput(*given).validate()),
+    "op": (op, op_exact),
 }
 
 
@@ -330,7 +337,7 @@ SCALE_VALUES = {"a_scale": lambda f, bad: f(A, B, bad, S), "b_scale": lambda f, 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", SCALE_VALUES)
 def test_scales_are_checked_on_the_cpu(name, value):
-    for f in (fp8_gemm, fp8_gemm_exact, op, op_exact):
+    for f in (fp8_gemm, fp8_gemm_exact, validate_fp8_gemm_inputs, op, op_exact):
         for bad in (torch.tensor(value), torch.full((2, 1) if name == "a_scale" else (1, 3), value)):
             with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {value:g}"):
                 SCALE_VALUES[name](f, bad)
@@ -343,15 +350,21 @@ def test_messages_name_the_function():
                 call(A, torch.ones(5, 3).to(FP8), S, S)
 
 
-@pytest.mark.parametrize("layer", ["python", "op"])
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_name_argument_requirement_and_value(name, layer):
     call, kind, message = ERRORS[name]
-    wanted = kind if layer == "python" else next(b for b in (ValueError, TypeError) if issubclass(kind, b))
-    functions = (fp8_gemm, fp8_gemm_exact) if layer == "python" else (op, op_exact)
-    for f in functions:
-        with pytest.raises(wanted, match=message):
+    if layer == "op":
+        kind = next(b for b in (ValueError, TypeError, RuntimeError) if issubclass(kind, b))
+    for f in LAYERS[layer]:
+        with pytest.raises(kind, match=message):
             call(f)
+
+
+def test_the_arguments_of_a_product_as_one_value():
+    given = FP8GEMMInput(A, B, S, S)
+    given.validate()
+    assert given.output_dtype == torch.float16
 
 
 def test_python_layer(device):
