@@ -9,6 +9,7 @@ from torch import Tensor
 
 from htree_ops.ops.hadamard import grouped_hadamard, hadamard_transform
 from htree_ops.reference.hadamard import hadamard_matrix
+from htree_ops.reference.tree_attention.rotary import rope_cache, rotate
 from tests.support.cases import normal
 
 HEADS, LENGTH, WIDTH = 4, 12, 16
@@ -16,14 +17,8 @@ EXACT = 1e-12
 
 
 def rope(x: Tensor) -> Tensor:
-    """Half-split rotation of x [B, H, S, D] by its positions 0 .. S-1, base 10000."""
-    half = x.shape[-1] // 2
-    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angles = torch.arange(x.shape[-2], dtype=torch.float64, device=x.device)[:, None] * rates
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat(
-        (low * angles.cos() - high * angles.sin(), low * angles.sin() + high * angles.cos()), dim=-1
-    )
+    """x [B, H, S, D] rotated by its positions 0 .. S-1."""
+    return rotate(x, *rope_cache(*x.shape[-2:], dtype=x.dtype, device=x.device))
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:

@@ -295,9 +295,10 @@ def test_autocast_and_the_count_of_work(device):
 def test_bad_input(change, message, device):
     case = CASES["plain"]
     q, k, v, *index = case.tensors(device)
-    make = change.pop("index", lambda q, k: (q, k)) if "index" in change else (lambda q, k: (q, k))
+    options = case.options() | change
+    options["index"] = change.get("index", lambda *pair: pair)(*index)
     with pytest.raises((TypeError, ValueError), match=f"tree_attention_varlen: .*{message}"):
-        tree_attention_varlen(q, k, v, *case.places(device), index=make(*index), **(case.options() | change))
+        tree_attention_varlen(q, k, v, *case.places(device), **options)
 
 
 def test_a_broken_document(device):
