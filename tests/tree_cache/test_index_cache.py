@@ -286,40 +286,6 @@ def test_keys_that_are_no_numbers_count_as_the_least(dtype, device):
     assert_near(found, whole(cache, rows, (query, key)))
 
 
-@pytest.mark.parametrize("leaf_bits", [8, 4])
-def test_packed_tokens(leaf_bits, device):
-    """Lists do not depend on the bits of tokens, nor do those of an index."""
-    kinds = [make(device, selection_stride=4, head_dim=64, leaf_bits=bits) for bits in (leaf_bits, None)]
-    rows, index = tokens(kinds[0], 90)
-    packed, plain = (served(cache, rows, index, [77, 1, 1, 11]) for cache in kinds)
-    assert torch.equal(kinds[0].ring.lists, kinds[1].ring.lists)
-    assert torch.nn.functional.cosine_similarity(packed, plain, dim=-1).min() > 0.8
-
-
-@pytest.mark.parametrize("stride", [1, 4])
-def test_prompts_that_the_kernels_of_tree_attention_compute(stride, device, monkeypatch):
-    """On the CPU too, which has no reason to: rows and ring are those of the other way."""
-    monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.PROMPT_ROWS", 16)
-    monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.LISTED_ROWS", 24)
-    cache, other = (make(device, batch=3, selection_stride=stride) for _ in range(2))
-    monkeypatch.setattr(cache, "_is_prompt", lambda n: n >= 16)
-    monkeypatch.setattr(other, "_is_prompt", lambda n: False)
-    rows, index = tokens(cache, 96)
-    begin = 0
-    for n, counts in ((60, [60, 3, 41]), (30, [30, 30, 30]), (1, None), (2, [2, 0, 1])):
-        piece = [x[:, begin : begin + n] for x in (*rows, *index)]
-        found, wanted = (
-            one.decode(*piece[:3], counts, index=piece[3:], return_lse=True) for one in (cache, other)
-        )
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-        assert torch.equal(cache.ring.list_pos, other.ring.list_pos)
-        known = cache.ring.list_pos >= 0
-        assert torch.equal(cache.ring.lists[known], other.ring.lists[known])
-        begin += n
-    cache.check()
-
-
 def test_memory_of_a_step_follows_the_length_where_top_k_is_huge():
     rows, index = tokens(make(), 90)
     wide, enough = make(top_k=10**6), make(top_k=30)

@@ -231,9 +231,10 @@ def test_truncations_beams_and_states(kind, device):
 
 
 @pytest.mark.parametrize("leaf_bits", [8, 4])
-def test_packed_tokens(leaf_bits, device):
-    """Lists do not depend on the bits of tokens."""
-    sizes = OPTIONS | {"selection_stride": 4, "dtype": torch.float32, "device": device}
+@pytest.mark.parametrize("options", [{}, {"index_dim": 16, "max_top_nodes": 12}], ids=str)
+def test_packed_tokens(options, leaf_bits, device):
+    """Lists do not depend on the bits of tokens, nor do those of an index."""
+    sizes = OPTIONS | {"selection_stride": 4, "dtype": torch.float32, "device": device} | options
     kinds = [TreeKVCache(2, 2, 64, 160, leaf_bits=bits, **sizes) for bits in (leaf_bits, None)]
     rows = rows_of(kinds[0], 150)
     packed_rows, plain = (served(cache, rows, [77, 1, 1, 71])[0] for cache in kinds)
@@ -267,12 +268,17 @@ def test_prompts_keep_no_copies(device):
     assert bool((lists[0, :, 30:, :, 0] >= 0).all())
 
 
-@pytest.mark.parametrize("kind", ["plain", "strided", "inside a stride", "spans", "index", "strided index"])
-def test_prompts_that_the_kernels_of_tree_attention_compute(kind, device, monkeypatch):
+#: Sequences whose tops are lists, as one without an index has them in test_prompts.py.
+CLOSED = [{"index_dim": 16, "max_top_nodes": 12, "selection_stride": stride} for stride in (1, 4)]
+SERVED = ["plain", "strided", "inside a stride", "spans", "index", "strided index"]
+
+
+@pytest.mark.parametrize("options", [*(KINDS[kind] for kind in SERVED), *CLOSED], ids=str)
+def test_prompts_that_the_kernels_of_tree_attention_compute(options, device, monkeypatch):
     """On the CPU too, which has no reason to: rows and ring are those of the other way."""
     monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.PROMPT_ROWS", 16)
     monkeypatch.setattr("htree_ops.ops.tree_cache.prompts.LISTED_ROWS", 24)
-    cache, other = (make(device, batch=3, capacity=170, **KINDS[kind]) for _ in range(2))
+    cache, other = (make(device, batch=3, capacity=170, **options) for _ in range(2))
     monkeypatch.setattr(cache, "_is_prompt", lambda n: n >= 16)
     monkeypatch.setattr(other, "_is_prompt", lambda n: False)
     rows = rows_of(cache, 170)
