@@ -82,24 +82,18 @@ class GpuRun(Run):
 
     def truncate(self) -> None:
         lengths = [self.draw.choice((-1, self.draw.randint(0, len(x.tokens) + 1))) for x in self.model]
-        stride = self.shape.stride
         beyond = any(n > len(x.tokens) for n, x in zip(lengths, self.model, strict=True))
-        if beyond and self.cache.host.exact:
-            inside = self.cache._is_left_to_the_device(lengths)
-            if not inside:
-                assert "at most what it holds" in str(refusal(self.cache.truncate, lengths))
-                return
-        if said := refusal(
-            self.cache.truncate, lengths
-        ):  # of shared pages, which the host cuts: nothing has changed
+        if beyond and self.cache.host.exact and not self.cache._is_left_to_the_device(lengths):
+            assert "at most what it holds" in str(refusal(self.cache.truncate, lengths))
+            return
+        if said := refusal(self.cache.truncate, lengths):
+            # of shared pages, which the host cuts: nothing has changed
             assert "leader are in the ring" in said
-            ends = [(n, x) for n, x in zip(lengths, self.model, strict=True) if 0 < n < len(x.tokens)]
-            assert any(n % stride and (n - 1) // stride * stride not in x.ring.values() for n, x in ends)
+            inside = [(x, n) for x, n in zip(self.model, lengths, strict=True) if n < len(x.tokens)]
+            assert not all(self.may_end(x, n) for x, n in inside)
             return
         for n, x in zip(lengths, self.model, strict=True):
-            leader = (n - 1) - (n - 1) % stride
-            whole = n in (-1, len(x.tokens)) or (n < len(x.tokens) and n % stride == 0)
-            if whole or (n < len(x.tokens) and leader in x.ring.values()):
+            if n <= len(x.tokens) and self.may_end(x, n):
                 x.cut(len(x.tokens) if n < 0 else n)
             else:
                 self.reported = True
