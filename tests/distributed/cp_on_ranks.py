@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from process_pool import group_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +23,7 @@ from tests.support.cases import normal
 from tests.support.tree_attention_problem import packed
 
 Sizes = tuple[int, int, int, int, int, int]  # B, T, H, H_kv, K, V
+NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def inputs(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -88,14 +89,22 @@ def compare(
     many = many_processes(size, balance, sizes, dtype, options, device)
     with torch.device("meta"):  # a default device that no tensor is to be on
         again = many_processes(size, balance, sizes, dtype, options, device)
-    names = ("out", "lse", "dq", "dk", "dv")
     heads = sizes[3]
     stepwise = many_processes(size, balance, sizes, dtype, options | {"gather_steps": heads}, device)
+    in_steps = {name: torch.equal(a, b) for name, a, b in zip(NAMES, many, stepwise, strict=True)}
+    return compared(many, one, again) | {"in steps": in_steps}
+
+
+def compared(
+    many: list[Tensor], one: list[Tensor], again: list[Tensor], rows: int | None = None
+) -> dict[str, Any]:
+    """Of all rows, or the errors of the first ones."""
+    pairs = dict(zip(NAMES, zip(many, one, strict=True), strict=True))
+    errors = {name: (a - b)[:rows].abs() for name, (a, b) in pairs.items()}
     return {
-        "equal": {name: torch.equal(a, b) for name, a, b in zip(names, many, one, strict=True)},
-        "error": {name: float((a - b).abs().max()) for name, a, b in zip(names, many, one, strict=True)},
+        "equal": {name: torch.equal(a, b) for name, (a, b) in pairs.items()},
+        "error": {name: float(x.max()) if x.numel() else 0.0 for name, x in errors.items()},
         "repeats": all(torch.equal(a, b) for a, b in zip(many, again, strict=True)),
-        "in steps": {name: torch.equal(a, b) for name, a, b in zip(names, many, stepwise, strict=True)},
     }
 
 
@@ -249,9 +258,17 @@ def layer(size: int, balance: str, device: str = "cpu", by_index: bool = False) 
     group = group_of(size)
     one, many = layers(size, balance, by_index, device)
     x = normal((2, 256, 24), torch.float32, device, 5)
-    expected = one(x)
+    expected, out = one(x), many(shard_sequence(x, group, balance=balance))
+    difference = unshard_sequence(out, group, balance=balance) - expected
+    errors = gradients_of_ranks(one, expected, many, out, group)
+    return {"out": float(difference.abs().max()), "gradients": max(errors)}
+
+
+def gradients_of_ranks(
+    one: nn.Module, expected: Tensor, many: nn.Module, out: Tensor, group: dist.ProcessGroup
+) -> list[float]:
+    """The relative errors of gradients that the ranks add, from rows of one process and of these ranks."""
     expected.square().sum().backward()
-    out = many(shard_sequence(x, group, balance=balance))
     out.square().sum().backward()
     errors = []
     for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
@@ -260,8 +277,7 @@ def layer(size: int, balance: str, device: str = "cpu", by_index: bool = False) 
             continue
         dist.all_reduce(ours.grad, group=group)
         errors.append(float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
-    difference = unshard_sequence(out, group, balance=balance) - expected
-    return {"out": float(difference.abs().max()), "gradients": max(errors)}
+    return errors
 
 
 def compiled(size: int, balance: str, device: str = "cpu", by_index: bool = False) -> dict[str, Any]:

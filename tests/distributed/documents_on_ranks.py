@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cp_on_ranks import index_of, lse_gradient
+from cp_on_ranks import compared, gradients_of_ranks, index_of, lse_gradient
 from process_pool import group_of
 from torch import Tensor
 
@@ -64,30 +64,12 @@ def many_processes(
     return [unshard_sequence(x.detach(), group, 0, balance=balance) for x in found]
 
 
-def compare(
-    size: int,
-    balance: str,
-    sizes: Sizes,
-    offsets: list[int],
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    device: str = "cpu",
-) -> dict[str, Any]:
+def compare(size: int, balance: str, *problem: Any) -> dict[str, Any]:
     """Which results equal those of one process bit for bit, the errors of the gradients, and whether a call repeats."""
-    one = one_process(sizes, offsets, dtype, options, device)
-    many = many_processes(size, balance, sizes, offsets, dtype, options, device)
+    one, many = one_process(*problem), many_processes(size, balance, *problem)
     with torch.device("meta"):  # a default device that no tensor is to be on
-        again = many_processes(size, balance, sizes, offsets, dtype, options, device)
-    names = ("out", "lse", "dq", "dk", "dv")
-    rows = slice(0, offsets[-1])
-    errors = [
-        float((a - b)[rows].abs().max()) if offsets[-1] else 0.0 for a, b in zip(many, one, strict=True)
-    ]
-    return {
-        "equal": {name: torch.equal(a, b) for name, a, b in zip(names, many, one, strict=True)},
-        "error": dict(zip(names, errors, strict=True)),
-        "repeats": all(torch.equal(a, b) for a, b in zip(many, again, strict=True)),
-    }
+        again = many_processes(size, balance, *problem)
+    return compared(many, one, again, rows=problem[1][-1])
 
 
 def some_gradients(size: int, wanted: tuple[bool, ...]) -> list[bool]:
@@ -119,16 +101,8 @@ def layer(size: int, balance: str, scope: str, device: str = "cpu", by_index: bo
     x = normal((128, 24), torch.float32, device, 5)
     x[119:] = torch.nan
     expected = one(x, cu_seqlens=ends)
-    expected.square().sum().backward()
     out = many(shard_sequence(x, group, 0, balance=balance)[None], cu_seqlens=ends)[0]
-    out.square().sum().backward()
-    errors = []
-    for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
-        if theirs.grad is None:  # of an index that no loss has seen
-            assert ours.grad is None
-            continue
-        dist.all_reduce(ours.grad, group=group)
-        errors.append(float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
+    errors = gradients_of_ranks(one, expected, many, out, group)
     difference = unshard_sequence(out, group, 0, balance=balance) - expected
     return {"out": float(difference.abs().max()), "gradients": max(errors)}
 

@@ -72,16 +72,18 @@ def wanted(checkpoints: bool) -> tuple[dict[str, Tensor], list[float]]:
     return {name: torch.stack([x[name] for x in found]).mean(0) for name in found[0]}, losses
 
 
+def wrapped(model: Model, way: str) -> nn.Module:
+    if way == "DDP":
+        return DistributedDataParallel(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def shared(way: str, checkpoints: bool) -> tuple[float, float]:
     """The largest differences of gradients and losses from those without a wrapper, over two steps."""
     expected, losses = wanted(checkpoints)
-    model = seen(Model(checkpoints))
-    if way == "DDP":
-        model = DistributedDataParallel(model)
-    else:
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+    model = wrapped(seen(Model(checkpoints)), way)
     rank, error, of_loss = dist.get_rank(), 0.0, 0.0
     for _ in range(2):
         model.zero_grad()
@@ -94,11 +96,7 @@ def shared(way: str, checkpoints: bool) -> tuple[float, float]:
 
 def quiet(way: str) -> int:
     """Steps without losses of a model whose indexes no loss has seen."""
-    model: nn.Module = Model()
-    if way == "DDP":
-        model = DistributedDataParallel(model)
-    else:
-        fully_shard(model)
+    model = wrapped(Model(), way)
     for number in range(3):
         model.zero_grad()
         model(tokens(number)).square().mean().backward()
@@ -107,11 +105,7 @@ def quiet(way: str) -> int:
 
 def late(way: str) -> str:
     """What losses say of a model that has its wrapper already."""
-    model: nn.Module = Model()
-    if way == "DDP":
-        model = DistributedDataParallel(model)
-    else:
-        fully_shard(model)
+    model = wrapped(Model(), way)
     try:
         step(model, 0)
     except RuntimeError as error:

@@ -80,12 +80,12 @@ def _serve(pipe: Connection, rank: int, size: int, backend: str, folder: str, se
     _start(rank, size, backend, str(Path(folder, "store")), seconds)
     while True:
         try:
-            module, name, args = pipe.recv()
+            module, name, args, keywords = pipe.recv()
         except EOFError:
             return
         try:
             torch.manual_seed(0)
-            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args, **keywords)))
         except BaseException as error:
             pipe.send((False, (type(error).__name__, str(error))))
 
@@ -152,9 +152,9 @@ class Pool:
         return answers, dead
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, killed: tuple[int, ...] = ()
+        self, function: Callable[..., Any], *args: Any, killed: tuple[int, ...] = (), **keywords: Any
     ) -> dict[int, tuple[bool, Any]]:
-        """By rank whether ``function(*args)`` returned, and what; of an error its type's name and its message.
+        """By rank whether the function returned, and what; of an error its type's name and its message.
 
         Ranks in ``killed`` must die of the call, and have no outcome.
 
@@ -167,7 +167,7 @@ class Pool:
         self.usable = False
         for pipe in self.pipes:
             with suppress(ConnectionError):  # it has died since the last call: its pipe says so below
-                pipe.send((function.__module__, function.__name__, args))
+                pipe.send((function.__module__, function.__name__, args, keywords))
         answers, dead = self._answers()
         wrong = [rank for rank in range(self.size) if (rank in dead) != (rank in killed)]
         if not wrong and len(answers) + len(dead) == self.size:
@@ -186,9 +186,9 @@ class Pool:
             told.append(f"rank {rank} {which} {_end_of(process)}; it has said:\n{self._said(rank)}")
         raise RankError(f"{function.__name__}: not every rank has answered\n" + "\n".join(told))
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(*args)`` returns on every rank."""
-        outcomes = self.outcomes(function, *args)
+    def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
+        """What the function returns on every rank."""
+        outcomes = self.outcomes(function, *args, **keywords)
         for rank, (done, value) in sorted(outcomes.items()):
             if not done:
                 self.usable = False

@@ -69,19 +69,17 @@ def train(
 def attention(
     size: int,
     local: bool,
-    num_kv_heads: int = 4,
-    scope: str = "kv_head",
     device: str = "cpu",
-    inv_freq: tuple[float, ...] | None = None,
-    keywords: dict[str, Any] | None = None,
-    num_heads: int = 8,
+    heads: tuple[int, int] = (8, 4),
     local_result: bool = True,
+    keywords: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """HTreeAttention with its projections sharded by heads; ``keywords`` are those of its forward."""
     mesh = mesh_of(size, device)
     torch.manual_seed(3)
-    options = {"scope": scope, "inv_freq": inv_freq, **TREE}
-    one = htree_ops.HTreeAttention(24, num_heads, num_kv_heads, 4, **options).to(device)
+    num_heads, num_kv_heads = heads
+    one = htree_ops.HTreeAttention(24, num_heads, num_kv_heads, 4, **TREE, **options).to(device)
     plan = heads_of_ranks(local)
     if num_kv_heads % size and not local:  # too few to share: every rank has them all
         plan |= {
@@ -90,9 +88,9 @@ def attention(
         }
     plan["o_proj"] = RowwiseParallel(use_local_output=local_result)
     many = parallelize_module(copy.deepcopy(one), mesh, plan)
-    packed = bool(keywords and "cu_seqlens" in keywords)
-    x = normal((1 if packed else 2, 40, 24), torch.float32, device, 0)
-    calls = [functools.partial(model, **(keywords or {})) for model in (one, many)]
+    keywords = keywords or {}
+    x = normal((1 if "cu_seqlens" in keywords else 2, 80, 24), torch.float32, device, 0)
+    calls = [functools.partial(model, **keywords) for model in (one, many)]
     return train(one, many, (x,), (x,), *calls)
 
 
