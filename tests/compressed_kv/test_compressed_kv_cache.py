@@ -20,7 +20,6 @@ from compressed_kv_helpers import (
     tokens,
 )
 from hypothesis import given
-from torch import Tensor
 
 import htree_ops
 from htree_ops import CompressedKVCache
@@ -344,7 +343,7 @@ def test_a_captured_step_replays(kind):
         cache.prefill(k[:, :30], v[:, :30], [30, 7, 19])
     k_new, v_new, q_new = k[:, :1].clone(), v[:, :1].clone(), q[0].clone()
 
-    def step(cache: CompressedKVCache) -> tuple[Tensor, Tensor]:
+    def step(cache):
         cache.write_token(k_new, v_new)
         return cache.attend(q_new)
 

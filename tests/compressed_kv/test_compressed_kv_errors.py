@@ -80,7 +80,7 @@ def test_compress(name, layer):
 def test_prune(name, layer):
     call, kind, message = COMPRESS[name]
 
-    def without_bits(function: Any) -> Call:
+    def without_bits(function):
         return lambda x, keep, bits, *weight: function(x, keep, *weight)
 
     functions = (without_bits(htree_ops.ops.compressed_kv.kv_prune), without_bits(ops.kv_prune))

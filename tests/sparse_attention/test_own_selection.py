@@ -66,7 +66,7 @@ def test_moba(shape, device):
     q, k, _ = (x.cpu().double() for x in tensors)
     group = q.shape[2] // k.shape[2]
 
-    def blocks(b: int, t: int, h: int) -> set[int]:
+    def blocks(b, t, h):
         own = t // BLOCK
         means = [k[b, n * BLOCK : (n + 1) * BLOCK, h // group].mean(0) for n in range(own)]
         return {own} | best([float(q[b, t, h] @ mean) for mean in means], COUNT - 1)
@@ -82,7 +82,7 @@ def test_nsa(shape, device):
     local, count, group = 2, 4, H // H_kv
     tensors = (*problem(shape, device), torch.rand(B, T, H, 3, generator=torch.manual_seed(3)).to(device))
 
-    def compressed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def compressed(q, k, v):
         """The branch of means and its weights [B, T, H, blocks], a row at a time."""
         weights, rows = torch.zeros(B, T, H, T // BLOCK, dtype=torch.float64), []
         for t in range(T):
@@ -104,7 +104,7 @@ def test_nsa(shape, device):
     _, weights = compressed(*tensors[:3])
     importance = weights.unflatten(2, (H_kv, group)).sum(3)
 
-    def blocks(b: int, t: int, h: int) -> set[int]:
+    def blocks(b, t, h):
         own = t // BLOCK
         always = {0, *range(max(own - local + 1, 0), own + 1)}
         rest = [n for n in range(own) if n not in always]
@@ -118,7 +118,7 @@ def test_nsa(shape, device):
     ]
     assert all(len(selected[b][t][h]) <= count for b, t, h in every)
 
-    def wanted(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    def wanted(q, k, v, gates):
         branches = compressed(q, k, v)[0], masked(q, k, v, selected), masked(q, k, v, newest)
         return sum(x.float() * gates[..., i : i + 1] for i, x in enumerate(branches))
 
@@ -134,12 +134,12 @@ def test_quest(shape, queries, device):
     q, k, _ = (x.cpu().double() for x in tensors)
     group = H // H_kv
 
-    def bound(b: int, t: int, h: int, n: int) -> float:
+    def bound(b, t, h, n):
         """The largest product with a key whose every channel is one of the page's, summed over the heads of a group."""
         page = k[b, n * BLOCK : (n + 1) * BLOCK, h]
         return float((q[b, t, h * group : (h + 1) * group, None] * page).amax(1).sum())
 
-    def blocks(b: int, t: int, h: int) -> set[int]:
+    def blocks(b, t, h):
         own = t // BLOCK
         return {own} | best([bound(b, t, h // group, n) for n in range(own)], COUNT - 1)
 

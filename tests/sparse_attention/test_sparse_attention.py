@@ -105,7 +105,7 @@ def test_gradcheck(case):
     query, key, value, blocks, sinks = case.make_inputs("cpu")
     leaves = [x.requires_grad_() for x in (query, key, value, sinks) if x is not None]
 
-    def call(*given: Tensor) -> tuple[Tensor, Tensor]:
+    def call(*given):
         out, lse = op(case)(*given[:3], blocks, given[3] if case.has_sinks else None)
         return out, lse.masked_fill(lse.isneginf(), 0)  # dead rows: a difference of infinities is NaN
 
@@ -392,7 +392,7 @@ def test_merging_branches_by_their_lse(device):
     query, key, value, blocks, _ = case.make_inputs(device)
     even, odd = (blocks.masked_fill(blocks % 2 == parity, -1) for parity in (1, 0))
 
-    def merged(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def merged(q, k, v, *_):
         (a, x), (b, y) = op(case)(q, k, v, even, None), op(case)(q, k, v, odd, None)
         lse = torch.logaddexp(x, y)
         weights = [(z - lse).exp().unsqueeze(-1) for z in (x, y)]

@@ -106,7 +106,7 @@ def test_lengths_alone_do_not_recompile(grad, device):
     torch._dynamo.reset()
     compiled = torch.compile(views, backend="aot_eager", fullgraph=True, dynamic=True)
 
-    def run(T: int) -> None:
+    def run(T):
         inputs = view_inputs(T, device)
         if grad:
             with_gradients(compiled, inputs)
@@ -123,7 +123,7 @@ def test_compile_of_documents(device):
     torch._dynamo.reset()
     case = replace(VARLEN_CASES[0], block_size=16)
 
-    def call(*x: Any) -> tuple[Tensor, Tensor]:
+    def call(*x):
         return OPS.sparse_attention_varlen(*x, **case.options())
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)

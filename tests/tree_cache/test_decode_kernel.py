@@ -233,7 +233,7 @@ def test_last_rows_in_a_graph(name):
     table = ops.rope_cache(case.top_k * 16, case.key_dim, 10000.0, device=torch.device("cuda"))
     expected, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
 
-    def step() -> torch.Tensor:
+    def step():
         out, *_ = tree_cache_attention(*inputs, rope_table=table, **case.options())
         result = out.clone()
         out.zero_()

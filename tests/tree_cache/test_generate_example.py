@@ -72,7 +72,7 @@ def test_caches_of_one_dtype_beside_each_other(example, tmp_path, monkeypatch, c
     assert sizes[0][1:] == [2 * size for size in sizes[1][1:]]
     assert sizes[1][0] < sizes[0][0] < 2 * sizes[1][0]  # index keys have 16 bits in both
 
-    def too_large(*arguments: object) -> None:
+    def too_large(*arguments):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setitem(example.DECODERS, "rebuild", too_large)

@@ -177,7 +177,7 @@ def test_what_codes_need(device):
     served(cache, rows, (query, key), [20])
     (pool, scales), other = cache.pools.index_pool, plain.pools.index_pool[0]
 
-    def call(index_query: Tensor, index_pool: Tensor | None, index_scales: Tensor | None) -> None:
+    def call(index_query, index_pool, index_scales):
         tree_cache_attention(
             rows[0][:, -1],
             cache.k_pool,
@@ -237,7 +237,7 @@ def test_ragged_prompts_drafts_and_beams(device):
     cache = make(device, batch=3, selection_stride=4)
     rows, index = tokens(cache, 90)
 
-    def at(place: Tensor) -> tuple[Rows, Index]:
+    def at(place):
         """The rows of tokens [B, n]."""
         chosen = [x[torch.arange(3, device=x.device)[:, None], place] for x in (*rows, *index)]
         return tuple(chosen[:3]), tuple(chosen[3:])

@@ -166,12 +166,12 @@ def test_a_compiled_step_with_gradients_is_the_eager_one(options, device):
 
 def test_an_exported_step_serves_the_cache_that_it_was_exported_with(device):
     class Step(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = make(device, selection_stride=4)
             self.cache = self.layer.make_cache(2, 30)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.layer(x, cache=self.cache)
 
     step, x = Step(), torch.randn(2, 14, 32, device=device)

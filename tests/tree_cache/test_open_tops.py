@@ -302,7 +302,7 @@ def test_rope_tables_must_have_the_positions_of_the_top(device):
     rows = rows_of(cache, 40)
     served(cache, rows, [40])
 
-    def attend(positions: int) -> Tensor:
+    def attend(positions):
         table = OPS.rope_cache(positions, 8, 10000.0, device=torch.device(device))
         cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
         pools = (cache.k_pool, cache.v_pool, cache.block_table, cache.lengths)

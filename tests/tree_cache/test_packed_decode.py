@@ -213,7 +213,7 @@ def test_a_captured_step_follows_the_lengths(bits, span):
     cache, eager = (TreeKVCache(2, 2, 64, 400, **settings) for _ in range(2))
     draw = torch.Generator().manual_seed(0)
 
-    def rows(n: int, heads: int) -> Tensor:
+    def rows(n, heads):
         return torch.randn(2, n, heads, 64, generator=draw).bfloat16().cuda()
 
     prompt = [rows(120, 2) for _ in range(2)]
@@ -221,7 +221,7 @@ def test_a_captured_step_follows_the_lengths(bits, span):
         each.append(*prompt)
     q, k, v = rows(1, 16), rows(1, 2), rows(1, 2)
 
-    def step(each: TreeKVCache) -> Tensor:
+    def step(each):
         each.append(k, v)
         return each.attend(q)
 

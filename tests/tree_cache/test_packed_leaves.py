@@ -450,7 +450,7 @@ def test_truncation_that_would_need_lost_tokens(device):
 def test_forks_beams_and_states_take_codes_and_tails_along(device):
     q, k, v = rows(30, 4, 0, device), rows(30, 2, 1, device), rows(30, 2, 2, device)
 
-    def go_on(cache: TreeKVCache) -> Tensor:
+    def go_on(cache):
         cache.append(k[:, 19:], v[:, 19:])
         return cache.attend(q[:, 19:])
 
@@ -512,7 +512,7 @@ def test_options_are_checked(change, error, message):
 def test_a_step_compiles(device):
     """Append, attend and truncate in one graph."""
 
-    def step(cache: TreeKVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(cache, q, k, v):
         cache.append(k, v)
         out = cache.attend(q)
         cache.truncate(20)
@@ -552,7 +552,7 @@ def test_a_captured_step_follows_the_lengths():
 
     request = torch.tensor([9, -1], dtype=torch.int32, device="cuda")
 
-    def step(each: TreeKVCache) -> Tensor:
+    def step(each):
         each.append(k, v)
         out = each.attend(q)
         each.truncate(request)

@@ -169,7 +169,7 @@ def test_copies_never_outlive_their_sequence(stride):
     for seed in range(40):
         draw = torch.Generator().manual_seed(seed)
 
-        def number(low: int, high: int, draw: torch.Generator = draw) -> int:
+        def number(low, high, draw=draw):
             return int(torch.randint(low, high + 1, (), generator=draw))
 
         cache, plain = (small_cache(3, selection_stride=stride, num_pages=60) for _ in range(2))
@@ -226,7 +226,7 @@ def test_copies_are_kept_from_the_second_chunk_to_the_next_step():
     cache = small_cache(2, num_pages=60)
     kept = cache.prompts
 
-    def chunk(*counts: int) -> None:
+    def chunk(*counts):
         n = max(counts)
         attend(cache, step([cache], list(counts), n, sum(cache.lengths.tolist())), list(counts))
 
@@ -443,7 +443,7 @@ def test_kept_copies_give_the_bits_of_one_call(name, choice, monkeypatch):
     single = TreeKVCache(2, 2, width, 6000, device="cuda", prompt_bytes=0, **options)
     tokens = gpu_step(cache, 5200, heads, 0)
 
-    def chunk(begin: int, end: int, kept: bool) -> None:
+    def chunk(begin, end, kept):
         q, k, v = (x[:, begin:end] for x in tokens)
         expected = tree_attention(*(x[:, :end] for x in tokens), **cache.options.to_dict())
         first = prompts.prompt_begin(end, end - begin, stride)

@@ -380,9 +380,7 @@ def test_a_step_compiles_and_exports(device):
     """Append and attend in one graph, with views as inputs, and another batch of lengths."""
     case = replace(CASES[0], lengths=(21, 9), queries=(1, 1))
 
-    def step(
-        q: Tensor, k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
-    ) -> Tensor:
+    def step(q, k_pool, v_pool, k, v, table, lengths):
         cu = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         tree_cache_append_(k_pool, v_pool, k[:, 0], v[:, 0], table, lengths, cu, **case.options())
         return tree_cache_attention(q[:, 0], k_pool, v_pool, table, lengths + 1, cu, **case.options())[0]
@@ -400,7 +398,7 @@ def test_a_step_compiles_and_exports(device):
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*pools, strict=True))
 
     class Step(torch.nn.Module):
-        def forward(self, *tensors: Tensor) -> Tensor:
+        def forward(self, *tensors):
             return step(*tensors)
 
     arguments = (q, k_pool.clone(), v_pool.clone(), k, v, table, lengths)
@@ -624,7 +622,7 @@ def test_a_page_with_other_tokens_is_not_written():
     k_pool, v_pool, _, k, v, _, _, cu, *_ = arguments
     pools = [x.clone() for x in (k_pool, v_pool)]
 
-    def append(table: list[list[int]], lengths: list[int]) -> None:
+    def append(table, lengths):
         now = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
         tree_cache_append_(*pools, k, v, *now, cu, **options)
 
@@ -647,7 +645,7 @@ def test_bad_tables_leave_memory_alone_on_a_gpu():
     for _ in range(200):
         q, k_pool, v_pool, table, lengths, _, lists, list_pos = case.make_inputs("cuda")
 
-        def noise(like: Tensor, low: int, high: int) -> Tensor:
+        def noise(like, low, high):
             drawn = torch.randint(low, high, like.shape, generator=generator, dtype=torch.int32)
             return torch.where(torch.rand(like.shape, generator=generator) < 0.3, drawn, like.cpu()).to(
                 "cuda"

@@ -191,7 +191,7 @@ def test_a_captured_step_follows_the_lengths(stride):
     cache.reserve(30)
     before = copy.deepcopy(cache.state_dict())
 
-    def step() -> Tensor:
+    def step():
         cache.append(k, k)
         return cache.attend(q)
 
@@ -226,7 +226,7 @@ def test_a_captured_verification_keeps_what_the_device_accepts(stride):
     q, k = (torch.zeros(1, 4, heads, 8, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
     kept = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def verify() -> Tensor:
+    def verify():
         begin = cache.lengths.clone()
         out = cache.decode(q, k, k)
         cache.truncate(begin + kept)
@@ -305,7 +305,7 @@ def test_chunks_ragged_rows_and_drafts(device):
 def test_eight_threads_with_a_cache_each(device):
     """On a GPU each has a stream of its own."""
 
-    def generate(seed: int) -> list[Tensor]:
+    def generate(seed):
         stream = torch.cuda.Stream() if device == "cuda" else None
         with torch.cuda.stream(stream) if stream else nullcontext():
             cache = make(device, selection_stride=4)
