@@ -5,12 +5,7 @@ import pytest
 from tests.support.fp8_gemm_cases import KERNEL_CASES
 from tests.support.gated_mlp_cases import GRADIENT_CASES, SWAP_AB_CASES, TILE_CASES, WIDE_CASES
 
-try:
-    from htree_ops import _host
-except ImportError:  # built for one Python version; the package works without it
-    _host = None
-
-pytestmark = pytest.mark.skipif(_host is None, reason="_host is not built for this Python")
+_host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
 
 @pytest.mark.parametrize(

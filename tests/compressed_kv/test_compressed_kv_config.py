@@ -8,12 +8,7 @@ from hypothesis import given
 
 from tests.support.devices import EVEN_CLUSTERS, H100_CLUSTERS
 
-try:
-    from htree_ops import _host as host
-except ImportError:  # built for one Python version; the package works without it
-    host = None
-
-pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
+host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
 #: What a block, a token of its split and the kernel that merges splits take to cost, in nanoseconds.
 BLOCK, TOKEN, MERGE, MERGED_SPLIT = 9300, {4: 6, 16: 10}, 2200, 160

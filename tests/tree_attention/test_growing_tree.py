@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-try:
-    from htree_ops import _host as host
-except ImportError:  # built for one version of Python
-    host = None
-
-pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
+host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
 RATE, TILE = 16, 128
 #: Copies by name and layer: unit to the flags of its nodes.

@@ -3,12 +3,7 @@
 import pytest
 from tree_attention_fast import LARGE
 
-try:
-    from htree_ops import _host as host
-except ImportError:  # built for one Python version; the package works without it
-    host = None
-
-pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
+host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
 MODEL = (1, 131_072, 131_072, 32, 4, 128, 128)  # B, T, T_q, H, H_kv, K, V
 

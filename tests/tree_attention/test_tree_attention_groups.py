@@ -9,12 +9,7 @@ from hypothesis import given
 
 from tests.support.tree_attention_varlen_cases import BENCHMARK_CASES
 
-try:
-    from htree_ops import _host as host
-except ImportError:  # the library works without it
-    host = None
-
-pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
+host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
 MOST_ROWS = 65536
 lengths = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 100_000)), max_size=60)

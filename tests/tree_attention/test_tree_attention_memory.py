@@ -7,12 +7,7 @@ from itertools import product
 
 import pytest
 
-try:
-    from htree_ops import _host as host
-except ImportError:  # built for one Python version; the package works without it
-    host = None
-
-pytestmark = pytest.mark.skipif(host is None, reason="_host is not built for this Python")
+host = pytest.importorskip("htree_ops._host", reason="_host is built per Python version")
 
 MIB = 2**20
 ALIGNMENT = 256
