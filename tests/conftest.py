@@ -45,6 +45,23 @@ def nan_memory():
         yield
 
 
+@pytest.fixture
+def refusal_of(capsys):
+    """Runs a program that must refuse its arguments by status 2 and a line, before any output; returns the line."""
+
+    def run(main, arguments, silent=True):
+        try:
+            status = main(arguments)
+        except SystemExit as stop:
+            status = stop.code
+        said = capsys.readouterr()
+        assert (status, said.err.count("\n")) == (2, 1), said
+        assert not (silent and said.out), said
+        return said.err
+
+    return run
+
+
 def is_cuda(item: pytest.Item) -> bool:
     if item.get_closest_marker("gpu"):
         return True
