@@ -1,5 +1,6 @@
 """Small random models of transformers, in the exact regime: sequences no longer than max_top_nodes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,7 +83,14 @@ def logits_and_gradients(model: Any, ids: Tensor, **call: Any) -> tuple[Tensor, 
     mask = call.get("attention_mask")
     out = out if mask is None else out[mask.bool()]
     out.square().mean().backward()
-    return out.detach(), [p.grad.clone() for p in model.parameters()]
+    used = [p for p in model.parameters() if p.requires_grad]
+    return out.detach(), [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in used]
+
+
+def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], least: float = 1e-6) -> None:
+    """Each by its own norm."""
+    for got, want in zip(found, wanted, strict=True):
+        assert bool((got - want).norm() <= 1e-4 * want.norm() + least)
 
 
 def padded_mask(ids: Tensor, columns: int = 9) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import EXACT, MODELS, make_ids, make_model, padded_mask
+from small_models import EXACT, MODELS, assert_near, logits_and_gradients, make_ids, make_model, padded_mask
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -27,10 +27,8 @@ def test_a_patched_model_is_the_same_model(kind, device):
     mask = padded_mask(ids)
 
     def results():
-        model.zero_grad()
-        out = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-        out.square().mean().backward()
-        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+        out, gradients = logits_and_gradients(model, ids, attention_mask=mask)
+        return [out, *gradients]
 
     before, kinds, state = results(), classes(model), model.state_dict()
     changed = patch_model_(model)
@@ -40,9 +38,7 @@ def test_a_patched_model_is_the_same_model(kind, device):
     assert set(changed["norms"]) >= {"model.norm", *(f"{layer}.input_layernorm" for layer in layers)}
     assert (FusedQwen3Attention in classes(model)) == (kind == "qwen3")
     assert model.config._attn_implementation == "htree"
-    patched = results()
-    for got, want in zip(patched, before, strict=True):
-        assert bool((got - want).norm() <= 1e-4 * want.norm() + 1e-6)
+    assert_near(results(), before)
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values(), strict=True))
     with torch.no_grad():
@@ -180,15 +176,7 @@ def test_a_patched_model_compiles(norms, kind):
     model, ids = make_model(kind, num_hidden_layers=1), make_ids()
     patch_model_(model, norms=norms)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-
-    def results(run):
-        model.zero_grad()
-        out = run(ids, use_cache=False).logits
-        out.square().mean().backward()
-        return [out.detach(), *(p.grad.clone() for p in model.parameters())]
-
-    for got, wanted in zip(results(compiled), results(model), strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*(logits_and_gradients(m, ids) for m in (compiled, model)))
 
 
 def test_fp8_is_for_good():
