@@ -5,20 +5,18 @@ import math
 import pytest
 import torch
 from tree_attention_fast import (
-    TENSOR_CORE_TOLERANCE,
     assert_batch_like_alone,
     assert_errors_of_sizes,
-    assert_fast_output,
+    assert_forward,
     assert_small_error,
     model,
 )
 
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
-from tests.support.compare import assert_close_spec
 from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_cases import frequencies
-from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
+from tests.support.tree_attention_checks import reference_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -53,16 +51,7 @@ CASES = [shape.with_dtype(dtype) for shape in SHAPES for dtype in (torch.bfloat1
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_output_log_sums_and_lists(case, nan_memory):
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    assert_lists(parents, case.T_q, case.T, options)
-    expected = forced(q, k, v, parents, options)
-    assert_fast_output(out, expected.out, v)
-    a = TENSOR_CORE_TOLERANCE[case.dtype]
-    lse = gmax.double() + gsum.double().log()
-    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread), name="lse")
-    assert torch.equal(out, op.attention(q, k, v, **options)), "stored or not, the same bits"
+    assert_forward(case, case.spread)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

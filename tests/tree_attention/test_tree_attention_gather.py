@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import TENSOR_CORE_TOLERANCE, assert_fast_output
+from tree_attention_fast import assert_fast_output, assert_forward
 from tree_attention_fast import model as fast_model
 
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
 from tests.support.compare import assert_close_spec
 from tests.support.tree_attention_cases import frequencies
-from tests.support.tree_attention_checks import assert_lists, forced
+from tests.support.tree_attention_checks import forced
 
 pytestmark = pytest.mark.gpu
 
@@ -50,16 +50,7 @@ def gather(request, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_forward_under_its_own_selection(case, gather, nan_memory):
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    assert_lists(parents, case.T_q, case.T, options)
-    expected = forced(q, k, v, parents, options)
-    assert_fast_output(out, expected.out, v)
-    lse = gmax.double() + gsum.double().log()
-    a = TENSOR_CORE_TOLERANCE[case.dtype]
-    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread**2), name="lse")
-    assert torch.equal(out, op.attention(q, k, v, **options)), "run again, the same bits"
+    assert_forward(case, case.spread**2)
 
 
 @pytest.mark.parametrize("length", [65_537, 140_000])

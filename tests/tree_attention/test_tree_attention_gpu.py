@@ -4,7 +4,13 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import TENSOR_CORE_DELTA, TENSOR_CORE_TOLERANCE, assert_fast_output, model
+from tree_attention_fast import (
+    TENSOR_CORE_DELTA,
+    TENSOR_CORE_TOLERANCE,
+    assert_fast_output,
+    assert_forward,
+    model,
+)
 
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
@@ -14,7 +20,6 @@ from tests.support.tree_attention_cases import frequencies
 from tests.support.tree_attention_checks import (
     GRADIENT_FACTOR,
     assert_epsilon_optimal,
-    assert_lists,
     forced,
     reference_gradients,
 )
@@ -98,21 +103,12 @@ CASES = [s.with_dtype(dtype) for s in SHAPES for dtype in (torch.bfloat16, torch
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_forward_under_its_own_selection(case, nan_memory):
-    q, k, v = case.make_qkv("cuda")
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **case.reference_options())
-    assert_lists(parents, case.T_q, case.T, case.reference_options())
-    expected = forced(q, k, v, parents, case.reference_options())
-    assert_fast_output(out, expected.out, v)
-    a = TENSOR_CORE_TOLERANCE[case.dtype]
-    lse = gmax.double() + gsum.double().log()
-    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread), name="lse")
+    qkv, (out, _, _, parents) = assert_forward(case, case.spread)
     delta = TENSOR_CORE_DELTA[case.dtype] * max(1.0, case.spread)
-    assert_epsilon_optimal(q, k, v, parents, case.reference_options(), delta)
-
-    again = op.attention_forward(q, k, v, **case.reference_options())
+    assert_epsilon_optimal(*qkv, parents, case.reference_options(), delta)
+    again = op.attention_forward(*qkv, **case.reference_options())
     assert torch.equal(out, again[0])
     assert all(torch.equal(x, y) for x, y in zip(parents, again[3], strict=True))
-    assert torch.equal(out, op.attention(q, k, v, **case.reference_options())), "stored or not, the same bits"
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from tree_attention_fast import (
-    TENSOR_CORE_TOLERANCE,
     assert_batch_like_alone,
     assert_errors_of_sizes,
     assert_fast_output,
+    assert_forward,
     assert_small_error,
     assert_small_errors,
 )
@@ -17,10 +17,9 @@ from tree_attention_fast import model as fast_model
 
 import htree_ops  # noqa: F401
 from tests.support.cases import case_id
-from tests.support.compare import assert_close_spec
 from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_cases import TreeAttentionCase
-from tests.support.tree_attention_checks import assert_lists, forced, reference_gradients
+from tests.support.tree_attention_checks import forced, reference_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -62,18 +61,9 @@ GRADIENT_CASES = [case for case in CASES if case.T * case.top_k <= 100_000]
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_output_log_sums_and_lists(case, nan_memory, monkeypatch):
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
-    out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
-    assert_lists(parents, case.T_q, case.T, options)
-    expected = forced(q, k, v, parents, options)
-    assert_fast_output(out, expected.out, v)
-    a = TENSOR_CORE_TOLERANCE[case.dtype]
-    lse = gmax.double() + gsum.double().log()
-    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, case.spread**2), name="lse")
-    assert torch.equal(out, op.attention(q, k, v, **options)), "stored or not, the same bits"
+    qkv, (out, _, _, parents) = assert_forward(case, case.spread**2)
     monkeypatch.setenv("HTREE_TREE_GATHER", "gathered")
-    gathered, _, _, lists = op.attention_forward(q, k, v, **options)
+    gathered, _, _, lists = op.attention_forward(*qkv, **case.reference_options())
     assert all(torch.equal(x, y) for x, y in zip(parents, lists, strict=True)), "one selection"
     first = max(0, bound(case) - (case.T - case.T_q))
     assert torch.equal(out[:, first:], gathered[:, first:]), "the other rows gather"

@@ -42,6 +42,29 @@ def assert_fast_output(out: torch.Tensor, expected: torch.Tensor, v: torch.Tenso
     assert_close_spec(out, expected, rtol=a, atol=a * float(v.abs().max()), dtype=out.dtype, name="out")
 
 
+def assert_forward(case: TreeAttentionCase, spread: float) -> tuple[Any, ...]:
+    """Output, log-sum-exps and lists, each under the op's own selection; stored or not, the same bits.
+
+    Args:
+        spread: what the error of scores grows by.
+
+    Returns:
+        q, k and v; out, gmax, gsum and the lists.
+    """
+    __tracebackhide__ = True
+    op, options = torch.ops.htree, case.reference_options()
+    q, k, v = case.make_qkv("cuda")
+    results = out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
+    assert_lists(parents, case.T_q, case.T, options)
+    expected = forced(q, k, v, parents, options)
+    assert_fast_output(out, expected.out, v)
+    a = TENSOR_CORE_TOLERANCE[case.dtype]
+    lse = gmax.double() + gsum.double().log()
+    assert_close_spec(lse, expected.lse, rtol=a, atol=a * max(1.0, spread), name="lse")
+    assert torch.equal(out, op.attention(q, k, v, **options)), "stored or not, the same bits"
+    return (q, k, v), results
+
+
 def assert_small_error(got: torch.Tensor, expected: torch.Tensor, name: str, bound: float = 2e-2) -> None:
     """Assert that got is finite and the norm of its error at most `bound` of that of `expected`."""
     __tracebackhide__ = True
