@@ -18,10 +18,10 @@ from htree_ops.reference import index_loss as reference
 from htree_ops.reference import selection
 from tests.support.cases import normal
 from tests.support.devices import poisoned_memory
+from tests.support.documents import offsets
 from tests.support.index_loss_cases import CASES, FAST_CASES, IndexLossCase
 from tests.support.layouts import LAYOUTS
 from tests.support.select_blocks_cases import integers
-from tests.support.tree_attention_varlen_cases import offsets
 
 OPS = torch.ops.htree
 seeds = st.integers(0, 2**20)

@@ -10,9 +10,9 @@ import torch
 import htree_ops
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from tests.support.compilers import BACKENDS
+from tests.support.documents import offsets
 from tests.support.graphs import assert_stream_and_graph
 from tests.support.index_loss_cases import CASES, IndexLossCase
-from tests.support.tree_attention_varlen_cases import offsets
 
 OPS = torch.ops.htree
 

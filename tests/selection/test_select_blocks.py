@@ -78,11 +78,9 @@ def test_equal_to_the_reference(case, device, nan_memory):
 def test_documents_equal_calls_of_their_own(case, device, nan_memory):
     query, key = case.make_index(device)
     cu_q, cu_k = case.make_offsets(device)
-    bounds = max(case.queries_of, default=0), max(case.lengths, default=0)
-    found = select_blocks_varlen(query, key, cu_q, cu_k, *bounds, case.count, **case.keywords())
+    found = select_blocks_varlen(query, key, cu_q, cu_k, *case.bounds, case.count, **case.keywords())
     own = [torch.full_like(found[0], -1), torch.full_like(found[1], -INF)]
-    for i in range(len(case.lengths)):
-        queries, keys = (slice(int(cu[i]), int(cu[i + 1])) for cu in (cu_q, cu_k))
+    for queries, keys in case.rows():
         lists = select_blocks(query[None, queries], key[None, keys], case.count, **case.keywords())
         for x, y in zip(own, lists, strict=True):
             x[queries][:: case.selection_stride] = y[0]

@@ -13,9 +13,9 @@ import htree_ops
 from htree_ops.errors import DeviceError, ShapeMismatchError, UnsupportedDtypeError
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
+from tests.support.documents import offsets
 from tests.support.opcheck import opcheck
 from tests.support.select_blocks_cases import CASES, VARLEN_CASES, SelectBlocksCase, SelectBlocksVarlenCase
-from tests.support.tree_attention_varlen_cases import offsets
 
 OPS = torch.ops.htree
 INF = float("inf")
@@ -123,18 +123,17 @@ def test_a_broken_document_reaches_no_other(data, seed, device):
     )  # fmt: skip
     inputs = case.make_inputs(device, seed)
     clean = OPS.select_blocks_varlen(*inputs)
-    broken = data.draw(st.integers(0, len(lengths) - 1))
-    cu_q, cu_k = (x.tolist() for x in inputs[2:4])
-    inputs[0][cu_q[broken] : cu_q[broken + 1]] = torch.nan
-    inputs[1][cu_k[broken] : cu_k[broken + 1]] = torch.nan
-    inputs[0][cu_q[-1] :], inputs[1][cu_k[-1] :] = torch.nan, torch.nan
+    *_, last = places = case.rows()
+    broken = data.draw(st.sampled_from(places))
+    for x, own, end in zip(inputs, broken, last, strict=False):
+        x[own], x[end.stop :] = torch.nan, torch.nan
     found = OPS.select_blocks_varlen(*inputs)
     for ours, theirs in zip(found, clean, strict=True):
         kept = torch.ones(len(ours), dtype=torch.bool)
-        kept[cu_q[broken] : cu_q[broken + 1]] = False
+        kept[broken[0]] = False
         assert torch.equal(ours[kept], theirs[kept])
-    assert bool((found[0][cu_q[-1] :] == -1).all())
-    assert bool((found[1][cu_q[-1] :] == -INF).all())
+    assert bool((found[0][last[0].stop :] == -1).all())
+    assert bool((found[1][last[0].stop :] == -INF).all())
 
 
 BROKEN: dict[str, tuple[dict[str, Any], int, str]] = {

@@ -6,9 +6,9 @@ import torch
 import htree_ops
 from htree_ops.reference import selection as reference
 from tests.support.cases import normal
+from tests.support.documents import offsets
 from tests.support.graphs import assert_stream_and_graph
 from tests.support.select_blocks_cases import SelectBlocksCase, integers
-from tests.support.tree_attention_varlen_cases import offsets
 
 pytestmark = pytest.mark.gpu
 select_blocks = htree_ops.select_blocks

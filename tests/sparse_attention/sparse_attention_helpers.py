@@ -9,6 +9,7 @@ from torch import Tensor
 
 from htree_ops.reference import sparse_attention as reference
 from tests.support.cases import normal
+from tests.support.documents import with_gradients
 from tests.support.sparse_attention_cases import SparseCase
 
 OPS = torch.ops.htree
@@ -26,25 +27,6 @@ def reference_of(case: SparseCase) -> Callable[..., tuple[Tensor, Tensor]]:
         return reference.sparse_attention(query, key, value, blocks, sinks=sinks, **case.options())
 
     return call
-
-
-def with_gradients(
-    call: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Any], seed: int = 99, of: str = "both"
-) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv, dsinks or nothing) for fixed gradients of out and of lse; ``of`` names those that count.
-
-    A dead row's lse is -inf, and a loss that reads it is not finite, but its gradient is that of a constant.
-    """
-    leaves = [
-        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    ]
-    out, lse = call(*leaves)
-    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    pairs = [(x, normal(tuple(x.shape), x.dtype, x.device, seed + i)) for i, x in enumerate((out, lse))]
-    chosen = {"both": pairs, "out": pairs[:1], "lse": pairs[1:]}[of]
-    gradients = torch.autograd.grad([x for x, _ in chosen], wanted, [g for _, g in chosen], allow_unused=True)
-    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, gradients, strict=True)]
-    return (out.detach(), lse.detach(), *found)
 
 
 def widened(inputs: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,6 @@ from sparse_attention_helpers import (
     assert_same_bits,
     for_device,
     op,
-    with_gradients,
 )
 from torch import Tensor
 
@@ -23,6 +22,7 @@ import htree_ops
 from htree_ops import sparse_attention
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
+from tests.support.documents import with_gradients
 from tests.support.layouts import LAYOUTS
 from tests.support.sparse_attention_cases import CASES, FAST_CASES, SparseCase
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from sparse_attention_helpers import OPS, for_device, op, with_gradients
+from sparse_attention_helpers import OPS, for_device, op
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import htree_ops
 from tests.support.cases import case_id, normal
 from tests.support.compilers import BACKENDS
+from tests.support.documents import with_gradients
 from tests.support.opcheck import opcheck
 from tests.support.sparse_attention_cases import CASES, VARLEN_CASES, SparseBackwardCase, SparseCase
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_attention_helpers import GRADIENTS, OPS, assert_same_bits, op, with_gradients
+from sparse_attention_helpers import GRADIENTS, OPS, assert_same_bits, op
 
 import htree_ops
 from tests.support.cases import case_id, normal
+from tests.support.documents import offsets, with_gradients
 from tests.support.graphs import assert_stream_and_graph
 from tests.support.sparse_attention_cases import SparseCase
-from tests.support.tree_attention_varlen_cases import offsets
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ from sparse_attention_helpers import (
     assert_equal_to_reference,
     assert_same_bits,
     op,
-    with_gradients,
 )
 from torch import Tensor
 
 from tests.support.cases import case_id, normal
+from tests.support.documents import with_gradients
 from tests.support.sparse_attention_cases import SparseCase
 
 pytestmark = pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,8 +13,9 @@ from sparse_attention_helpers import GRADIENTS, OPS, TOLERANCES, assert_same_bit
 from torch import Tensor
 
 from htree_ops.reference import sparse_attention as reference
-from tests.support.cases import case_id, normal
+from tests.support.cases import case_id
 from tests.support.devices import poisoned_memory
+from tests.support.documents import assert_others_keep_their_bits, one_by_one, with_gradients
 from tests.support.sparse_attention_cases import VARLEN_CASES, SparseVarlenCase
 
 
@@ -24,46 +26,20 @@ def for_device(case: SparseVarlenCase, device: str) -> SparseVarlenCase:
     return replace(case, dtype=dtype, block_size=max(16, case.block_size))
 
 
-def packed(case: SparseVarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def packed(case: SparseVarlenCase, *inputs: Any) -> tuple[Tensor, Tensor]:
     return OPS.sparse_attention_varlen(*inputs, **case.options())
 
 
-def one_by_one(case: SparseVarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """A call per document; what is behind the last document is 0, with lse -inf."""
-    q, k, v, blocks, cu_q, cu_k, sinks = inputs[:7]
-    outs, lses = [], []
-    starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
-    for i in range(len(starts_q) - 1):
-        rows, keys = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
-        if rows.start < rows.stop:
-            lists = blocks[None, rows][:, :: case.selection_stride]
-            out, lse = OPS.sparse_attention(
-                q[None, rows], k[None, keys], v[None, keys], lists, sinks, **case.options()
-            )
-            outs.append(out[0])
-            lses.append(lse[0])
-    rest = q[starts_q[-1] :]
-    state = torch.float64 if case.dtype == torch.float64 else torch.float32
-    outs.append(rest.new_zeros(*rest.shape[:2], v.shape[2]))
-    lses.append(rest.new_full(rest.shape[:2], -torch.inf, dtype=state))
-    return torch.cat(outs), torch.cat(lses)
+def alone(case: SparseVarlenCase, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *rest: Any) -> Any:
+    """A call per document."""
 
-
-def with_gradients(call: Any, case: SparseVarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv, dsinks or nothing) for fixed upstream gradients."""
-    leaves = [
-        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    ]
-    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    out, lse = call(case, tuple(leaves))
-    pairs = [(x, normal(tuple(x.shape), x.dtype, x.device, 9)) for x in (out, lse) if x.requires_grad]
-    gradients: Any = [None] * len(wanted)  # of calls for no document
-    if pairs:
-        gradients = torch.autograd.grad(
-            [x for x, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True
+    def call(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        lists = blocks[None, rows][:, :: case.selection_stride]
+        return OPS.sparse_attention(
+            q[None, rows], k[None, keys], v[None, keys], lists, rest[2], **case.options()
         )
-    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, gradients, strict=True)]
-    return (out.detach(), lse.detach(), *found)
+
+    return one_by_one(case, q, call)
 
 
 def assert_equal_documents(case: SparseVarlenCase, device: str, seed: int = 0) -> None:
@@ -71,9 +47,9 @@ def assert_equal_documents(case: SparseVarlenCase, device: str, seed: int = 0) -
     inputs = case.make_inputs(device, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HTREE_TREE_GATHER", "gathered")  # as documents do
-        wanted = with_gradients(one_by_one, case, inputs)
+        wanted = with_gradients(partial(alone, case), inputs)
     with poisoned_memory():
-        found = with_gradients(packed, case, inputs)
+        found = with_gradients(partial(packed, case), inputs)
     exact = ("out", "lse", "dq", *(("dk", "dv") if device == "cpu" else ()))
     for name, ours, theirs in zip(GRADIENTS, found, wanted, strict=False):
         if name in exact:
@@ -95,7 +71,7 @@ def test_equal_to_the_reference(case, device):
     q, k, v, blocks, cu_q, cu_k, sinks = widened(inputs[:7])
     wanted = reference.sparse_attention_varlen(q, k, v, blocks, cu_q, cu_k, sinks=sinks, **case.options())
     tolerance = TOLERANCES[case.dtype]
-    for ours, theirs in zip(packed(case, inputs), wanted, strict=True):
+    for ours, theirs in zip(packed(case, *inputs), wanted, strict=True):
         torch.testing.assert_close(ours.double().cpu(), theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -139,30 +115,21 @@ def test_a_document_reaches_no_other(data, seed, device):
     case = replace(data.draw(batches(device).filter(lambda case: any(case.queries_of))), has_sinks=False)
     broken = data.draw(st.sampled_from([i for i, n in enumerate(case.queries_of) if n]))
     inputs = case.make_inputs(device, seed)
-    clean = with_gradients(packed, case, inputs)
-    cu_q, cu_k = (x.tolist() for x in inputs[4:6])
-    rows_q, rows_k = (slice(cu[broken], cu[broken + 1]) for cu in (cu_q, cu_k))
     which = data.draw(st.sampled_from((0, 1, 2)))
     poison = data.draw(st.sampled_from((torch.nan, torch.inf)))
-    inputs[which][rows_q if which == 0 else rows_k] = poison
-    inputs[which][(cu_q if which == 0 else cu_k)[-1] :] = poison
-    found = with_gradients(packed, case, inputs)
-    for ours, theirs, own in zip(found, clean, (rows_q, rows_q, rows_q, rows_k, rows_k), strict=True):
-        kept = torch.ones(len(ours), dtype=torch.bool)
-        kept[own] = False
-        assert torch.equal(ours[kept], theirs[kept])
+    assert_others_keep_their_bits(case, partial(packed, case), inputs, broken, which, poison)
 
 
 def test_rows_of_followers_are_not_read(device):
     case = for_device(next(case for case in VARLEN_CASES if case.name == "stride"), device)
     inputs = case.make_inputs(device)
-    wanted = with_gradients(packed, case, inputs)
+    wanted = with_gradients(partial(packed, case), inputs)
     cu_q = inputs[4].tolist()
     for first, last in itertools.pairwise(cu_q):
         for row in range(first, last):
             if (row - first) % case.selection_stride:
                 inputs[3][row] = 0
-    assert_same_bits(with_gradients(packed, case, inputs), wanted)
+    assert_same_bits(with_gradients(partial(packed, case), inputs), wanted)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import Case, normal
-from tests.support.tree_attention_varlen_cases import offsets
+from tests.support.documents import offsets
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from htree_ops.ops.tree_attention.options import TreeOptions
 from tests.support.cases import normal
 from tests.support.compressed_kv_cases import DecodeCase
+from tests.support.documents import offsets
 from tests.support.index_loss_cases import CASES as INDEX_CASES
 from tests.support.select_blocks_cases import CASES as SELECT_CASES
 from tests.support.select_blocks_cases import VARLEN_CASES as SELECT_VARLEN_CASES
@@ -17,7 +18,7 @@ from tests.support.sparse_attention_cases import VARLEN_CASES as SPARSE_VARLEN_C
 from tests.support.sparse_attention_cases import SparseBackwardCase
 from tests.support.tree_attention_calls import Call
 from tests.support.tree_attention_varlen_cases import CASES as VARLEN_CASES
-from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, offsets, without_index
+from tests.support.tree_attention_varlen_cases import VarlenBackwardCase, without_index
 from tests.support.tree_cache_cases import op_calls, op_options, packed_append_call
 
 

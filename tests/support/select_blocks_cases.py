@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import Case, normal
-from tests.support.tree_attention_varlen_cases import offsets
+from tests.support.documents import DocumentFields
 
 
 def integers(
@@ -94,35 +94,20 @@ class SelectBlocksCase(BlockFields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectBlocksVarlenCase(BlockFields):
+class SelectBlocksVarlenCase(DocumentFields, BlockFields):
     """Documents of ``lengths`` keys, of which the last ``queries`` select (None: all); ``spare`` rows lie behind."""
-
-    lengths: tuple[int, ...]
-    queries: tuple[int, ...] | None = None
-    spare: int = 0
-
-    @property
-    def queries_of(self) -> tuple[int, ...]:
-        """Queries of each document."""
-        return self.lengths if self.queries is None else self.queries
 
     def make_index(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         """index_query and index_key, packed."""
-        rows, keys = sum(self.queries_of) + self.spare, sum(self.lengths) + self.spare
+        rows, keys = self.sizes
         return (
             self.values((rows, self.H, self.d), device, 2 * seed),
             self.values((keys, self.H, self.d), device, 2 * seed + 1),
         )
 
-    def make_offsets(self, device: str | torch.device) -> tuple[Tensor, Tensor]:
-        """cu_seq_q and cu_seq_k: the same tensor where all tokens are queries."""
-        keys = offsets(self.lengths, device)
-        return (keys if self.queries is None else offsets(self.queries, device)), keys
-
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Arguments of ``torch.ops.htree.select_blocks_varlen``."""
-        bounds = max(self.queries_of, default=0), max(self.lengths, default=0)
-        return (*self.make_index(device, seed), *self.make_offsets(device), *bounds, *self.options())
+        return (*self.make_index(device, seed), *self.places(device), *self.options())
 
     def documents(self) -> list[SelectBlocksCase]:
         """The documents as problems of their own; they share no random numbers with this one."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import Case, normal
+from tests.support.documents import DocumentFields
 
 
 def make_blocks(
@@ -159,28 +160,14 @@ class SparseBackwardCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseVarlenCase(SparseCase):
+class SparseVarlenCase(DocumentFields, SparseCase):
     """Documents of ``lengths`` keys, whose last ``queries`` attend (None: all), and ``spare`` rows behind them."""
 
-    lengths: tuple[int, ...] = ()
-    queries: tuple[int, ...] | None = None
-    spare: int = 0
     lists: str = "wild"
-
-    @property
-    def queries_of(self) -> tuple[int, ...]:
-        return self.lengths if self.queries is None else self.queries
-
-    def make_offsets(self, device: str | torch.device) -> tuple[Tensor, Tensor]:
-        """cu_seq_q and cu_seq_k: the same tensor where all tokens are queries."""
-        keys = torch.tensor([0, *self.lengths], device=device).cumsum(0).int()
-        if self.queries is None:
-            return keys, keys
-        return torch.tensor([0, *self.queries], device=device).cumsum(0).int(), keys
 
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """Arguments of ``torch.ops.htree.sparse_attention_varlen``."""
-        N, N_k = sum(self.queries_of) + self.spare, sum(self.lengths) + self.spare
+        N, N_k = self.sizes
         count = -(-max(self.lengths, default=0) // self.block_size)
         rows = (1, N, self.H_i or self.H_kv, self.n)
         return (
@@ -190,8 +177,7 @@ class SparseVarlenCase(SparseCase):
             make_blocks(rows, torch.zeros(N), count, self.lists, device, 3 * seed + 7)[0],
             *self.make_offsets(device),
             self.make_sinks(device, seed),
-            max(self.queries_of, default=0),
-            max(self.lengths, default=0),
+            *self.bounds,
         )
 
 

@@ -7,24 +7,17 @@ import torch
 from torch import Tensor
 
 from tests.support.cases import Case, normal
+from tests.support.documents import DocumentFields
 from tests.support.tree_attention_problem import OptionFields, TreeAttentionCase
 
 
-def offsets(lengths: tuple[int, ...], device: str | torch.device) -> Tensor:
-    """int32 [0, n_1, n_1 + n_2, ...]."""
-    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
-
-
 @dataclass(frozen=True, kw_only=True)
-class VarlenCase(OptionFields, Case):
+class VarlenCase(DocumentFields, OptionFields, Case):
     """Documents of ``lengths`` keys, of which the last ``queries`` attend (None: all), and ``spare`` rows behind them.
 
     The options are those of :class:`TreeAttentionCase`.
     """
 
-    lengths: tuple[int, ...]
-    queries: tuple[int, ...] | None = None
-    spare: int = 0
     H: int = 4
     H_kv: int = 2
     K: int = 8
@@ -32,11 +25,6 @@ class VarlenCase(OptionFields, Case):
     r: int = 4
     top_k: int = 2
     M: int = 8
-
-    @property
-    def queries_of(self) -> tuple[int, ...]:
-        """Queries of each document."""
-        return self.lengths if self.queries is None else self.queries
 
     def documents(self) -> list[TreeAttentionCase]:
         """The documents that have queries, as problems of their own; they share no random numbers with this one."""
@@ -50,26 +38,16 @@ class VarlenCase(OptionFields, Case):
 
     def make_qkv(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """query, key and value, packed."""
-        N, N_k = sum(self.queries_of) + self.spare, sum(self.lengths) + self.spare
+        N, N_k = self.sizes
         return (
             normal((N, self.H, self.K), self.dtype, device, 3 * seed),
             normal((N_k, self.H_kv, self.K), self.dtype, device, 3 * seed + 1),
             normal((N_k, self.H_kv, self.V), self.dtype, device, 3 * seed + 2),
         )
 
-    def make_offsets(self, device: str | torch.device) -> tuple[Tensor, Tensor]:
-        """cu_seq_q and cu_seq_k: the same tensor where all tokens are queries."""
-        keys = offsets(self.lengths, device)
-        return (keys if self.queries is None else offsets(self.queries, device)), keys
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """max_q and max_k."""
-        return max(self.queries_of, default=0), max(self.lengths, default=0)
-
     def make_inputs(self, device: str | torch.device, seed: int = 0) -> tuple[Any, ...]:
         """query, key, value, both offsets and both bounds."""
-        return (*self.make_qkv(device, seed), *self.make_offsets(device), *self.bounds)
+        return (*self.make_qkv(device, seed), *self.places(device))
 
     def options(self) -> dict[str, Any]:
         """Keywords of ``tree_attention_varlen``."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import htree_ops
 from tests.support.cases import normal
+from tests.support.documents import offsets
 from tests.support.graphs import capture
-from tests.support.tree_attention_varlen_cases import offsets
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
 WIDTH = 12

@@ -6,6 +6,7 @@ and "length" and "rank", which pad, are those of CUDA.
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -29,10 +30,11 @@ from htree_ops import tree_attention, tree_attention_varlen
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import case_id, normal
 from tests.support.devices import poisoned_memory
+from tests.support.documents import assert_others_keep_their_bits, offsets, one_by_one, with_gradients
 from tests.support.graphs import capture, on_another_stream
 from tests.support.opcheck import opcheck
 from tests.support.tree_attention_problem import packed as packed_options
-from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, offsets, without_index
+from tests.support.tree_attention_varlen_cases import CASES, VarlenCase, without_index
 
 OPS = torch.ops.htree
 GROUPINGS = ("auto", "document", "length", "rank")
@@ -44,50 +46,26 @@ def groupings_of(case: VarlenCase) -> tuple[str, ...]:
     return GROUPINGS if case.importance != "lse" else GROUPINGS[:3]
 
 
-def packed(case: VarlenCase, inputs: tuple[Any, ...], grouping: str = "auto") -> tuple[Tensor, Tensor]:
+def packed(case: VarlenCase, *inputs: Any, grouping: str = "auto") -> tuple[Tensor, Tensor]:
     return OPS._attention_varlen(*without_index(inputs), grouping, *case.packed())
 
 
-def one_by_one(case: VarlenCase, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """A call per document; what is behind the last document is 0, with lse -inf."""
-    q, k, v, cu_q, cu_k = inputs[:5]
-    options = case.options()
-    parts = []
-    ends = zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], cu_k.tolist()[:-1], cu_k.tolist()[1:], strict=True)
-    for first_q, last_q, first_k, last_k in ends:
-        if first_q < last_q:
-            rows = q[None, first_q:last_q], k[None, first_k:last_k], v[None, first_k:last_k]
-            parts.append(
-                [x[0] for x in tree_attention(*rows, **options, store_parents=False, return_lse=True)]
-            )
-    rest = q[int(cu_q[-1]) :]
-    out = [*(out for out, _ in parts), rest.new_zeros(*rest.shape[:2], v.shape[2])]
-    lse = [*(lse for _, lse in parts), rest.new_full(rest.shape[:2], -torch.inf, dtype=case_state(case))]
-    return torch.cat(out), torch.cat(lse)
+def alone(case: VarlenCase, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """A call per document."""
 
+    def call(rows: slice, keys: slice) -> Any:
+        document = q[None, rows], k[None, keys], v[None, keys]
+        return tree_attention(*document, **case.options(), store_parents=False, return_lse=True)
 
-def case_state(case: VarlenCase) -> torch.dtype:
-    return torch.float64 if case.dtype == torch.float64 else torch.float32
-
-
-def with_gradients(call: Any, case: VarlenCase, inputs: tuple[Any, ...], *more: Any) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) for fixed upstream gradients of out and lse."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out, lse = call(case, (*leaves, *inputs[3:]), *more)
-    upstream = [normal(tuple(x.shape), x.dtype, x.device, 99 + i) for i, x in enumerate((out, lse))]
-    gradients = [None] * 3  # of calls for no document
-    if out.requires_grad:
-        gradients = torch.autograd.grad((out, lse), leaves, upstream, allow_unused=True)
-    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
-    return (out.detach(), lse.detach(), *found)
+    return one_by_one(case, q, call)
 
 
 def assert_equal_documents(case: VarlenCase, device: str, grouping: str, seed: int = 0) -> None:
     """Equal to a call per document: bit for bit on the CPU, where every row is computed for itself."""
     inputs = case.make_inputs(device, seed)
-    wanted = with_gradients(one_by_one, case, inputs)
+    wanted = with_gradients(partial(alone, case), inputs)
     with poisoned_memory():
-        found = with_gradients(packed, case, inputs, grouping)
+        found = with_gradients(partial(packed, case, grouping=grouping), inputs)
     for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
         if device == "cpu" and (grouping in ("auto", "document") or name in ("out", "lse")):
             assert torch.equal(ours, theirs), name
@@ -102,13 +80,13 @@ def assert_equal_documents(case: VarlenCase, device: str, grouping: str, seed: i
 @by_grouping
 @by_case
 def test_equal_to_a_call_per_document(case, grouping, device):
-    if refused(case, device, lambda: packed(case, case.make_inputs(device), grouping)):
+    if refused(case, device, lambda: packed(case, *case.make_inputs(device), grouping=grouping)):
         return
     if grouping in groupings_of(case):
         assert_equal_documents(case, device, grouping)
     else:
         with pytest.raises(ValueError, match="importance must not be 'lse' where grouping is 'rank'"):
-            packed(case, case.make_inputs(device), grouping)
+            packed(case, *case.make_inputs(device), grouping=grouping)
 
 
 @by_case
@@ -118,7 +96,7 @@ def test_equal_to_the_reference(case, device):
     options = {("top_k_per_layer" if name == "top_k" else name): x for name, x in case.options().items()}
     wide = [x.double().cpu() for x in inputs[:3]]
     wanted = reference.attention_varlen(*wide, *(x.cpu() for x in inputs[3:5]), **options)
-    found = packed(case, inputs)
+    found = packed(case, *inputs)
     tolerance = 1e-9 if device == "cpu" else 2e-5
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours.double().cpu(), theirs, rtol=tolerance, atol=tolerance)
@@ -173,18 +151,10 @@ def test_a_broken_document_reaches_no_other(data, seed, device):
     grouping = data.draw(st.sampled_from(GROUPINGS))
     broken = data.draw(st.sampled_from([i for i, n in enumerate(case.queries_of) if n]))
     inputs = case.make_inputs(device, seed)
-    clean = with_gradients(packed, case, inputs, grouping)
-    cu_q, cu_k = (x.tolist() for x in inputs[3:5])
-    rows_q, rows_k = (slice(cu[broken], cu[broken + 1]) for cu in (cu_q, cu_k))
     which = data.draw(st.sampled_from((0, 1, 2)))
     poison = data.draw(st.sampled_from((torch.nan, torch.inf, -torch.inf)))
-    inputs[which][rows_q if which == 0 else rows_k] = poison
-    inputs[which][(cu_q if which == 0 else cu_k)[-1] :] = poison  # what is behind the documents
-    found = with_gradients(packed, case, inputs, grouping)
-    for ours, theirs, own in zip(found, clean, (rows_q, rows_q, rows_q, rows_k, rows_k), strict=True):
-        kept = torch.ones(len(ours), dtype=torch.bool)
-        kept[own] = False
-        assert torch.equal(ours[kept], theirs[kept])
+    call = partial(packed, case, grouping=grouping)
+    assert_others_keep_their_bits(case, call, inputs, broken, which, poison)
 
 
 @by_grouping
@@ -192,7 +162,7 @@ def test_thousands_of_short_documents(grouping, device):
     lengths = tuple(1 + (i * 7) % 5 for i in range(2000))
     case = VarlenCase(name="short", dtype=torch.float32, lengths=lengths, H=2, H_kv=1, K=4, V=3)
     inputs = case.make_inputs(device)
-    out, lse = packed(case, inputs, grouping)
+    out, lse = packed(case, *inputs, grouping=grouping)
     starts = inputs[3][:-1].long()
     torch.testing.assert_close(
         out[starts], inputs[2][starts].expand(-1, 2, -1)
@@ -217,7 +187,7 @@ def test_as_many_offsets_as_rows_give_the_same_bits(case, device):
     results = []
     for inputs in ((q, k, v, cu_q, cu_k, *rest), longer):
         leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-        out, lse = packed(case, (*leaves, *inputs[3:]), grouping)
+        out, lse = packed(case, *leaves, *inputs[3:], grouping=grouping)
         gradients = torch.autograd.grad(out.float().square().sum(), leaves)
         results.append((out, lse, *gradients))
     for exact, bounded in zip(*results, strict=True):
@@ -236,15 +206,15 @@ def test_results_of_stored_and_of_packed_views_agree(device):
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
     for grouping in GROUPINGS:
-        wanted = packed(case, (q, k, v, *rest), grouping)[0]
+        wanted = packed(case, q, k, v, *rest, grouping=grouping)[0]
         joint = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
         parts = joint.split([x[0].numel() for x in (q, k, v)], dim=1)
         views = [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, (q, k, v), strict=True)]
-        assert torch.equal(packed(case, (*views, *rest), grouping)[0], wanted)
+        assert torch.equal(packed(case, *views, *rest, grouping=grouping)[0], wanted)
         heads = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-        assert torch.equal(packed(case, (*heads, *rest), grouping)[0], wanted)
+        assert torch.equal(packed(case, *heads, *rest, grouping=grouping)[0], wanted)
         last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-        assert torch.equal(packed(case, (*last, *rest), grouping)[0], wanted)
+        assert torch.equal(packed(case, *last, *rest, grouping=grouping)[0], wanted)
 
 
 def test_gradcheck():
@@ -252,14 +222,14 @@ def test_gradcheck():
     q, k, v, *rest = case.make_inputs("cpu")
     leaves = tuple(x.requires_grad_() for x in (q, k, v))
     for grouping in GROUPINGS:
-        assert torch.autograd.gradcheck(lambda *x, g=grouping: packed(case, (*x, *rest), g)[0], leaves)
+        assert torch.autograd.gradcheck(lambda *x, g=grouping: packed(case, *x, *rest, grouping=g)[0], leaves)
 
 
 def test_frozen_inputs_cost_no_gradient(device):
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
-    out, lse = packed(case, (q, k.requires_grad_(), v, *rest))
-    full = with_gradients(packed, case, (q, k.detach(), v, *rest))
+    out, lse = packed(case, q, k.requires_grad_(), v, *rest)
+    full = with_gradients(partial(packed, case), (q, k.detach(), v, *rest))
     upstream = [normal(tuple(x.shape), x.dtype, x.device, 99 + i) for i, x in enumerate((out, lse))]
     (dk,) = torch.autograd.grad((out, lse), k, upstream, create_graph=True)
     assert torch.equal(dk, full[3])
@@ -273,7 +243,7 @@ def test_frozen_inputs_cost_no_gradient(device):
 def test_double_backward_is_refused(device):
     case = CASES[0]
     q, k, v, *rest = case.make_inputs(device)
-    out, _ = packed(case, (q.requires_grad_(), k, v, *rest))
+    out, _ = packed(case, q.requires_grad_(), k, v, *rest)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward"):
         dq.sum().backward()
@@ -482,9 +452,9 @@ def test_autocast(device):
     case = CASES[0]
     inputs = case.make_inputs(device)
     with torch.autocast(device, torch.bfloat16):
-        out, lse = packed(case, inputs)
+        out, lse = packed(case, *inputs)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-    wanted = packed(case, (*(x.bfloat16() for x in inputs[:3]), *inputs[3:]))
+    wanted = packed(case, *(x.bfloat16() for x in inputs[:3]), *inputs[3:])
     assert torch.equal(out, wanted[0])
 
 
@@ -498,7 +468,7 @@ def test_compiled_autograd(device):
 
         from torch._dynamo import compiled_autograd
 
-        out, _ = packed(case, (*leaves, *rest))
+        out, _ = packed(case, *leaves, *rest)
         with compiled_autograd._enable(torch.compile(backend="eager")) if traced else nullcontext():
             out.square().sum().backward()
         found = [x.grad for x in leaves]
@@ -535,9 +505,9 @@ def test_a_graph_follows_lengths_on_the_device():
         now = replace(case, lengths=lengths, spare=600 - sum(lengths))
         cu.copy_(offsets(lengths, "cuda"))
         graph.replay()
-        wanted = with_gradients(packed, now, (*leaves, cu, cu, *longest), "rank")
+        wanted = with_gradients(partial(packed, now, grouping="rank"), (*leaves, cu, cu, *longest))
         assert torch.equal(captured[0], wanted[0])
-        own = one_by_one(now, (q.detach(), k.detach(), v.detach(), cu, cu))
+        own = alone(now, q.detach(), k.detach(), v.detach())
         torch.testing.assert_close(captured[0], own[0], rtol=2e-2, atol=2e-2)
     with (
         pytest.raises(RuntimeError, match="have to be read on the host"),
@@ -557,13 +527,15 @@ def test_tensor_cores_give_the_rows_of_a_call_per_document(grouping, stride):
         selection_stride=stride,
     )  # fmt: skip
     inputs = case.make_inputs("cuda")
-    wanted = with_gradients(one_by_one, case, inputs)
-    found = with_gradients(packed, case, inputs, grouping)
+    wanted = with_gradients(partial(alone, case), inputs)
+    found = with_gradients(partial(packed, case, grouping=grouping), inputs)
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if i < 2 and grouping in ("document", "length"):
             assert torch.equal(ours, theirs)
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=4e-2, atol=4e-2)
-    for ours, theirs in zip(found, with_gradients(packed, case, inputs, grouping), strict=True):
+    for ours, theirs in zip(
+        found, with_gradients(partial(packed, case, grouping=grouping), inputs), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -577,9 +549,9 @@ def test_long_documents_on_cuda_run_where_they_lie(stride):
         M=1024, selection_stride=stride, spare=3,
     )  # fmt: skip
     inputs = case.make_inputs("cuda")
-    wanted = with_gradients(one_by_one, case, inputs)
+    wanted = with_gradients(partial(alone, case), inputs)
     with poisoned_memory():
-        found = with_gradients(packed, case, inputs, "length")
+        found = with_gradients(partial(packed, case, grouping="length"), inputs)
     for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if i < 2:
             assert torch.equal(ours, theirs)
@@ -595,7 +567,7 @@ def test_scratch_is_that_of_one_sequence():
     inputs = case.make_inputs("cuda")
     peaks = []
     for call in (
-        lambda: packed(case, inputs),
+        lambda: packed(case, *inputs),
         lambda: tree_attention(*(x[None] for x in inputs[:3]), **case.options()),
     ):
         torch.cuda.synchronize()

@@ -15,11 +15,11 @@ from htree_ops import tree_attention, tree_attention_varlen
 from tests.support.cases import normal
 from tests.support.compilers import BACKENDS
 from tests.support.devices import poisoned_memory
+from tests.support.documents import one_by_one, with_gradients
 from tests.support.tree_attention_varlen_cases import VarlenCase
 
 OPS = torch.ops.htree
 GROUPINGS = ("document", "length", "rank", "auto")
-Bounds = tuple[Tensor, Tensor, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,6 @@ class Documents(VarlenCase):
         shapes = [(len(x), self.H_i, self.d) for x in qkv[:2]]
         index = (normal(shape, self.dtype, device, 5 * seed + 1003 + i) for i, shape in enumerate(shapes))
         return (*qkv, *index)
-
-    def places(self, device: str) -> Bounds:
-        """Both offsets and both bounds."""
-        return *self.make_offsets(device), *self.bounds
-
-    def rows(self) -> list[tuple[slice, slice]]:
-        """The rows of each document among the queries and among the keys."""
-        found, q, k = [], 0, 0
-        for n_q, n_k in zip(self.queries_of, self.lengths, strict=True):
-            found.append((slice(q, q + n_q), slice(k, k + n_k)))
-            q, k = q + n_q, k + n_k
-        return found
 
 
 CASES: dict[str, Documents] = {
@@ -118,32 +106,18 @@ def attend(case: Documents, tensors: tuple[Tensor, ...], grouping: str = "auto")
 def alone(case: Documents, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Each document in a call of its own."""
     q, k, v, index_query, index_key = tensors
-    out, lse = q.new_zeros(len(q), case.H, case.V), q.new_full(q.shape[:2], -torch.inf)
-    lse = lse.to(torch.promote_types(q.dtype, torch.float32))
-    for rows, keys in case.rows():
-        if rows.start == rows.stop:
-            continue
-        found = tree_attention(
-            q[None, rows],
-            k[None, keys],
-            v[None, keys],
-            index=(index_query[None, rows], index_key[None, keys]),
-            return_lse=True,
-            **case.options(),
-        )
-        out = torch.cat((out[: rows.start], found[0][0], out[rows.stop :]))
-        lse = torch.cat((lse[: rows.start], found[1][0], lse[rows.stop :]))
-    return out, lse
+
+    def call(rows: slice, keys: slice) -> Any:
+        document = q[None, rows], k[None, keys], v[None, keys]
+        index = index_query[None, rows], index_key[None, keys]
+        return tree_attention(*document, index=index, return_lse=True, **case.options())
+
+    return one_by_one(case, q, call)
 
 
-def with_gradients(call: Any, tensors: tuple[Tensor, ...], seed: int = 0) -> tuple[Tensor, ...]:
-    leaves = tuple(x.detach().requires_grad_() for x in tensors[:3])
-    out, lse = call((*leaves, *tensors[3:]))
-    given = [normal(tuple(x.shape), x.dtype, x.device.type, seed + i) for i, x in enumerate((out, lse))]
-    seen = lse.isfinite()
-    total = (out * given[0]).sum() + (lse.masked_fill(~seen, 0) * given[1].masked_fill(~seen, 0)).sum()
-    total = total + sum((0 * x).sum() for x in leaves)  # of a call without documents too
-    return out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)
+def gradients(call: Any, tensors: tuple[Tensor, ...], seed: int = 0) -> tuple[Tensor, ...]:
+    """With the gradients of query, key and value: an index has none."""
+    return with_gradients(lambda *x: call((*x, *tensors[3:])), tensors[:3], seed)
 
 
 def assert_close(
@@ -165,8 +139,8 @@ def test_documents_are_calls_of_their_own(name, grouping, device):
     case = CASES[name]
     tensors = case.tensors(device)
     with poisoned_memory():
-        found = with_gradients(lambda x: attend(case, x, grouping), tensors)
-    wanted = with_gradients(lambda x: alone(case, x), tensors)
+        found = gradients(lambda x: attend(case, x, grouping), tensors)
+    wanted = gradients(lambda x: alone(case, x), tensors)
     assert_close(case, found, wanted, grouping, device)
 
 
@@ -175,15 +149,15 @@ def test_any_documents_are_calls_of_their_own(data, seed, grouping, device):
     case = data.draw(problems(device))
     tensors = case.tensors(device, seed)
     with poisoned_memory():
-        found = with_gradients(lambda x: attend(case, x, grouping), tensors, seed)
-    wanted = with_gradients(lambda x: alone(case, x), tensors, seed)
+        found = gradients(lambda x: attend(case, x, grouping), tensors, seed)
+    wanted = gradients(lambda x: alone(case, x), tensors, seed)
     assert_close(case, found, wanted, grouping, device)
 
 
 def test_nothing_of_a_document_reaches_another(device):
     case = CASES["plain"]
     tensors = case.tensors(device)
-    before = with_gradients(lambda x: attend(case, x), tensors)
+    before = gradients(lambda x: attend(case, x), tensors)
     changed = tuple(x.clone() for x in tensors)
     for x in changed:
         x[:60] = torch.nan  # the first document
