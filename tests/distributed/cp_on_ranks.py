@@ -1,6 +1,7 @@
 """What the tests of context parallelism run on every rank."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -332,56 +333,47 @@ def autocast(size: int, device: str = "cpu") -> dict[str, Any]:
     return {"dtype": str(out.dtype), "equal": torch.equal(out, by_hand)}
 
 
+def each(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The change of q, k and v."""
+    return lambda call: {name: change(call[name]) for name in "qkv"}
+
+
+#: What a rank of the group (None: each) passes instead of what the others do.
+FAULTS: dict[str, tuple[int | None, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "other length": (2, each(lambda x: x[:, :24])),
+    "other batch": (1, each(lambda x: x.expand(2, -1, -1, -1))),
+    "other options": (3, lambda _: {"top_k": 4}),
+    "other balance": (3, lambda _: {"balance": "contiguous"}),
+    "other dtype": (3, each(Tensor.half)),
+    "other device": (3, each(lambda x: x.to("meta"))),
+    "other gradients": (0, lambda call: {"k": call["k"].requires_grad_()}),
+    "bad rank": (1, lambda call: {"k": call["k"][..., :2]}),
+    "bad option": (1, lambda _: {"compression_rate": 1}),
+    "bad steps": (1, lambda _: {"gather_steps": 2}),
+    "other index": (2, lambda _: {"index": None}),
+    "other index width": (2, lambda call: {"index": tuple(torch.cat([x, x], -1) for x in call["index"])}),
+    "short index key": (1, lambda call: {"index": (call["index"][0], call["index"][1][:, :8])}),
+    "odd index": (1, lambda call: {"index": tuple(x[..., :10] for x in call["index"])}),
+    "no pair of index": (1, lambda call: {"index": call["index"][0]}),
+    "index and span": (1, lambda _: {"selection_span": 2}),
+    "index and scope": (1, lambda _: {"scope": "q_head"}),
+    "no tensor": (1, lambda _: {"q": None}),
+    "uneven": (None, each(lambda x: x[:, :30])),
+    "unknown balance": (None, lambda _: {"balance": "diagonal"}),
+    "no group": (None, lambda _: {"group": "world"}),
+}
+
+
 def fault(what: str, size: int = 4, device: str = "cpu") -> None:
     """A call that must raise on every rank, without a rank that waits for another."""
     group = group_of(size)
     rank = dist.get_rank(group)
-    q, k, v, _ = inputs((1, 32, 2, 1, 4, 4), torch.float32, device)
-    options: dict[str, Any] = dict(OPTIONS)
-    call: dict[str, Any] = {"balance": "zigzag"}
+    call = {**dict(zip("qkv", inputs((1, 32, 2, 1, 4, 4), torch.float32, device), strict=False)), **OPTIONS}
+    call |= {"group": group, "balance": "zigzag"}
     if "index" in what:
         call["index"] = normal((2, 1, 32, 1, 16), torch.float32, device, 5).unbind()
-    if what == "other length" and rank == 2:
-        q, k, v = (x[:, :24] for x in (q, k, v))
-    elif what == "other batch" and rank == 1:
-        q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
-    elif what == "other options" and rank == 3:
-        options["top_k"] = 4
-    elif what == "other balance" and rank == 3:
-        call["balance"] = "contiguous"
-    elif what == "other dtype" and rank == 3:
-        q, k, v = (x.half() for x in (q, k, v))
-    elif what == "other device" and rank == 3:
-        q, k, v = (x.to("meta") for x in (q, k, v))
-    elif what == "other gradients" and rank == 0:
-        k.requires_grad_()
-    elif what == "bad rank" and rank == 1:
-        k = k[..., :2]
-    elif what == "bad option" and rank == 1:
-        options["compression_rate"] = 1
-    elif what == "bad steps" and rank == 1:
-        options["gather_steps"] = 2
-    elif what == "other index" and rank == 2:
-        call["index"] = None
-    elif what == "other index width" and rank == 2:
-        call["index"] = tuple(torch.cat([x, x], -1) for x in call["index"])
-    elif what == "short index key" and rank == 1:
-        call["index"] = (call["index"][0], call["index"][1][:, :8])
-    elif what == "odd index" and rank == 1:
-        call["index"] = tuple(x[..., :10] for x in call["index"])
-    elif what == "no pair of index" and rank == 1:
-        call["index"] = call["index"][0]
-    elif what == "index and span" and rank == 1:
-        options["selection_span"] = 2
-    elif what == "index and scope" and rank == 1:
-        options["scope"] = "q_head"
-    elif what == "no tensor" and rank == 1:
-        q = None
-    elif what == "uneven":
-        q, k, v = (x[:, :30] for x in (q, k, v))
-    elif what == "unknown balance":
-        call["balance"] = "diagonal"
-    elif what == "other call" and rank == 1:
+    q = call["q"]
+    if what == "other call" and rank == 1:
         unshard_sequence(q, group)
     elif what == "unshard":
         unshard_sequence(q[:, : 32 - 2 * rank], group)
@@ -389,9 +381,11 @@ def fault(what: str, size: int = 4, device: str = "cpu") -> None:
         unshard_sequence(q.to("meta") if rank == 2 else q, group)
     elif what == "shard":
         shard_sequence(q[:, :27], group)
-    elif what == "no group":
-        tree_attention_cp(q, k, v, "world", **options)
-    tree_attention_cp(q, k, v, group, **call, **options)
+    elif what in FAULTS:
+        who, change = FAULTS[what]
+        if who in (None, rank):
+            call |= change(call)
+    tree_attention_cp(**call)
 
 
 def outside(size: int) -> str:

@@ -130,38 +130,30 @@ def compiled(size: int) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(results(model), results(fast), strict=True))
 
 
+#: What a rank (None: each) passes instead of what the others do.
+FAULTS: dict[str, tuple[int | None, dict[str, Any]]] = {
+    "other documents": (1, {"cu_seqlens": [0, 11, 128]}),
+    "descending": (2, {"cu_seqlens": [0, 12, 11]}),
+    "too long": (None, {"cu_seqlens": [0, 129]}),
+    "stride": (None, {"selection_stride": 4}),
+    "odd": (None, {"rows": 31, "cu_seqlens": [0, 124]}),
+    "odd stripes": (None, {"rows": 28, "cu_seqlens": [0, 112], "balance": "striped"}),
+    "offsets without numbers": (None, {"cu_seqlens": torch.empty(3, dtype=torch.int32, device="meta")}),
+    "wide offsets": (None, {"cu_seqlens": torch.tensor([0, 10, 128])}),
+    "word": (None, {"cu_seqlens": "offsets"}),
+    "no offsets": (None, {"cu_seqlens": []}),
+    "bad option": (None, {"compression_rate": 1}),
+    "other keys": (3, {"keys": 30}),
+}
+
+
 def fault(what: str) -> None:
     """A call that must raise on every rank."""
     group = group_of(4)
-    rank = dist.get_rank(group)
-    q, k, v, _ = inputs((32, 2, 1, 4, 4), torch.float32)
-    offsets: Any = [0, 10, 128]
-    options: dict[str, Any] = {"compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
-    balance = "zigzag"
-    if what == "other documents" and rank == 1:
-        offsets = [0, 11, 128]
-    elif what == "descending" and rank == 2:
-        offsets = [0, 12, 11]
-    elif what == "too long":
-        offsets = [0, 129]
-    elif what == "stride":
-        options["selection_stride"] = 4
-    elif what == "odd":
-        q, k, v = (x[:31] for x in (q, k, v))
-        offsets = [0, 124]
-    elif what == "odd stripes":
-        q, k, v = (x[:28] for x in (q, k, v))
-        offsets, balance = [0, 112], "striped"
-    elif what == "offsets without numbers":
-        offsets = torch.tensor(offsets, dtype=torch.int32, device="meta")
-    elif what == "wide offsets":
-        offsets = torch.tensor(offsets)
-    elif what == "word":
-        offsets = "offsets"
-    elif what == "no offsets":
-        offsets = []
-    elif what == "bad option":
-        options["compression_rate"] = 1
-    elif what == "other keys" and rank == 3:
-        k = k[:30]
-    tree_attention_varlen_cp(q, k, v, offsets, group, balance=balance, **options)
+    who, change = FAULTS[what]
+    call = {"cu_seqlens": [0, 10, 128], "compression_rate": 4, "max_top_nodes": 8, "top_k": 2}
+    if who in (None, dist.get_rank(group)):
+        call |= change
+    rows = call.pop("rows", 32)
+    q, k, v = (x[:rows] for x in inputs((32, 2, 1, 4, 4), torch.float32)[:3])
+    tree_attention_varlen_cp(q, k[: call.pop("keys", rows)], v, group=group, **call)
