@@ -7,6 +7,15 @@ host = pytest.importorskip("htree_ops._host", reason="_host is built per Python 
 
 MODEL = (1, 131_072, 131_072, 32, 4, 128, 128)  # B, T, T_q, H, H_kv, K, V
 
+AMPERE = {"major": 8, "shared_bytes": 166_912}
+#: Those that have no kernels of Hopper.
+OTHERS = {
+    "ampere": AMPERE,
+    "not_compiled": {"hopper_kernels": False},
+    "blackwell": {"major": 10},
+    "little_shared_memory": {"shared_bytes": 166_912},
+}
+
 
 def describe(
     sizes: tuple[int, ...] = MODEL,
@@ -160,7 +169,7 @@ def test_kernels_of_every_layer_on_hopper(length, heads, width, stride):
     assert layers(sizes, selection_stride=stride) == wanted
     suffix = (1, length, 64, *heads, width, width)
     assert layers(suffix, selection_stride=stride) == wanted, "however many queries a call has"
-    ampere = layers(sizes, selection_stride=stride, major=8, shared_bytes=166_912)
+    ampere = layers(sizes, selection_stride=stride, **AMPERE)
     assert ampere == ["per_query"] * (above + 1)
 
 
@@ -207,16 +216,7 @@ def test_group_sizes_without_a_dense_top():
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"major": 8, "shared_bytes": 166_912},
-        {"hopper_kernels": False},
-        {"major": 10},
-        {"shared_bytes": 166_912},
-    ],
-    ids=["ampere", "not_compiled", "blackwell", "little_shared_memory"],
-)
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_other_gpus_and_builds_gather_for_each_query(options, stride):
     assert layers(selection_stride=stride, **options) == ["per_query", "per_query"]
 
@@ -239,7 +239,7 @@ def test_dense_rows_end_where_a_list_begins(stride, top_nodes, end):
 
 def test_dense_rows_follow_max_top_nodes_and_need_hopper():
     assert choices(top_k=128, max_top_nodes=2000)["dense_rows"] == "2000"
-    for options in ({"major": 8, "shared_bytes": 166_912}, {"hopper_kernels": False}, {"major": 10}):
+    for options in OTHERS.values():
         assert choices(**options)["dense_rows"] == "0"
     assert choices(half=False)["dense_rows"] == "0"
 
@@ -300,9 +300,7 @@ def test_masked_rows_need_strides_of_1_and_2_hopper_and_no_rotation():
         {"rotate": True},
         {"selection_stride": 4},
         {"selection_stride": 16},
-        {"major": 8, "shared_bytes": 166_912},
-        {"major": 10},
-        {"hopper_kernels": False},
+        *OTHERS.values(),
         {"per_query_gather": True},
         {"gathered": True},
     ]
@@ -410,15 +408,7 @@ def test_gradients_of_the_top_take_a_block_of_neighbours(length):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"major": 8, "shared_bytes": 166_912},
-        {"hopper_kernels": False},
-        {"major": 10},
-        {"shared_bytes": 166_912},
-        {"per_query_gather": True},
-    ],
-    ids=["ampere", "not_compiled", "blackwell", "little_shared_memory", "on_request"],
+    "options", [*OTHERS.values(), {"per_query_gather": True}], ids=[*OTHERS, "on_request"]
 )
 def test_other_gradients_are_made_for_each_query(options):
     for stride in (1, 16):
