@@ -221,35 +221,41 @@ class Killed(BaseException):
     """What no handler of the program sees, as SIGKILL."""
 
 
+def steps_of_trainings(study, patch, most=1000):
+    """The steps that trainings make from now on, as they make them; they are killed behind ``most``."""
+    made, steps = study.pieces.text_loss, []
+
+    def text_loss(*arguments, **keywords):
+        loss_of = made(*arguments, **keywords)
+
+        def work(step):
+            if len(steps) == most:
+                raise Killed
+            steps.append(step)
+            return loss_of(step)
+
+        return work
+
+    patch.setattr(study.pieces, "text_loss", text_loss)
+    return steps
+
+
 @pytest.mark.parametrize(("when", "state_s"), [(5, 1e9), (9, 0.0), (12, 0.0)])
 def test_a_killed_training_goes_on_from_its_last_state(
     study, whole, text, tmp_path, monkeypatch, when, state_s
 ):
     """After steps before the first state, between two, and in the evaluation at the end: the same rows to the bit."""
     monkeypatch.setattr(study.training, "STATE_S", state_s)
-    made = study.pieces.text_loss
     flags = f"--tiny --device cpu --piece scratch --text {text} --out {tmp_path}"
-
-    def text_loss(*arguments, **keywords):
-        loss_of = made(*arguments, **keywords)
-
-        def work(step):
-            steps.append(step)
-            if len(steps) > when:
-                raise Killed
-            return loss_of(step)
-
-        return work
 
     def write(*arguments, **keywords):
         if arguments[2] == "final" and when == 12:
             raise Killed
         return written(*arguments, **keywords)
 
-    steps = []
     written = study.session.Session.write
     with monkeypatch.context() as patch:
-        patch.setattr(study.pieces, "text_loss", text_loss)
+        steps_of_trainings(study, patch, when)
         patch.setattr(study.session.Session, "write", write)
         with pytest.raises(Killed):
             study.main(flags.split())
@@ -306,25 +312,11 @@ def test_the_limit_pauses_the_first_run_and_leaves_the_others(study, text, tmp_p
 
 def test_a_training_without_evaluations_has_states_too(study, text, tmp_path, monkeypatch):
     monkeypatch.setattr(study.training, "STATE_S", 0.0)
-    made = study.pieces.text_loss
-    steps = []
-
-    def text_loss(*arguments, **keywords):
-        loss_of = made(*arguments, **keywords)
-
-        def work(step):
-            if len(steps) == 5:
-                raise Killed
-            steps.append(step)
-            return loss_of(step)
-
-        return work
-
     session = session_of(study, tmp_path, text)
     size = replace(study.settings.TINY.longest, seconds=1e6)
     (run, *_) = study.pieces.long_texts("long-128k", size, study.settings.TINY)
     with monkeypatch.context() as patch:
-        patch.setattr(study.pieces, "text_loss", text_loss)
+        steps_of_trainings(study, patch, 5)
         with pytest.raises(Killed):
             run.work(session)
     setup = study.session.Setup("long-128k", run.name, study.settings.dense(), size)
@@ -337,19 +329,14 @@ def test_an_evaluation_ends_at_the_limit_and_keeps_the_training(study, text, tmp
     (run,) = study.pieces.conversion_long(study.settings.TINY)
     weights = study.model.LanguageModel(study.settings.TINY.conversion).state_dict()
     study.record.save_checkpoint(tmp_path, session.checkpoint, weights)
-    made, write = study.pieces.text_loss, study.session.Session.write
-    steps = []
-
-    def text_loss(*arguments, **keywords):
-        loss_of = made(*arguments, **keywords)
-        return lambda step: (steps.append(step), loss_of(step))[1]
+    write = study.session.Session.write
+    steps = steps_of_trainings(study, monkeypatch)
 
     def written(self, setup, status, *arguments, **measured):
         if setup.run.startswith("evaluated"):
             self.limit_s = 0.0  # the first evaluation took all that was left
         return write(self, setup, status, *arguments, **measured)
 
-    monkeypatch.setattr(study.pieces, "text_loss", text_loss)
     with monkeypatch.context() as patch:
         patch.setattr(study.session.Session, "write", written)
         with pytest.raises(study.session.NoTime):
