@@ -3,42 +3,25 @@
 A row walks the tree of the tokens up to its leader, so a step is judged by the row of the whole sequence.
 """
 
-from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_index_cache import tokens
 from torch import Tensor
 
 from htree_ops import TreeKVCache
 from htree_ops.ops.tree_cache.functions import cache_layers, rope_positions, tree_cache_attention
 from htree_ops.ops.tree_cache.ring import has_open_top
 from htree_ops.reference.tree_attention import htree_forward_naive, index_parents
-from tests.support.cases import normal
 from tests.support.tree_attention_problem import packed
 
 OPTIONS: dict[str, Any] = {"compression_rate": 4, "top_k": 3, "max_top_nodes": 30, "page_size": 8}
 OPS = torch.ops.htree
-
-
-@dataclass
-class Rows:
-    """Rows of n tokens of every sequence, [B, n, heads, channels]; the index in whole numbers, so that scores tie."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    index: tuple[Tensor, Tensor] | None
-
-    def of(self, begin: int, end: int) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """Arguments of ``TreeKVCache.decode``."""
-        rows = (self.q[:, begin:end], self.k[:, begin:end], self.v[:, begin:end])
-        if self.index is None:
-            return rows, {}
-        query, key = (x[:, begin:end] for x in self.index)
-        return rows, {"index": (query, key)}
+Rows = list[Tensor]
 
 
 def make(device: str = "cpu", capacity: int = 160, batch: int = 2, **others: Any) -> TreeKVCache:
@@ -48,27 +31,24 @@ def make(device: str = "cpu", capacity: int = 160, batch: int = 2, **others: Any
 
 
 def rows_of(cache: TreeKVCache, n: int, seed: int = 0) -> Rows:
-    device = str(cache.device)
-    q, k, v = (
-        normal((cache.batch, n, heads, cache.head_dim), cache.dtype, device, seed + i)
-        for i, heads in enumerate((4, 2, 2))
-    )
-    if not cache.index_dim:
-        return Rows(q, k, v, None)
-    shape = (cache.batch, n, cache.index_heads, cache.index_dim)
-    query, key = (
-        (2 * normal(shape, torch.float32, device, seed + i)).round().to(cache.index_dtype) for i in (3, 4)
-    )
-    return Rows(q, k, v, (query, key))
+    """Queries, keys and values of n tokens of every sequence, and both parts of the index of a cache that has one."""
+    rows, index = tokens(cache, n, seed)
+    return [*rows, *(index if cache.index_dim else ())]
+
+
+def part(rows: Rows, begin: int, end: int) -> Rows:
+    return [x[:, begin:end] for x in rows]
+
+
+def decode(cache: TreeKVCache, rows: Rows, counts: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    index = {"index": tuple(rows[3:])} if cache.index_dim else {}
+    return cache.decode(*rows[:3], counts, **index, return_lse=True)
 
 
 def served(cache: TreeKVCache, rows: Rows, parts: list[int]) -> tuple[Tensor, Tensor]:
-    """out and lse of :meth:`TreeKVCache.decode` in so many tokens a call."""
-    found, done = [], 0
-    for n in parts:
-        given_rows, of_index = rows.of(done, done + n)
-        found.append(cache.decode(*given_rows, **of_index, return_lse=True))
-        done += n
+    """out and lse in so many tokens a call."""
+    ends = pairwise(accumulate(parts, initial=0))
+    found = [decode(cache, part(rows, begin, end)) for begin, end in ends]
     return tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
 
 
@@ -82,10 +62,8 @@ def whole(cache: TreeKVCache, rows: Rows, n: int) -> tuple[Tensor, Tensor]:
         "selection_stride": options.selection_stride,
         "open_next": options.open_next,
     }
-    q, k, v = (x[:, :n].cpu() for x in (rows.q, rows.k, rows.v))
-    parents = None
-    if rows.index is not None:
-        parents = index_parents(*(x[:, :n].cpu() for x in rows.index), cache.num_kv_heads, **tree)
+    q, k, v, *index = (x[:, :n].cpu() for x in rows)
+    parents = index_parents(*index, cache.num_kv_heads, **tree) if index else None
     found = htree_forward_naive(
         q, k, v, **tree, selection_span=options.selection_span, importance=options.importance, parents=parents
     )
@@ -178,10 +156,8 @@ def test_lists_of_a_top_say_nothing(kind, device):
             assert bool((lists[top:] == -1).all())
             assert bool((lists[:top, :, 0] >= 0).all())
             lists[top:] = 12345
-    given_rows, of_index = rows.of(147, 150)
-    found = cache.decode(*given_rows, **of_index, return_lse=True)
-    out, lse = whole(cache, rows, 150)
-    assert_near(found, (out[:, 147:], lse[:, 147:]))
+    wanted = whole(cache, rows, 150)
+    assert_near(decode(cache, part(rows, 147, 150)), [x[:, 147:] for x in wanted])
 
 
 def test_followers_of_a_dense_leader_are_dense(device):
@@ -201,7 +177,7 @@ def test_a_wide_top_is_dense_attention(device):
     assert rope_positions(cache.options, 160) == 160
     rows = rows_of(cache, 90)
     out, _ = served(cache, rows, [70, 20])
-    q, k, v = (x.transpose(1, 2) for x in (rows.q, rows.k, rows.v))
+    q, k, v = (x.transpose(1, 2) for x in rows)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-4, rtol=1e-4)
 
@@ -213,18 +189,14 @@ def test_truncations_beams_and_states(kind, device):
     rows = rows_of(cache, 150)
     served(cache, rows, [121])
     cache.truncate([119, 24])
-    given_rows, of_index = rows.of(119, 122)
-    out = cache.decode(*given_rows, [3, 0], **of_index)
+    out, _ = decode(cache, part(rows, 119, 122), [3, 0])
     torch.testing.assert_close(
         out[0].cpu(), whole(cache, rows, 122)[0][0, 119:].to(out.dtype), atol=1e-4, rtol=1e-4
     )
     cache.fork(0, 1)
     larger.load_state_dict(cache.state_dict())
     assert larger.num_layers > cache.num_layers
-    given_rows, of_index = rows.of(122, 150)
-    twice = [x[:1].expand(2, *x.shape[1:]) for x in given_rows]
-    of_both = {name: tuple(x[:1].expand(2, *x.shape[1:]) for x in pair) for name, pair in of_index.items()}
-    out = larger.decode(*twice, **of_both)
+    out, _ = decode(larger, [x[:1].expand(2, *x.shape[1:]) for x in part(rows, 122, 150)])
     expected = whole(cache, rows, 150)[0][:1, 122:]
     torch.testing.assert_close(out.cpu(), expected.expand(2, -1, -1, -1).to(out.dtype), atol=1e-4, rtol=1e-4)
     larger.check()
@@ -260,7 +232,7 @@ def test_prompts_keep_no_copies(device):
     options = packed(compression_rate=4, top_k=3, max_top_nodes=30)
     pools = (cache.k_pool, cache.v_pool)
     assert OPS._tree_cache_prompt_bytes(*pools, 2, 4, 160, *options) == 0
-    call = (rows.q, *pools, cache.block_table, 40, None, 160, True, 8, *options)
+    call = (rows[0], *pools, cache.block_table, 40, None, 160, True, 8, *options)
     out, gmax, gsum, lists = OPS._tree_cache_prompt(*call)
     assert_near((out, gmax + gsum.log()), whole(cache, rows, 40))
     assert bool((lists[1] == -1).all())  # the top of all rows that have it
@@ -284,10 +256,7 @@ def test_prompts_that_the_kernels_of_tree_attention_compute(options, device, mon
     rows = rows_of(cache, 170)
     begin = 0
     for n, counts in ((100, [100, 3, 41]), (60, [60, 60, 30]), (1, None), (2, [2, 0, 1])):
-        given_rows, of_index = rows.of(begin, begin + n)
-        found, wanted = (
-            one.decode(*given_rows, counts, **of_index, return_lse=True) for one in (cache, other)
-        )
+        found, wanted = (decode(one, part(rows, begin, begin + n), counts) for one in (cache, other))
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         assert torch.equal(cache.ring.list_pos, other.ring.list_pos)
@@ -306,7 +275,7 @@ def test_rope_tables_must_have_the_positions_of_the_top(device):
         table = OPS.rope_cache(positions, 8, 10000.0, device=torch.device(device))
         cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
         pools = (cache.k_pool, cache.v_pool, cache.block_table, cache.lengths)
-        out, *_ = tree_cache_attention(rows.q[:, -1], *pools, cu, rope_table=table, **OPTIONS)
+        out, *_ = tree_cache_attention(rows[0][:, -1], *pools, cu, rope_table=table, **OPTIONS)
         return out
 
     torch.testing.assert_close(attend(32).cpu(), whole(cache, rows, 40)[0][:, -1], atol=1e-4, rtol=1e-4)
