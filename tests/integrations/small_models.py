@@ -1,6 +1,7 @@
 """Small random models of transformers, in the exact regime: sequences no longer than max_top_nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -91,6 +92,14 @@ def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], least: float 
     """Each by its own norm."""
     for got, want in zip(found, wanted, strict=True):
         assert bool((got - want).norm() <= 1e-4 * want.norm() + least)
+
+
+def assert_threads_agree(call: Callable[[int], Tensor], times: int) -> None:
+    """Two threads at once, each with a call of its own, get what one gets."""
+    wanted = [call(i) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for i, found in enumerate(pool.map(lambda i: [call(i) for _ in range(times)], range(2))):
+            assert all(torch.equal(out, wanted[i]) for out in found)
 
 
 def padded_mask(ids: Tensor, columns: int = 9) -> Tensor:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from typing import Any
 
@@ -13,6 +12,7 @@ from small_models import (
     MODELS,
     SPARSE,
     assert_near,
+    assert_threads_agree,
     logits_and_gradients,
     make_ids,
     make_model,
@@ -326,17 +326,12 @@ def test_threads_do_not_disturb_each_other():
     ids = make_ids()
     masks = [torch.ones_like(ids), torch.ones_like(ids)]
     masks[0][0, :9], masks[1][1, :20] = 0, 0
-    with torch.no_grad():
-        wanted = [m(ids, attention_mask=mask).logits for m, mask in zip(models, masks, strict=True)]
 
     def run(i):
         with torch.no_grad():
-            return [models[i](ids, attention_mask=masks[i]).logits for _ in range(8)]
+            return models[i](ids, attention_mask=masks[i]).logits
 
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2)))
-    for i in range(2):
-        assert all(torch.equal(out, wanted[i]) for out in found[i])
+    assert_threads_agree(run, 8)
 
 
 # ---- saving

@@ -1,7 +1,6 @@
 """TreeCache: generate() with it gives the tokens of generate() without a cache, and what it cannot do is refused."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from columns import check_columns
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import EXACT, SPARSE, make_ids, make_model, padded_mask
+from small_models import EXACT, SPARSE, assert_threads_agree, make_ids, make_model, padded_mask
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, PreTrainedModel
 
@@ -148,15 +147,7 @@ def test_two_threads_with_a_cache_each():
     models = [make_model(options=options) for options in (SPARSE, STRIDED)]
     ids = make_ids(length=30)
     masks = [padded_mask(ids), padded_mask(ids, 20)]
-    wanted = [generate(m, ids, attention_mask=mask) for m, mask in zip(models, masks, strict=True)]
-
-    def run(i):
-        return [generate(models[i], ids, attention_mask=masks[i]) for _ in range(4)]
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2)))
-    for i in range(2):
-        assert all(torch.equal(out, wanted[i]) for out in found[i])
+    assert_threads_agree(lambda i: generate(models[i], ids, attention_mask=masks[i]), 4)
 
 
 def test_training_leaves_the_cache_alone_or_says_that_it_has_no_gradient(device):
