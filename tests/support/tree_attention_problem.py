@@ -194,6 +194,12 @@ class TreeAttentionCase(OptionFields, Case):
             self.selection_stride,
         )
 
+    def make_call(
+        self, device: str | torch.device, seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q, k and v, and the keywords."""
+        return *self.make_qkv(device, seed), self.reference_options()
+
     def reference_options(self) -> dict[str, Any]:
         """Keywords of ``reference.tree_attention.htree_forward_naive`` and of ``torch.ops.htree.attention``."""
         options = self.keywords()

@@ -138,8 +138,7 @@ def test_a_reader_finds_the_next_node(device):
 def test_the_judge_of_lists_sees_a_neighbour_that_is_lacking():
     """And an entry that is neither of the best, nor behind them, nor next: the tests above rest on it."""
     case = dataclasses.replace(case_named("three_layers"), T=48, dtype=torch.float32)
-    q, k, v = case.make_qkv("cpu")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cpu")
     plain = forward(q, k, v, dataclasses.replace(case, open_next=False))[3]
     with pytest.raises(AssertionError):
         assert_epsilon_optimal(q, k, v, plain, options)

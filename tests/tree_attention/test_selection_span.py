@@ -202,8 +202,7 @@ def test_equal_and_overflowing_scores(scale, device):
 def test_splits_layouts_and_batches_change_no_bit(name, device):
     case = spanned(name)
     case = dataclasses.replace(case, B=2, num_queries=None, layout="contiguous")
-    q, k, v = case.make_qkv(device)
-    options = case.reference_options()
+    q, k, v, options = case.make_call(device)
     whole = forward(q, k, v, case)
     assert same_bits(whole, forward(q, k, v, case))
     few = case.T % case.selection_stride + 3 * case.selection_stride

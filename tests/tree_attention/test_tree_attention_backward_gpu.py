@@ -92,8 +92,7 @@ def test_a_value_that_no_gradient_reads(family, t, nan_memory, monkeypatch):
     """A value far above the others, from which on nothing flows back, as padding has it, costs no digits elsewhere."""
     case, alone = FAMILIES[family]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     dout = torch.randn_like(q)
     dout[:, t:] = 0.0
     expected = gradients_of(dout, q, k, v, options)
@@ -145,8 +144,7 @@ def test_values_far_above_the_others(family, nan_memory, monkeypatch):
     case, alone = FAMILIES[family]
     case = dataclasses.replace(case, B=2)
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query" if alone else "auto")
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     dout = torch.randn_like(q)
     expected = gradients_of(dout, q, k, v, options)
     v[1, 333] *= FAR_ABOVE
@@ -165,8 +163,7 @@ def test_values_far_above_the_others(family, nan_memory, monkeypatch):
 def test_a_future_that_is_not_finite(stride, t):
     """dq of a query is finite whatever later tokens hold, also those under its diagonal parent."""
     case = model(selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     dout = torch.randn_like(q)
     dout[:, t + 1 :] = 0.0
     expected = op.attention_backward(
@@ -203,8 +200,7 @@ def test_scales_that_are_not_positive(stride, scale, nan_memory):
 )
 def test_some_of_the_gradients(stride, mask, nan_memory):
     case = model(selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     dout = torch.randn_like(out)
     saved = (dout, q, k, v, out, gmax, gsum, parents)
@@ -239,8 +235,7 @@ def test_queries_that_start_within_a_node(stride, group, width, nan_memory):
 def test_the_kernels_of_every_gpu_agree_at_length(stride, monkeypatch):
     """Hopper's kernels with several chunks, windows and launches agree with those of every GPU, which have none."""
     case = model(T=40_000, H=8, H_kv=1, top_k=512, M=8192, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     saved = (torch.randn_like(out), q, k, v, out, gmax, gsum, parents)
     gradients = op.attention_backward(*saved, **options)
@@ -260,8 +255,7 @@ def test_the_kernels_of_every_gpu_agree_at_length(stride, monkeypatch):
 def test_scratch_is_bounded(length, stride, stored):
     """At most 2 GB beyond gradients, fp32 sums, the tree and one packed copy of K and V; a repeat has equal bits."""
     case = model(T=length, H=32, H_kv=4, top_k=512, M=8192, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     dout = torch.randn_like(out)
     saved = (dout, q, k, v, out, gmax, gsum, parents if stored else [])

@@ -57,8 +57,7 @@ def test_output_log_sums_and_lists(case, nan_memory):
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_the_lists_are_those_of_the_other_kernels(case, monkeypatch):
     """A dense row stores the lists that its selection would have found: every parent up to its own."""
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     parents = op.attention_forward(q, k, v, **options)[3]
     monkeypatch.setenv("HTREE_TREE_GATHER", "per_query")
     others = op.attention_forward(q, k, v, **options)[3]
@@ -72,8 +71,7 @@ def test_the_lists_are_those_of_the_other_kernels(case, monkeypatch):
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_a_row_has_the_same_bits_in_every_call(group, stride):
     case = model("rows", T=1500, B=2, H=2 * group, K=128, V=128, M=1024, top_k=64, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     whole = op.attention(q, k, v, **options)
     for end in (1, 17, 128, 700, 1008, 1024, 1040, 1500):
         assert torch.equal(op.attention(q[:, :end], k[:, :end], v[:, :end], **options), whole[:, :end]), end
@@ -106,8 +104,7 @@ def test_a_sequence_among_many_has_the_bits_of_the_sequence_alone(group, length,
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_reaches_its_readers_alone(group, value):
     case = model("poisoned", T=500, H=2 * group, K=128, V=128, M=512, top_k=32)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     clean = op.attention(q, k, v, **options)
     for token in (0, 1, 7, 127, 128, 200, 383, 499):
         poisoned = v.clone()
@@ -130,8 +127,7 @@ def test_a_row_has_the_same_bits_whatever_its_block_did_before(group, stride):
     case = model(
         "tasks", T=2048, B=6, H=4 * group, H_kv=4, K=128, V=128, M=2048, top_k=128, selection_stride=stride
     )
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     clean = op.attention(q, k, v, **options)
     k[1] *= 2.0**14
     q[1] *= 2.0**-14
@@ -156,8 +152,7 @@ def test_a_row_has_the_same_bits_whatever_its_block_did_before(group, stride):
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_rows_that_are_not_aligned_have_the_same_bits(width):
     case = model("aligned", T=1024, B=4, H=32, H_kv=4, K=width, V=width, M=1024, top_k=64)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
 
     def moved(x):
         """The same numbers in rows that start at odd multiples of 2 bytes."""
@@ -173,8 +168,7 @@ def test_rows_that_are_not_aligned_have_the_same_bits(width):
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_gradients(case, stored, nan_memory):
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     dout = torch.randn_like(out)
     saved = (dout, q, k, v, out, gmax, gsum, parents if stored else [])
@@ -261,6 +255,5 @@ def test_many_batches_of_dense_rows_are_laid_out_in_parts():
 
 def test_a_graph_replays_dense_rows():
     case = model("graph", T=700, K=128, V=128, M=1024, top_k=64, selection_stride=16)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     assert_stream_and_graph(lambda: op.attention(q, k, v, **options), q)

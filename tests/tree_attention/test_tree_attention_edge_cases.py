@@ -35,8 +35,7 @@ def lists_of(*args):
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=case_id)
 def test_forward_by_epsilon_optimality_and_teacher_forcing(case, device):
-    q, k, v = case.make_qkv(device)
-    options = case.reference_options()
+    q, k, v, options = case.make_call(device)
     if refused(case, device, lambda: ops.attention_forward(q, k, v, **options)):
         return
     with poisoned_memory():

@@ -136,8 +136,7 @@ def test_h7_h8_the_output_is_a_weighted_mean_of_values(case, seed):
 
 @given(case=problems(layers=2), seed=seeds)
 def test_h11_expanded_heads_select_per_query_head(case, seed):
-    q, k, v = case.make_qkv("cuda", seed)
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda", seed)
     group = case.H // case.H_kv
     wide = [x.repeat_interleave(group, dim=2).contiguous() for x in (k, v)]
     out, _, _, lists = forward(q, *wide, case)

@@ -57,8 +57,7 @@ def test_forward_under_its_own_selection(case, gather, nan_memory):
 def test_lists_over_several_windows(length, gather):
     """Lists go over several windows of parents; the last queries agree with the reference, a repeat with all."""
     case = model("windows", T=length, H=4, K=32, V=32, top_k=32, M=512)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, _, _, parents = op.attention_forward(q, k, v, **options)
     tail = [x[:, -64:].contiguous() for x in parents]
     expected = forced(q[:, -64:].contiguous(), k, v, tail, options)
@@ -90,8 +89,7 @@ def test_the_gathers_agree(stride, top_k, top_nodes, monkeypatch):
 @pytest.mark.parametrize("stride", [1, 2, 4])
 def test_the_future_changes_nothing(stride, group, gather):
     case = model("causal", H=group, K=128, V=128, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out = op.attention(q, k, v, **options)
     for t in (0, 7, 15, 16, 100, 1023, 1400):
         changed = [x.clone() for x in (q, k, v)]

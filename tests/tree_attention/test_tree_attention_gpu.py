@@ -157,8 +157,7 @@ def test_the_future_changes_nothing(dtype, stride, group):
 def test_the_range_of_bfloat16(size, stride):
     """Rows in half-precision scratch are scaled by powers of two, so any size of q and k is as accurate as 1."""
     case = model("range", T=3000, K=128, V=128, top_k=16, M=256, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     q, k = (q.double() / size).bfloat16(), (k.double() * size).bfloat16()
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     expected = forced(q, k, v, parents, options)
@@ -229,8 +228,7 @@ def test_keys_of_mixed_size(query, plain, guarded, stride, nan_memory):
 @pytest.mark.parametrize("stride", [1, 4, 16])
 def test_values_that_are_not_finite_reach_their_readers_alone(value, stride):
     case = model("poisoned", T=700, H=16, K=64, V=64, M=1024, top_k=64, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     clean = op.attention(q, k, v, **options)
     token, channel = 645, 5  # inside the parent of tokens 640 ... 655
     v[:, token, :, channel] = value

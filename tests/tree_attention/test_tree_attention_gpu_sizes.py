@@ -26,8 +26,7 @@ def test_every_length_up_to_64(group, stride, nan_memory):
             "short", dtype, T=length, H=group, H_kv=1, K=width, V=width, top_k=4, M=top_nodes,
             selection_stride=stride,
         )  # fmt: skip
-        q, k, v = case.make_qkv("cuda")
-        options = case.reference_options()
+        q, k, v, options = case.make_call("cuda")
         out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
         assert_lists(parents, length, length, options)
         assert_fast_output(out, forced(q, k, v, parents, options).out, v)
@@ -46,8 +45,7 @@ def test_more_than_2_31_elements(stride, span):
     """The last rows of a long call equal those of a call that has no other rows, forward and backward."""
     case = model("large", selection_stride=stride, selection_span=span, **LARGE)
     assert case.T * case.H * case.K > 2**31
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     tail = [x[:, -64:].contiguous() for x in (q, out, gmax, gsum)]
     small = dataclasses.replace(case, num_queries=64)

@@ -129,8 +129,7 @@ def test_gradients_of_drawn_problems(data, seed, device):
 @by_small_case
 def test_the_formula_of_the_reference(case):
     """D less the gradient of the lse, beside autograd."""
-    q, k, v = case.make_qkv("cpu")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cpu")
     forward = ref.htree_forward_naive(q, k, v, **options)
     dout, dlse = upstream((forward.out, forward.lse))
     names = ("compression_rate", "scale", "rope_base", "inv_freq")

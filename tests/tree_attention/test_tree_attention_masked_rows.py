@@ -77,8 +77,7 @@ def test_a_row_has_the_same_bits_in_every_call(dtype, group, stride):
     case = model(
         "rows", dtype, T=1000, B=2, H=2 * group, K=128, V=128, top_k=8, M=64, selection_stride=stride
     )
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     whole = op.attention(q, k, v, **options)
     for end in (1, 64, 65, 66, 79, 80, 81, 127, 128, 129, 256, 300, 511, 512, 513, 999):
         assert torch.equal(op.attention(q[:, :end], k[:, :end], v[:, :end], **options), whole[:, :end]), end
@@ -109,8 +108,7 @@ def test_tiles_that_no_query_needs_change_nothing(group):
 @pytest.mark.parametrize("stride", [1, 2])
 def test_the_future_changes_nothing(stride, group):
     case = model("causal", T=900, H=group, H_kv=1, K=128, V=128, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out = op.attention(q, k, v, **options)
     for t in (127, 128, 129, 143, 144, 300, 511, 512, 700, 898):
         changed = [x.clone() for x in (q, k, v)]
@@ -124,8 +122,7 @@ def test_the_future_changes_nothing(stride, group):
 def test_what_is_not_finite_reaches_its_readers_alone(group, value):
     """An infinite value reaches every later row, in its list or through a mean; where it has the weight 0 it is NaN."""
     case = model("poisoned", T=500, H=2 * group, K=128, V=128)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     clean = op.attention(q, k, v, **options)
     for token in (5, 127, 128, 130, 200, 255, 256, 383, 499):
         poisoned = v.clone()
@@ -148,8 +145,7 @@ def test_what_is_not_finite_reaches_its_readers_alone(group, value):
 def test_a_row_has_the_same_bits_whatever_its_block_did_before(group):
     """Blocks with many tasks, whose neighbours need powers of two or have values that are not finite."""
     case = model("tasks", T=1000, B=6, H=4 * group, H_kv=4, K=128, V=128, M=128)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     clean = op.attention(q, k, v, **options)
     k[1] *= 2.0**14
     q[1] *= 2.0**-14
@@ -182,8 +178,7 @@ def test_powers_of_two_of_keys_are_those_of_the_tiles_that_are_left(width):
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=case_id)
 def test_gradients(case, nan_memory):
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     saved = (torch.randn_like(out), q, k, v, out, gmax, gsum)
     gradients = op.attention_backward(*saved, parents, **options)
@@ -200,8 +195,7 @@ def test_gradients(case, nan_memory):
 def test_every_row_has_its_own_gradient(group, stride):
     """Rows whose dO is far above that of the others, so that a single row or tile that is wrong shows."""
     case = model("single", T=1100, H=group, H_kv=1, K=64, V=64, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     for t in (128, 143, 191, 256, 383, 511, 512, 1099):
         dout = torch.randn_like(out)
@@ -308,8 +302,7 @@ def test_gradients_that_are_not_finite_reach_their_tokens_alone(group, value):
 )
 def test_some_of_the_gradients(mask, nan_memory):
     case = model("some", T=1100, H=8, H_kv=1, K=128, V=128)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     saved = (torch.randn_like(out), q, k, v, out, gmax, gsum, parents)
     some = op.attention_backward(*saved, **options, output_mask=mask)
@@ -319,8 +312,7 @@ def test_some_of_the_gradients(mask, nan_memory):
 
 def test_a_graph_replays_masked_rows_and_their_gradients():
     case = model("graph", T=1500, H=8, H_kv=1, K=128, V=128)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     assert_stream_and_graph(lambda: op.attention(q, k, v, **options), q)
     saved = op.attention_forward(q, k, v, **options)
     dout = torch.randn_like(q)
@@ -333,8 +325,7 @@ def test_gradients_of_a_sequence_of_many_chunks(stride, heads, monkeypatch):
     """Chunks that begin anywhere in the sequence, and rows on both sides of the bound, beside kernels that gather."""
     H, H_kv = heads
     case = model("chunks", T=40_000, H=H, H_kv=H_kv, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = op.attention_forward(q, k, v, **options)
     saved = (torch.randn_like(out), q, k, v, out, gmax, gsum, parents)
     gradients = op.attention_backward(*saved, **options)
@@ -352,8 +343,7 @@ def test_gradients_of_a_sequence_of_many_chunks(stride, heads, monkeypatch):
 def test_a_sequence_of_many_chunks(stride):
     """Chunks that begin anywhere in the sequence, and one that ends at the bound."""
     case = model("chunks", T=40_000, H=32, H_kv=4, K=128, V=128, top_k=512, M=8192, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, _, _, parents = op.attention_forward(q, k, v, **options)
     for start in (8192, 20_000, 32_760, 39_984):  # the third ones stand on both sides of the bound
         rows = slice(start, start + 16)

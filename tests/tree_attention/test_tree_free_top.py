@@ -59,8 +59,7 @@ def own_tops(case):
 
 def assert_equals_the_reference(case, device, seed=0, gradients=True):
     """Lists by ε-optimality, everything else under the lists of the op; stored or not, the same bits."""
-    q, k, v = case.make_qkv(device, seed)
-    options = case.reference_options()
+    q, k, v, options = case.make_call(device, seed)
     out, gmax, gsum, parents = forward(q, k, v, case)
     with poisoned_memory():
         assert torch.equal(ops.attention(q, k, v, **options), out), "stored or not, the same bits"
@@ -314,8 +313,7 @@ def test_shapes_of_the_tensor_cores(case):
 def test_long_sequences_of_the_tensor_cores(stride, top_k):
     """20 000 queries, three layers: any of them equal those of a call with few queries, and of a shorter sequence."""
     case = model("long", T=20_000, H=8, H_kv=1, K=128, V=128, top_k=top_k, M=1000, selection_stride=stride)
-    q, k, v = case.make_qkv("cuda")
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda")
     out, gmax, gsum, parents = forward(q, k, v, case)
     assert_lists(parents, case.T_q, case.T, options)
     for begin in (0, 960, 8000, 15_968, 19_904):
@@ -350,8 +348,7 @@ def test_any_shape_of_the_tensor_cores(
         "drawn", dtype, T=length, H=group, H_kv=1, K=width, V=width, top_k=top_k, M=nodes,
         selection_stride=stride, selection_span=span, rope_base=rope_base,
     )  # fmt: skip
-    q, k, v = case.make_qkv("cuda", seed)
-    options = case.reference_options()
+    q, k, v, options = case.make_call("cuda", seed)
     *states, parents = forward(q, k, v, case)
     *again, lists = forward(q, k, v, case)
     assert all(torch.equal(x, y) for x, y in zip((*states, *parents), (*again, *lists), strict=True))
