@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tree_attention_fast import assert_batch_like_alone, assert_small_error, assert_small_errors
+from tree_attention_fast import assert_batch_like_alone, assert_small_error, assert_small_errors, gradients_of
 from tree_attention_fast import model as fast_model
 
 import htree_ops
@@ -77,13 +77,6 @@ FAMILIES = {
     "three_layers_stride1": (model(T=3000, top_k=4, M=32), False),
 }
 FAR_ABOVE = 2.0**20
-
-
-def gradients_of(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]
-) -> list[torch.Tensor]:
-    saved = op.attention_forward(q, k, v, **options)
-    return list(op.attention_backward(dout, q, k, v, *saved, **options))
 
 
 @pytest.mark.parametrize("t", [112, 640, 645, 899])
@@ -166,12 +159,11 @@ def test_a_future_that_is_not_finite(stride, t):
     q, k, v, options = case.make_call("cuda")
     dout = torch.randn_like(q)
     dout[:, t + 1 :] = 0.0
-    expected = op.attention_backward(
-        dout, q, k, v, *op.attention_forward(q, k, v, **options), **options, output_mask=[True, False, False]
-    )[0]
+    saved = op.attention_forward(q, k, v, **options)
+    expected = op.attention_backward(dout, q, k, v, *saved, **options, output_mask=[True, False, False])[0]
     for x in (k, v):
         x[:, t + 1 :] = math.nan
-    dq = op.attention_backward(dout, q, k, v, *op.attention_forward(q, k, v, **options), **options)[0]
+    dq = gradients_of(dout, q, k, v, options)[0]
     assert_small_error(dq[:, : t + 1], expected[:, : t + 1].double(), "dq", 5e-3)
 
 

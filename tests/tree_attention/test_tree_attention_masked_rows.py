@@ -12,6 +12,7 @@ from tree_attention_fast import (
     assert_forward,
     assert_small_error,
     assert_small_errors,
+    gradients_of,
 )
 from tree_attention_fast import model as fast_model
 
@@ -223,9 +224,7 @@ def test_dq_of_a_row_has_the_same_bits_in_every_call(group, stride):
     dout = torch.randn_like(q).sign()
 
     def query_gradient(start, end):
-        inputs = (q[:, start:end], k[:, :end], v[:, :end])
-        saved = op.attention_forward(*inputs, **options)
-        return op.attention_backward(dout[:, start:end], *inputs, *saved, **options)[0]
+        return gradients_of(dout[:, start:end], q[:, start:end], k[:, :end], v[:, :end], options)[0]
 
     whole = query_gradient(0, 1000)
     for start, end in (
@@ -273,13 +272,10 @@ def test_gradients_that_are_not_finite_reach_their_tokens_alone(group, value):
     options = case.reference_options()
     dout = torch.randn_like(inputs[0])
 
-    def gradients(dout, *inputs):
-        return op.attention_backward(dout, *inputs, *op.attention_forward(*inputs, **options), **options)
-
     for token in (128, 130, 200, 255, 256, 383, 499):
         poisoned = dout.clone()
         poisoned[:, token, :, 5] = value
-        dq, dk, dv = gradients(poisoned, *inputs)
+        dq, dk, dv = gradients_of(poisoned, *inputs, options)
         assert dq[:, token].isnan().all()
         assert dq[:, :token].isfinite().all()
         assert dq[:, token + 1 :].isfinite().all()
@@ -289,11 +285,11 @@ def test_gradients_that_are_not_finite_reach_their_tokens_alone(group, value):
             assert x[:, (token // 256 + 1) * 256 :].isfinite().all(), "no later token"
         silent = dout.clone()
         silent[:, token:] = 0.0
-        clean = gradients(silent, *inputs)[0]
+        clean = gradients_of(silent, *inputs, options)[0]
         for poisoned_input in (1, 2):
             changed = [x.clone() for x in inputs]
             changed[poisoned_input][:, token] = value
-            dq = gradients(silent, *changed)[0]
+            dq = gradients_of(silent, *changed, options)[0]
             assert_small_error(dq[:, :token], clean[:, :token].double(), "dq", 5e-3)
 
 

@@ -73,6 +73,13 @@ def assert_small_error(got: torch.Tensor, expected: torch.Tensor, name: str, bou
     assert error < bound, f"{name}: relative norm of the error {error:.2e}"
 
 
+def gradients_of(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> list[Tensor]:
+    """dq, dk and dv of a call and its backward."""
+    op = torch.ops.htree
+    saved = op.attention_forward(q, k, v, **options)
+    return op.attention_backward(dout, q, k, v, *saved, **options)
+
+
 def assert_small_errors(
     inputs: Sequence[Tensor],
     options: Mapping[str, Any],
