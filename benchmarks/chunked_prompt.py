@@ -13,14 +13,13 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.calls import peak_of
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache, tree_attention
 from tests.support.cases import normal
 
@@ -34,21 +33,6 @@ QUICK: list[Setting] = [
     (131_072, 1024, 16, None, 3),
 ]
 WHOLE: list[Setting] = [*QUICK, (1_048_576, 16_384, 16, None, 2)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptRow(Measured):
-    """One sequence; ``multiple`` is the time of its chunks by that of one call."""
-
-    T: int
-    chunk: int
-    selection_stride: int
-    selection_span: int | None
-    chunks_ms: float
-    one_call_ms: float
-    multiple: float
-    cache_bytes: int
-    peak_bytes: int
 
 
 def read_prompt(cache: TreeKVCache, chunk: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -87,8 +71,8 @@ def prepared(
     return cache, chunks, whole
 
 
-def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int) -> PromptRow:
-    """Both in turns, each after a call that is not timed."""
+def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int) -> Row:
+    """Both in turns, each after a call that is not timed; ``multiple`` is the time of the chunks by the call's."""
     cache, chunks, whole = prepared(length, chunk, stride, span)
     cached, single, peak = [], [], 0
     for turn in range(rounds + 1):
@@ -101,18 +85,18 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
         if turn:
             single.append(took)
     cache.check()
-    return PromptRow(
+    return {
         **where(),
-        T=length,
-        chunk=chunk,
-        selection_stride=stride,
-        selection_span=span,
-        chunks_ms=median(cached),
-        one_call_ms=median(single),
-        multiple=median(cached) / median(single),
-        cache_bytes=cache.num_bytes().used,
-        peak_bytes=peak,
-    )
+        "T": length,
+        "chunk": chunk,
+        "selection_stride": stride,
+        "selection_span": span,
+        "chunks_ms": median(cached),
+        "one_call_ms": median(single),
+        "multiple": median(cached) / median(single),
+        "cache_bytes": cache.num_bytes().used,
+        "peak_bytes": peak,
+    }
 
 
 def profile(length: int, chunk: int, stride: int, span: int | None) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import make_parser, measure_each
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each
 from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
@@ -32,24 +32,6 @@ class Setting:
     transformed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ErrorRow:
-    """One setting on one kind of keys.
-
-    ``output_error`` and ``key_error`` are relative L2 errors of the outputs and of the stored keys, ``lse_error`` is
-    the mean absolute error of the natural log-sum-exp, ``bytes_per_element`` that of stored keys and values.
-    """
-
-    keys: str
-    sparsity: float
-    bits: int
-    transformed: bool
-    bytes_per_element: float
-    key_error: float
-    output_error: float
-    lse_error: float
-
-
 SETTINGS = [
     *(Setting(sparsity=sparsity, bits=bits) for sparsity in (0.0, 0.5, 0.7) for bits in (16, 8, 4)),
     *(Setting(sparsity=0.0, bits=bits, transformed=True) for bits in (8, 4)),
@@ -60,8 +42,12 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def measure(setting: Setting, keys: str, tokens: int, device: str) -> ErrorRow:
-    """Measures two sequences of ``tokens`` tokens: 8 query heads on 2 K/V heads, 128 channels, float16."""
+def measure(setting: Setting, keys: str, tokens: int, device: str) -> Row:
+    """Measures two sequences of ``tokens`` tokens: 8 query heads on 2 K/V heads, 128 channels, float16.
+
+    ``output_error`` and ``key_error`` are relative L2 errors of the outputs and of the stored keys, ``lse_error`` is
+    the mean absolute error of the natural log-sum-exp, ``bytes_per_element`` that of stored keys and values.
+    """
     shape = (2, 2, tokens, 128)
     make_keys = rows_with_outliers if keys == "outliers" else normal
     q = normal((2, 8, 128), torch.float16, device, seed=1)
@@ -79,14 +65,14 @@ def measure(setting: Setting, keys: str, tokens: int, device: str) -> ErrorRow:
     expected, expected_lse = reference.attention(q, k, v, present)
     decoded = reference.kv_decompress(*k_rows, 128, keep, setting.bits, torch.float64, torch.float16)
     row_bytes = 16 + reference.row_bytes(keep, setting.bits) + (0 if setting.bits == 16 else 2)
-    return ErrorRow(
-        keys=keys,
+    return {
+        "keys": keys,
         **asdict(setting),
-        bytes_per_element=row_bytes / 128,
-        key_error=relative(grouped_hadamard(decoded, 1) if group else decoded, k),
-        output_error=relative(out, expected),
-        lse_error=float((lse.double() - expected_lse).abs().mean()),
-    )
+        "bytes_per_element": row_bytes / 128,
+        "key_error": relative(grouped_hadamard(decoded, 1) if group else decoded, k),
+        "output_error": relative(out, expected),
+        "lse_error": float((lse.double() - expected_lse).abs().mean()),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from lm.parallel import leave
 from torch import Tensor
 
 from benchmarks.harness.calls import peak_of
-from benchmarks.harness.plain_rows import Measured, make_parser, print_rows, where
+from benchmarks.harness.plain_rows import Row, make_parser, print_rows, where
 from htree_ops import tree_attention
 from htree_ops.distributed import shard_sequence, tree_attention_cp
 from htree_ops.distributed.collectives import added, all_gather, cut, exchange, group_of, join, waited
@@ -35,25 +35,6 @@ PROBLEMS = (
     (131_072, "forward and backward", 0.92),
     (1_048_576, "forward", 0.96),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(Measured):
-    """One problem: ``efficiency`` is one_ms / (ranks * many_ms); bytes are the most that were allocated on rank 0."""
-
-    ranks: int
-    T: int
-    selection_stride: int
-    what: str
-    balance: str
-    gather_steps: int
-    one_ms: float
-    many_ms: float
-    efficiency: float
-    gather_ms: float
-    exchange_ms: float
-    one_bytes: int
-    many_bytes: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +107,7 @@ def attend(call: Callable[..., Any], tensors: Sequence[Tensor], gradients: bool)
 
 
 def measure(bench: Bench, tokens: int, what: str) -> list[Row]:
-    """A row per balance."""
+    """A row per balance; ``efficiency`` is one_ms / (ranks * many_ms), bytes are the most allocated on rank 0."""
     group = group_of("context_parallel", None)
     size = dist.get_world_size()
     gradients = what != "forward"
@@ -150,22 +131,22 @@ def measure(bench: Bench, tokens: int, what: str) -> list[Row]:
     num_bytes = (whole[1].numel() + whole[2].numel()) * whole[1].element_size()
     steps = bench.steps or choose_steps(bench.kv_heads, num_bytes, size)
     return [
-        Row(
+        {
             **where(bench.device.type),
-            ranks=size,
-            T=tokens,
-            selection_stride=bench.options["selection_stride"],
-            what=what,
-            balance=balance,
-            gather_steps=steps,
-            one_ms=times["one"],
-            many_ms=times[balance],
-            efficiency=times["one"] / (size * times[balance]),
-            gather_ms=times["gather"],
-            exchange_ms=times["exchange"] if gradients else 0.0,
-            one_bytes=peaks["one"],
-            many_bytes=peaks[balance],
-        )
+            "ranks": size,
+            "T": tokens,
+            "selection_stride": bench.options["selection_stride"],
+            "what": what,
+            "balance": balance,
+            "gather_steps": steps,
+            "one_ms": times["one"],
+            "many_ms": times[balance],
+            "efficiency": times["one"] / (size * times[balance]),
+            "gather_ms": times["gather"],
+            "exchange_ms": times["exchange"] if gradients else 0.0,
+            "one_bytes": peaks["one"],
+            "many_bytes": peaks[balance],
+        }
         for balance in BALANCES
     ]
 
@@ -174,11 +155,11 @@ def bars_met(rows: Sequence[Row], bars: dict[int, float]) -> bool:
     """Prints what each length has reached beside its bar; whether all of them have."""
     met = True
     for tokens, bar in bars.items():
-        best = max((row for row in rows if tokens == row.T), key=lambda row: row.efficiency)
-        reached = best.efficiency >= bar
+        best = max((row for row in rows if tokens == row["T"]), key=lambda row: row["efficiency"])
+        reached = best["efficiency"] >= bar
         met = met and reached
         print(
-            f"T = {tokens}, {best.what}: {100 * best.efficiency:.1f} % ({best.balance}), "
+            f"T = {tokens}, {best['what']}: {100 * best['efficiency']:.1f} % ({best['balance']}), "
             f"bar {100 * bar:.0f} %: {'met' if reached else 'MISSED'}"
         )
     return met

@@ -12,41 +12,19 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import make_parser, measure_each, parse_for_gpu
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu
 from htree_ops.tuning.clock import clock_for
 
 FP8 = torch.float8_e4m3fn
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 #: Rows and columns of the products whose errors are measured.
 SIZE = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorRow:
-    """One way to sum on one kind of codes.
-
-    ``gamma_log2`` is the logarithm of the largest error relative to the sum of magnitudes, ``mean_log2`` that of the
-    mean error, ``bias`` the mean of the signed errors times the sign of the result, both relative to the same sum.
-    ``relative_norm`` is the error of the whole matrix in the Frobenius norm. Times in microseconds are of m = n = k,
-    0 for other k.
-    """
-
-    codes: str
-    k: int
-    method: str
-    gamma_log2: float
-    mean_log2: float
-    bias: float
-    relative_norm: float
-    event_us: float
-    graph_us: float
 
 
 @functools.cache
@@ -88,8 +66,14 @@ def log2(x: float) -> float:
     return math.log2(x) if x > 0 else -math.inf
 
 
-def measure(kind: str, k: int, method: str, times: dict[str, tuple[float, float]]) -> ErrorRow:
-    """Measures the errors of one product [SIZE, k] by [k, SIZE]."""
+def measure(kind: str, k: int, method: str, times: dict[str, tuple[float, float]]) -> Row:
+    """Measures the errors of one product [SIZE, k] by [k, SIZE].
+
+    ``gamma_log2`` is the logarithm of the largest error relative to the sum of magnitudes, ``mean_log2`` that of the
+    mean error, ``bias`` the mean of the signed errors times the sign of the result, both relative to the same sum.
+    ``relative_norm`` is the error of the whole matrix in the Frobenius norm. Times in microseconds are of m = n = k,
+    0 for other k.
+    """
     a, b = make_codes(kind, SIZE, k, 1), make_codes(kind, SIZE, k, 2).t()
     result = METHODS[method](a, b, torch.float32).double()
     exact = a.double() @ b.double()
@@ -97,17 +81,17 @@ def measure(kind: str, k: int, method: str, times: dict[str, tuple[float, float]
     error = result - exact
     excess = (error.abs() - 2.0**-24 * exact.abs()).clamp_min(0) / magnitudes
     event_us, graph_us = times.get(method, (0.0, 0.0))
-    return ErrorRow(
-        codes=kind,
-        k=k,
-        method=method,
-        gamma_log2=log2(float(excess.max())),
-        mean_log2=log2(float((error.abs() / magnitudes).mean())),
-        bias=float((error * exact.sign() / magnitudes).mean()),
-        relative_norm=float(error.norm() / exact.norm()),
-        event_us=event_us,
-        graph_us=graph_us,
-    )
+    return {
+        "codes": kind,
+        "k": k,
+        "method": method,
+        "gamma_log2": log2(float(excess.max())),
+        "mean_log2": log2(float((error.abs() / magnitudes).mean())),
+        "bias": float((error * exact.sign() / magnitudes).mean()),
+        "relative_norm": float(error.norm() / exact.norm()),
+        "event_us": event_us,
+        "graph_us": graph_us,
+    }
 
 
 def time_methods(size: int) -> dict[str, tuple[float, float]]:

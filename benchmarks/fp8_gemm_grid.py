@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import Measured, make_parser, parse_for_gpu, print_rows, where
+from benchmarks.harness.plain_rows import Row, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
 from htree_ops.tuning.clock import clock_for
 from tests.support.fp8_gemm_cases import FP8GemmCase
@@ -49,20 +48,8 @@ SHAPES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GridRow(Measured):
-    """A product [m, k] by [k, n]; medians in microseconds, ``speedup`` is cuBLASLt's time over ours."""
-
-    m: int
-    n: int
-    k: int
-    fp8_gemm_us: float
-    scaled_mm_us: float
-    speedup: float
-
-
-def measure(m: int, n: int, k: int, milliseconds: float) -> GridRow:
-    """Times one size by alternating graph replays of about ``milliseconds`` each."""
+def measure(m: int, n: int, k: int, milliseconds: float) -> Row:
+    """Times one size by alternating graph replays of about ``milliseconds`` each, [m, k] by [k, n]."""
     case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
     inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
     ours = [partial(torch.ops.htree.fp8_gemm, *x) for x in inputs]
@@ -80,15 +67,15 @@ def measure(m: int, n: int, k: int, milliseconds: float) -> GridRow:
         replays[name], counts[name] = [partial(repeat, replay, times)], count * times
     measured = timing.measure(replays, clock, timing.Effort(rounds=5, burst=1, warm_up_ms=1.0))
     ours_us, cublas_us = (measured[name].scaled(1 / counts[name]).median_us for name in ("ours", "cuBLASLt"))
-    return GridRow(
+    return {
         **where(),
-        m=m,
-        n=n,
-        k=k,
-        fp8_gemm_us=ours_us,
-        scaled_mm_us=cublas_us,
-        speedup=cublas_us / ours_us,
-    )
+        "m": m,
+        "n": n,
+        "k": k,
+        "fp8_gemm_us": ours_us,
+        "scaled_mm_us": cublas_us,
+        "speedup": cublas_us / ours_us,
+    }
 
 
 def repeat(call: timing.Call, times: int) -> None:
@@ -104,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
     names = progress(shapes, lambda shape: "x".join(map(str, shape)))
     rows = print_rows((measure(*shape, arguments.milliseconds) for shape in names), arguments.csv)
-    mean = math.exp(sum(math.log(row.speedup) for row in rows) / len(rows))
-    slower = sorted((row for row in rows if row.speedup < 1), key=lambda row: row.speedup)
+    mean = math.exp(sum(math.log(row["speedup"]) for row in rows) / len(rows))
+    slower = sorted((row for row in rows if row["speedup"] < 1), key=lambda row: row["speedup"])
     print(f"{len(rows)} sizes, geometric mean {mean:.3f}; cuBLASLt is faster at {len(slower)}:")
-    print(", ".join(f"{row.m}x{row.n}x{row.k} {row.speedup:.2f}" for row in slower))
+    print(", ".join(f"{row['m']}x{row['n']}x{row['k']} {row['speedup']:.2f}" for row in slower))
     return 0
 
 

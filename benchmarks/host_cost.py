@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.plain_rows import Measured, make_parser, parse_for_gpu, print_rows, where
+from benchmarks.harness.plain_rows import Row, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
 from htree_ops import HTreeAttention, TreeKVCache
 from htree_ops.tuning.clock import percentile
@@ -36,23 +36,6 @@ from tests.support.tree_attention_cases import TreeAttentionCase
 Call = Callable[[], Any]
 BURST = 50
 EMPTY_KERNEL = b".version 7.0\n.target sm_80\n.address_size 64\n.visible .entry empty() { ret; }\n\0"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostRow(Measured):
-    """One op; ``own_us`` and ``aten_us`` are without the launches of their kernels, ``ratio`` is one by the other.
-
-    Of a cache or a layer ``tensors`` is 0, and ``aten`` says what its ops are.
-    """
-
-    op: str
-    tensors: int
-    kernels: int
-    host_us: float
-    own_us: float
-    aten: str
-    aten_us: float
-    ratio: float
 
 
 def ops(device: str) -> dict[str, Call]:
@@ -254,8 +237,8 @@ def launch_us(device: str, bursts: int) -> float:
     return max(0.0, host_us(launch, device, bursts) - host_us(nothing, device, bursts))
 
 
-def measure(device: str, bursts: int) -> Iterator[HostRow]:
-    """A row for every op."""
+def measure(device: str, bursts: int) -> Iterator[Row]:
+    """A row for every op; ``own_us`` and ``aten_us`` are without the launches of their kernels."""
     launch = launch_us(device, bursts)
     for name, call in progress(list(ops(device).items()), lambda item: item[0]):
         tensors = tensors_of(call)
@@ -266,21 +249,21 @@ def measure(device: str, bursts: int) -> Iterator[HostRow]:
         total = host_us(call, device, bursts)
         own = total - kernels * launch
         plain_us = host_us(baseline, device, bursts) - count_kernels(baseline, device) * launch
-        yield HostRow(
+        yield {
             **where(device),
-            op=name,
-            tensors=tensors,
-            kernels=kernels,
-            host_us=total,
-            own_us=own,
-            aten=aten,
-            aten_us=plain_us,
-            ratio=own / plain_us,
-        )
+            "op": name,
+            "tensors": tensors,
+            "kernels": kernels,
+            "host_us": total,
+            "own_us": own,
+            "aten": aten,
+            "aten_us": plain_us,
+            "ratio": own / plain_us,
+        }
 
 
-def measure_steps(device: str, bursts: int) -> Iterator[HostRow]:
-    """A row for every step of a class."""
+def measure_steps(device: str, bursts: int) -> Iterator[Row]:
+    """A row for every step of a class; ``aten`` says what its ops are."""
     launch = launch_us(device, bursts)
     for name, step in progress(list(steps(device).items()), lambda item: item[0]):
         times: list[list[float]] = [[], []]
@@ -291,17 +274,17 @@ def measure_steps(device: str, bursts: int) -> Iterator[HostRow]:
         total, raw = (percentile(samples, 50) for samples in times)
         kernels, of_raw = (count_kernels(call, device) for call in (step.call, step.raw))
         own, plain_us = total - kernels * launch, raw - of_raw * launch
-        yield HostRow(
+        yield {
             **where(device),
-            op=name,
-            tensors=0,
-            kernels=kernels,
-            host_us=total,
-            own_us=own,
-            aten=step.names,
-            aten_us=plain_us,
-            ratio=own / plain_us,
-        )
+            "op": name,
+            "tensors": 0,
+            "kernels": kernels,
+            "host_us": total,
+            "own_us": own,
+            "aten": step.names,
+            "aten_us": plain_us,
+            "ratio": own / plain_us,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.harness import timing
 from benchmarks.harness.calls import backward_of, dense_heads_first, forward_of, medians_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import tree_attention
 from tests.support.tree_attention_cases import TreeAttentionCase
 
@@ -32,21 +31,6 @@ HEADS, KV_HEADS, WIDTH = 32, 4, 128
 EFFORT = timing.Effort(rounds=6, candidate_ms=600.0, warm_up_ms=50.0)
 WHOLE = [(T, s, rho) for T in (16_384, 32_768, 65_536) for s in (1, 2) for rho in (0.0, 0.95)]
 QUICK = [(32_768, 1, 0.0)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedRow(Measured):
-    """One length, stride and kind of inputs; times of a forward, or of a backward."""
-
-    T: int
-    selection_stride: int
-    inputs: str
-    htree_ms: float
-    gathered_ms: float
-    cudnn_ms: float
-    against_gathered: float
-    against_cudnn: float
-    error: float
 
 
 def under(gather: str, call: timing.Call) -> Any:
@@ -60,7 +44,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def measure(length: int, stride: int, correlation: float, backward: bool) -> MaskedRow:
+def measure(length: int, stride: int, correlation: float, backward: bool) -> Row:
     """A row of three calls on the same inputs."""
     case = TreeAttentionCase(
         name="masked_tiles",
@@ -86,18 +70,18 @@ def measure(length: int, stride: int, correlation: float, backward: bool) -> Mas
     error = max(map(difference, *results)) if backward else difference(*results)
     calls["cudnn"] = [prepared(dense_heads_first, x) for x in dense_sets]
     times = medians_ms(calls, "cuda", EFFORT)
-    return MaskedRow(
+    return {
         **where(),
-        T=length,
-        selection_stride=stride,
-        inputs=f"ar1_{correlation:g}" if correlation else "iid",
-        htree_ms=times["auto"],
-        gathered_ms=times["gathered"],
-        cudnn_ms=times["cudnn"],
-        against_gathered=times["auto"] / times["gathered"],
-        against_cudnn=times["auto"] / times["cudnn"],
-        error=error,
-    )
+        "T": length,
+        "selection_stride": stride,
+        "inputs": f"ar1_{correlation:g}" if correlation else "iid",
+        "htree_ms": times["auto"],
+        "gathered_ms": times["gathered"],
+        "cudnn_ms": times["cudnn"],
+        "against_gathered": times["auto"] / times["gathered"],
+        "against_cudnn": times["auto"] / times["cudnn"],
+        "error": error,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import Measured, make_parser, parse_for_gpu, print_rows, where
+from benchmarks.harness.plain_rows import Row, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
 from htree_ops import index_losses
 from htree_ops.cli import regular_expression
@@ -77,29 +77,6 @@ WAYS = (
     Way("ours, index, stride 4", htree={"top_k": 128, "index_dim": None, "selection_stride": 4}),
     Way("ours, stride 16, torch.compile", htree={"selection_stride": 16}, compiled=True),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRow(Measured):
-    """One way at one length. ``peak_bytes`` is what the allocator held at most, the model included; None on the CPU."""
-
-    transformers: str
-    phase: str
-    tokens: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    dtype: str
-    checkpointed: bool
-    way: str
-    same_function: bool
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-    sustained_ms: float
-    tokens_per_s: float
-    peak_bytes: int | None
 
 
 def make_model(way: Way, size: Size, tokens: int, device: str, dtype: torch.dtype) -> LlamaModel:
@@ -162,8 +139,8 @@ def most_exact_tokens(way: Way) -> float:
 
 def measure(
     way: Way, phase: str, size: Size, tokens: int, device: str, dtype: torch.dtype, effort: timing.Effort
-) -> ModelRow:
-    """Builds, times and drops the model of one row."""
+) -> Row:
+    """Builds, times and drops the model of one row; ``peak_bytes`` counts the model too."""
     on_gpu = device != "cpu"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -173,31 +150,31 @@ def measure(
     is_load = times.median_us >= 1e6
     sustained = times if is_load else timing.sustained([call], clock, times.median_us, effort)
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
-    return ModelRow(
+    return {
         **where(device),
-        transformers=transformers.__version__,
-        phase=phase,
-        tokens=tokens,
-        layers=size.num_hidden_layers,
-        hidden=size.hidden_size,
-        heads=size.num_attention_heads,
-        kv_heads=size.num_key_value_heads,
-        dtype=str(dtype).removeprefix("torch."),
-        checkpointed=phase == "train" and tokens >= CHECKPOINT_FROM,
-        way=way.name,
-        same_function=tokens <= most_exact_tokens(way),
-        median_ms=times.median_us / 1e3,
-        p20_ms=times.p20_us / 1e3,
-        p80_ms=times.p80_us / 1e3,
-        sustained_ms=sustained.median_us / 1e3,
-        tokens_per_s=tokens / (times.median_us / 1e6),
-        peak_bytes=peak,
-    )
+        "transformers": transformers.__version__,
+        "phase": phase,
+        "tokens": tokens,
+        "layers": size.num_hidden_layers,
+        "hidden": size.hidden_size,
+        "heads": size.num_attention_heads,
+        "kv_heads": size.num_key_value_heads,
+        "dtype": str(dtype).removeprefix("torch."),
+        "checkpointed": phase == "train" and tokens >= CHECKPOINT_FROM,
+        "way": way.name,
+        "same_function": tokens <= most_exact_tokens(way),
+        "median_ms": times.median_us / 1e3,
+        "p20_ms": times.p20_us / 1e3,
+        "p80_ms": times.p80_us / 1e3,
+        "sustained_ms": sustained.median_us / 1e3,
+        "tokens_per_s": tokens / (times.median_us / 1e6),
+        "peak_bytes": peak,
+    }
 
 
 def measure_all(
     work: Sequence[tuple[Way, str, Size, int, str, torch.dtype]], effort: timing.Effort
-) -> Iterator[ModelRow]:
+) -> Iterator[Row]:
     """The rows of what fits into memory; says what does not."""
     for item in progress(work, lambda item: f"{item[3]} tokens, {item[1]}, {item[0].name}"):
         try:

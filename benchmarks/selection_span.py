@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
 from benchmarks.harness.calls import medians_ms, peak_of, sustained_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from tests.support.tree_attention_cases import TreeAttentionCase
 
 #: T, selection_stride, spans, rounds.
@@ -40,23 +39,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpanRow(Measured):
-    """One forward; ``multiple`` is its sustained time by that of the span None.
-
-    ``score_tflop`` are the products of queries with span means of the top layer: half of T/s leaders times T/c means.
-    """
-
-    T: int
-    selection_stride: int
-    selection_span: int | None
-    median_ms: float
-    sustained_ms: float
-    multiple: float
-    peak_bytes: int | None
-    score_tflop: float
-
-
 def times_of(
     case: TreeAttentionCase, ways: Sequence[dict[str, Any]], device: str, effort: timing.Effort
 ) -> list[tuple[functools.partial[object], float, float]]:
@@ -71,61 +53,52 @@ def times_of(
     return [(call, medians[name], sustained[name]) for name, (call,) in candidates.items()]
 
 
-def measure(
-    length: int, stride: int, spans: Sequence[int], device: str, effort: timing.Effort
-) -> list[SpanRow]:
-    """A row for None and one for every span."""
+def measure(length: int, stride: int, spans: Sequence[int], device: str, effort: timing.Effort) -> list[Row]:
+    """A row for None and one for every span; ``multiple`` is the sustained time by that of the span None.
+
+    ``score_tflop`` are the products of queries with span means of the top layer: half of T/s leaders times T/c means.
+    """
     case = TreeAttentionCase(name="span", T=length, r=16, selection_stride=stride, **SIZES[device])
     ways = [None, *spans]
     timed = times_of(case, [{"selection_span": span} for span in ways], device, effort)
     plain_ms = timed[0][2]
     return [
-        SpanRow(
+        {
             **where(device),
-            T=length,
-            selection_stride=stride,
-            selection_span=span,
-            median_ms=median_ms,
-            sustained_ms=sustained_ms,
-            multiple=sustained_ms / plain_ms,
-            peak_bytes=peak_of(call)[1] if device == "cuda" else None,
-            score_tflop=0.0 if span is None else length / stride * case.H * (length / span) * case.K / 1e12,
-        )
+            "T": length,
+            "selection_stride": stride,
+            "selection_span": span,
+            "median_ms": median_ms,
+            "sustained_ms": sustained_ms,
+            "multiple": sustained_ms / plain_ms,
+            "peak_bytes": peak_of(call)[1] if device == "cuda" else None,
+            "score_tflop": 0.0
+            if span is None
+            else length / stride * case.H * (length / span) * case.K / 1e12,
+        }
         for span, (call, median_ms, sustained_ms) in zip(ways, timed, strict=True)
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NextRow(Measured):
-    """One forward with ``open_next`` and one without, under load; ``multiple`` is the one by the other."""
-
-    T: int
-    selection_stride: int
-    selection_span: int | None
-    plain_ms: float
-    open_next_ms: float
-    multiple: float
-
-
 def measure_next(
     length: int, stride: int, spans: Sequence[int], device: str, effort: timing.Effort
-) -> list[NextRow]:
-    """A row for None and for the last of the spans."""
+) -> list[Row]:
+    """A row for None and for the last of the spans, both under load; ``multiple`` is with ``open_next`` by without."""
     case = TreeAttentionCase(name="next", T=length, r=16, selection_stride=stride, **SIZES[device])
     rows = []
     for span in (None, spans[-1]):
         ways = [{"selection_span": span, "open_next": open_next} for open_next in (False, True)]
         plain_ms, open_next_ms = (sustained for _, _, sustained in times_of(case, ways, device, effort))
         rows.append(
-            NextRow(
+            {
                 **where(device),
-                T=length,
-                selection_stride=stride,
-                selection_span=span,
-                plain_ms=plain_ms,
-                open_next_ms=open_next_ms,
-                multiple=open_next_ms / plain_ms,
-            )
+                "T": length,
+                "selection_stride": stride,
+                "selection_span": span,
+                "plain_ms": plain_ms,
+                "open_next_ms": open_next_ms,
+                "multiple": open_next_ms / plain_ms,
+            }
         )
     return rows
 
@@ -143,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quick or arguments.open_next:
         settings = tuple(setting for setting in settings if setting[0] == settings[0][0])
 
-    def rows_of(setting: tuple[int, int, tuple[int, ...], int]) -> list[SpanRow] | list[NextRow]:
+    def rows_of(setting: tuple[int, int, tuple[int, ...], int]) -> list[Row]:
         length, stride, spans, rounds = setting
         effort = timing.QUICK if arguments.quick else timing.Effort(rounds=rounds)
         return (measure_next if arguments.open_next else measure)(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import timing
 from benchmarks.harness.calls import backward_of, dense_heads_first, forward_of, medians_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import tree_attention
 from tests.support.cases import normal
 
@@ -35,19 +34,6 @@ QUICK: list[tuple[str, int, int, Sequence[int]]] = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShortRow(Measured):
-    """One length, batch and stride; ``ratio`` is ``htree_us / cudnn_us``."""
-
-    what: str
-    T: int
-    B: int
-    selection_stride: int
-    htree_us: float
-    cudnn_us: float
-    ratio: float
-
-
 def inputs(batch: int, length: int, seed: int) -> list[Tensor]:
     """q, k and v [B, T, heads, D]."""
     return [
@@ -60,8 +46,8 @@ def heads_first(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2).contiguous() for x in tensors]
 
 
-def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[ShortRow]:
-    """A row for every stride."""
+def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[Row]:
+    """A row for every stride; ``ratio`` is ``htree_us / cudnn_us``."""
     sizes = batch * length * (HEADS + 2 * KV_HEADS) * WIDTH * 2
     sets = [inputs(batch, length, 10 * i) for i in range(timing.num_input_sets(sizes))]
 
@@ -72,16 +58,16 @@ def measure(what: str, length: int, batch: int, strides: Sequence[int]) -> list[
         calls[str(stride)] = [prepared(ours, [x.clone() for x in tensors]) for tensors in sets]
     times = {name: 1e3 * ms for name, ms in medians_ms(calls, "cuda", EFFORT).items()}
     return [
-        ShortRow(
+        {
             **where(),
-            what=what,
-            T=length,
-            B=batch,
-            selection_stride=int(name),
-            htree_us=times[name],
-            cudnn_us=times["cudnn"],
-            ratio=times[name] / times["cudnn"],
-        )
+            "what": what,
+            "T": length,
+            "B": batch,
+            "selection_stride": int(name),
+            "htree_us": times[name],
+            "cudnn_us": times["cudnn"],
+            "ratio": times[name] / times["cudnn"],
+        }
         for name in calls
         if name != "cudnn"
     ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,27 +31,11 @@ from torch import Tensor
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import bounds, timing
 from benchmarks.harness.calls import backward_of, dense, medians_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from benchmarks.quality.study import lists
 from htree_ops import TreeOptions
 from htree_ops.tuning.clock import Call
 from tests.support.sparse_attention_cases import BENCHMARK_CASES, SparseCase
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseRow(Measured):
-    """One method in one direction; ``multiple`` is its time by that of dense attention in the same run.
-
-    ``unions``: how many blocks 2, 4, ... 64 lists behind one another hold together, in lists.
-    """
-
-    case: str
-    direction: str
-    method: str
-    median_ms: float
-    dense_ms: float
-    multiple: float
-    unions: str
 
 
 def least_ms(case: SparseCase, backward: bool) -> float:
@@ -177,10 +161,11 @@ def all_kernels(call: Call, rounds: int) -> float:
     return median(sum(time for _, time in kernels_of(call)) for _ in range(rounds))
 
 
-def measure(
-    case: SparseCase, device: str, effort: timing.Effort, path: Path | None = None
-) -> list[SparseRow]:
-    """A row for each method and direction; ``path`` as :func:`trained_blocks` takes it."""
+def measure(case: SparseCase, device: str, effort: timing.Effort, path: Path | None = None) -> list[Row]:
+    """A row for each method and direction; ``path`` as :func:`trained_blocks` takes it.
+
+    ``unions``: how many blocks 2, 4, ... 64 lists behind one another hold together, in lists.
+    """
     inputs = case.make_qkv(device)
     of_tree = case.lists == "tree"
     if path is not None and case.lists == "trained":
@@ -213,16 +198,16 @@ def measure(
         times = medians_ms(of_method, device, effort)
         times |= {name: of_direction[direction] for name, of_direction in profiled.items()}
         rows += [
-            SparseRow(
+            {
                 **where(device),
-                case=case.shapes,
-                direction=direction,
-                method=name,
-                median_ms=time,
-                dense_ms=times["dense"],
-                multiple=time / times["dense"],
-                unions=" ".join(f"{union:.3f}" for union in unions),
-            )
+                "case": case.shapes,
+                "direction": direction,
+                "method": name,
+                "median_ms": time,
+                "dense_ms": times["dense"],
+                "multiple": time / times["dense"],
+                "unions": " ".join(f"{union:.3f}" for union in unions),
+            }
             for name, time in times.items()
         ]
     return rows

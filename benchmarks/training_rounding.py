@@ -25,7 +25,7 @@ from lm.settings import Settings
 from lm.text import Text, default_folder, load_text
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import make_parser, print_rows
+from benchmarks.harness.plain_rows import Row, make_parser, print_rows
 from htree_ops.info import source_commit
 from tests.support.gloo import use_one_worker
 
@@ -66,22 +66,6 @@ class Job:
     bf16: bool
     learning_rate: float
     seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The largest differences of the bits per byte of a step from those of the run as it is."""
-
-    commit: str
-    dtype: str
-    selects: bool
-    learning_rate: float
-    seed: int
-    run: str
-    last_bits_per_byte: float
-    difference_of_10_steps: float
-    difference_of_20_steps: float
-    difference_of_40_steps: float
 
 
 class Rounded(parallel.Trainer):
@@ -148,7 +132,7 @@ def losses_of(jobs: Sequence[Job], ranks: int, settings: Settings) -> list[list[
 def rows(
     settings: Settings, dtypes: Sequence[str], rates: Sequence[float], seeds: Sequence[int]
 ) -> Iterator[Row]:
-    """The rows of every dtype, learning rate and seed."""
+    """Of each dtype, learning rate and seed the largest differences of the bits per byte from the run as it is."""
     commit = source_commit()
     for dtype, rate, seed in itertools.product(dtypes, rates, seeds):
         found: dict[str, list[float]] = {}
@@ -157,18 +141,18 @@ def rows(
             found |= zip(names, losses_of(jobs, ranks, settings), strict=True)
         for name, losses in found.items():
             differences = [abs(a - b) for a, b in zip(losses, found[AS_IT_IS], strict=True)]
-            yield Row(
-                commit=commit,
-                dtype=dtype,
-                selects=settings.top_k == SETTINGS.top_k,
-                learning_rate=rate,
-                seed=seed,
-                run=f"two ranks share {name}" if name in SHARED else name,
-                last_bits_per_byte=losses[-1],
-                difference_of_10_steps=max(differences[:10]),
-                difference_of_20_steps=max(differences[:20]),
-                difference_of_40_steps=max(differences[:40]),
-            )
+            yield {
+                "commit": commit,
+                "dtype": dtype,
+                "selects": settings.top_k == SETTINGS.top_k,
+                "learning_rate": rate,
+                "seed": seed,
+                "run": f"two ranks share {name}" if name in SHARED else name,
+                "last_bits_per_byte": losses[-1],
+                "difference_of_10_steps": max(differences[:10]),
+                "difference_of_20_steps": max(differences[:20]),
+                "difference_of_40_steps": max(differences[:40]),
+            }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

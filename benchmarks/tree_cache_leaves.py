@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.plain_rows import parse_for_gpu, print_rows
+from benchmarks.harness.plain_rows import Row, parse_for_gpu, print_rows
 from benchmarks.quality.study import corpus, evaluation, pieces
 from benchmarks.quality.study.session import Session, Setup
 from benchmarks.quality.study.settings import SCALES, Attention, Substitute, Training
@@ -63,18 +63,10 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 # ---- errors on random data
 
 
-@dataclass(frozen=True, kw_only=True)
-class ErrorRow:
-    """Relative L2 error of the outputs on one kind of keys against the cache of 16-bit tokens."""
+def errors(tokens: int, device: str) -> Iterator[Row]:
+    """Relative L2 errors of the outputs on two kinds of keys against the cache of 16-bit tokens.
 
-    keys: str
-    scores: float
-    bits: int
-    output_error: float
-
-
-def errors(tokens: int, device: str) -> Iterator[ErrorRow]:
-    """Two sequences, 8 query heads on 2 K/V heads of 128 channels, float16; r = 16, k = 64, M = 1024; the last 64 rows.
+    Two sequences, 8 query heads on 2 K/V heads of 128 channels, float16; r = 16, k = 64, M = 1024; the last 64 rows.
 
     Of 16 384 tokens a row sees 1024 one by one and the rest as 960 nodes. ``scores`` is the factor of the queries: with
     1 the scores of normal keys have a deviation of 1 and weights are spread over all tokens, with 4 few tokens have
@@ -90,35 +82,21 @@ def errors(tokens: int, device: str) -> Iterator[ErrorRow]:
             expected = attend(q, k, v, 16, **options)
             for bits in BITS:
                 error = relative(attend(q, k, v, bits, **options), expected)
-                yield ErrorRow(keys=keys, scores=scores, bits=bits, output_error=error)
+                yield {"keys": keys, "scores": scores, "bits": bits, "output_error": error}
 
 
 # ---- trained models
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelRow:
-    """A trained model with tokens of so many bits, on held-out texts.
-
-    The row with 32 bits is the model as it was trained, in float32 and without a cache. ``copies_bits`` is the loss of
-    the repeated letters and ``copies_found`` the share of those found; ``bits_per_byte`` that of natural text.
-    ``text`` names the texts, which are the Python sources of the machine: compare only rows of one text.
-    """
-
-    model: str
-    attention: str
-    bits: int
-    bits_per_byte: float | None
-    copies_bits: float
-    copies_found: float
-    text: str
-
-
-def models(scale: str, device: str) -> Iterator[ModelRow]:
+def models(scale: str, device: str) -> Iterator[Row]:
     """Trains two models of the piece "search" of benchmarks/quality and a language model, and evaluates them.
 
     The search trains twice as long as the piece, so that both scores have learned it. The language model has 2 layers
     of width 256, 4 query heads and 1 K/V head of 64; 300 steps of 8 texts of 512 bytes, k = 4, M = 32.
+
+    The row with 32 bits is the model as it was trained, in float32 and without a cache. ``copies_bits`` is the loss of
+    the repeated letters and ``copies_found`` the share of those found; ``bits_per_byte`` that of natural text.
+    ``text`` names the texts, which are the Python sources of the machine: compare only rows of one text.
     """
     steps = 600 if scale == "full" else 6
     search = replace(SCALES[scale].search, steps=steps, evaluate_every=0, width=128, heads=2, kv_heads=1)
@@ -157,36 +135,21 @@ def models(scale: str, device: str) -> Iterator[ModelRow]:
                     )  # fmt: skip
                     used = Substitute(**asdict(attention), function=cached)
                 found = evaluation.measure_texts(session, model, used, texts)  # type: ignore[arg-type]
-                yield ModelRow(
-                    model=name,
-                    attention=attention.label,
-                    bits=bits,
-                    bits_per_byte=found["bits_per_byte"] if name == "language" else None,
-                    copies_bits=found["copies_bits"],
-                    copies_found=found["copies_found"],
-                    text=session.corpus.name,
-                )
+                yield {
+                    "model": name,
+                    "attention": attention.label,
+                    "bits": bits,
+                    "bits_per_byte": found["bits_per_byte"] if name == "language" else None,
+                    "copies_bits": found["copies_bits"],
+                    "copies_found": found["copies_found"],
+                    "text": session.corpus.name,
+                }
 
 
 # ---- time
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeRow:
-    """Time of ``attend`` for one token of one sequence.
-
-    Attributes:
-        device: its name. microseconds: median over all rounds; on a GPU of a captured graph. ratio: to 16 bits.
-    """
-
-    device: str
-    tokens: int
-    bits: int
-    microseconds: float
-    ratio: float
-
-
-def times(tokens: int, device: str, rounds: int = 30) -> Iterator[TimeRow]:
+def times(tokens: int, device: str, rounds: int = 30) -> Iterator[Row]:
     """Caches of ``tokens`` tokens take turns, so that whatever else the machine does meets all of them.
 
     On a GPU 32 heads of 128 on 4 K/V heads in bfloat16, k = 512, M = 8192; on a CPU 4 heads of 64 on one in float32,
@@ -228,7 +191,13 @@ def times(tokens: int, device: str, rounds: int = 30) -> Iterator[TimeRow]:
     plain = statistics.median(found[16])
     for bits, each in found.items():
         median = statistics.median(each)
-        yield TimeRow(device=name, tokens=tokens, bits=bits, microseconds=median, ratio=median / plain)
+        yield {
+            "device": name,
+            "tokens": tokens,
+            "bits": bits,
+            "microseconds": median,
+            "ratio": median / plain,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--csv", type=Path, help="write the rows to this file")
     arguments = parse_for_gpu(parser, argv)
-    parts: dict[str, Callable[[], Iterator[ErrorRow] | Iterator[ModelRow] | Iterator[TimeRow]]] = {
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
         "errors": lambda: errors(arguments.tokens, arguments.device),
         "model": lambda: models(arguments.scale, arguments.device),
         "time": lambda: times(arguments.tokens, arguments.device),

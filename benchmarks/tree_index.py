@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness import bounds, timing
 from benchmarks.harness.calls import backward_of, dense, forward_of, medians_ms, sustained_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeOptions, tree_attention
 from htree_ops.flops import tree_candidates
 
@@ -63,31 +63,6 @@ SETTINGS = {
     ),
     "cpu": (Setting(32_768, 64, H=4, H_kv=1, D=64, M=4096),),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexRow(Measured):
-    """One direction of one setting; ``of_dense`` is its sustained time by that of dense attention.
-
-    ``dense_ms`` is that of the first setting of a shape, as ``dense_heads`` of the heads take it, for all of them.
-    ``nsa_ms`` is that of fla's NSA, its selection and its compressed branch included.
-    """
-
-    direction: str
-    T: int
-    H: int
-    H_kv: int
-    D: int
-    top_k: int
-    max_top_nodes: int
-    selection_stride: int
-    open_next: bool
-    median_ms: float
-    sustained_ms: float
-    dense_ms: float
-    dense_heads: int
-    of_dense: float
-    nsa_ms: float | None
 
 
 def least_ms(setting: Setting, backward: bool) -> float:
@@ -161,10 +136,12 @@ def nsa_of(setting: Setting, device: str) -> Callable[..., Tensor] | None:
 DenseTimes = dict[tuple[int, int, int, int, bool], float]
 
 
-def measure(
-    setting: Setting, device: str, effort: timing.Effort, dense_times: DenseTimes
-) -> Iterator[IndexRow]:
-    """A row for each direction."""
+def measure(setting: Setting, device: str, effort: timing.Effort, dense_times: DenseTimes) -> Iterator[Row]:
+    """A row for each direction; ``of_dense`` is the sustained time by that of dense attention.
+
+    ``dense_ms`` is that of the first setting of a shape, as ``dense_heads`` of the heads take it, for all of them.
+    ``nsa_ms`` is that of fla's NSA, its selection and its compressed branch included.
+    """
     tensors = make_tensors(setting, device)
     heads = setting.H if setting.T <= MOST_DENSE else 1
     for backward in (False, True) if setting.backward else (False,):
@@ -178,24 +155,24 @@ def measure(
         medians = medians_ms(ways, device, effort)
         sustained = sustained_ms(ways, medians, device, effort)
         dense_ms = dense_times.setdefault(shape, sustained.get("dense", 0.0) * setting.H / heads)
-        yield IndexRow(
+        yield {
             **where(device),
-            direction="backward" if backward else "forward",
-            T=setting.T,
-            H=setting.H,
-            H_kv=setting.H_kv,
-            D=setting.D,
-            top_k=setting.k,
-            max_top_nodes=setting.M,
-            selection_stride=setting.s,
-            open_next=setting.open_next,
-            median_ms=medians["ours"],
-            sustained_ms=sustained["ours"],
-            dense_ms=dense_ms,
-            dense_heads=heads,
-            of_dense=sustained["ours"] / dense_ms,
-            nsa_ms=sustained.get("NSA"),
-        )
+            "direction": "backward" if backward else "forward",
+            "T": setting.T,
+            "H": setting.H,
+            "H_kv": setting.H_kv,
+            "D": setting.D,
+            "top_k": setting.k,
+            "max_top_nodes": setting.M,
+            "selection_stride": setting.s,
+            "open_next": setting.open_next,
+            "median_ms": medians["ours"],
+            "sustained_ms": sustained["ours"],
+            "dense_ms": dense_ms,
+            "dense_heads": heads,
+            "of_dense": sustained["ours"] / dense_ms,
+            "nsa_ms": sustained.get("NSA"),
+        }
 
 
 def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] | None = None) -> int:

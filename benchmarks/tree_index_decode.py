@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import bounds, timing
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache
 from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.tuning.clock import clock_for
@@ -59,25 +59,6 @@ SETTINGS = (
     Setting(1, 131_072, k=256),
     Setting(1, 131_072, M=2048),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeRow(Measured):
-    """One setting; times in microseconds by graph replay; ``of_dense`` is attend_us by dense_us."""
-
-    B: int
-    T: int
-    H: int
-    H_kv: int
-    D: int
-    top_k: int
-    max_top_nodes: int
-    index_dtype: str
-    attend_us: float
-    step_us: float
-    mean_us: float
-    dense_us: float
-    of_dense: float
 
 
 def least_us(setting: Setting) -> float:
@@ -136,8 +117,8 @@ def indexed(
     return attend_us, step_us
 
 
-def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
-    """Its row."""
+def measure(setting: Setting, effort: timing.Effort) -> Iterator[Row]:
+    """Its row, in microseconds; ``of_dense`` is attend_us by dense_us."""
     generator = torch.Generator("cuda").manual_seed(1)
 
     def token(heads: int, width: int) -> Tensor:
@@ -158,22 +139,22 @@ def measure(setting: Setting, effort: timing.Effort) -> Iterator[DecodeRow]:
                 F.scaled_dot_product_attention, q.transpose(1, 2), dense_k, dense_v, enable_gqa=True
             )
             dense_us = replayed(dense, effort)
-    yield DecodeRow(
+    yield {
         **where(),
-        B=setting.B,
-        T=setting.T,
-        H=setting.H,
-        H_kv=setting.H_kv,
-        D=setting.D,
-        top_k=setting.k,
-        max_top_nodes=setting.M,
-        index_dtype=str(setting.index_dtype).removeprefix("torch."),
-        attend_us=attend_us,
-        step_us=step_us,
-        mean_us=mean_us,
-        dense_us=dense_us,
-        of_dense=attend_us / dense_us,
-    )
+        "B": setting.B,
+        "T": setting.T,
+        "H": setting.H,
+        "H_kv": setting.H_kv,
+        "D": setting.D,
+        "top_k": setting.k,
+        "max_top_nodes": setting.M,
+        "index_dtype": str(setting.index_dtype).removeprefix("torch."),
+        "attend_us": attend_us,
+        "step_us": step_us,
+        "mean_us": mean_us,
+        "dense_us": dense_us,
+        "of_dense": attend_us / dense_us,
+    }
 
 
 def main(argv: Sequence[str] | None = None, settings: Sequence[Setting] = SETTINGS) -> int:

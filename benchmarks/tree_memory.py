@@ -9,40 +9,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
 from benchmarks.harness.calls import medians_ms, peak_of, sustained_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from tests.support.tree_attention_cases import BENCHMARK_CASES, TreeAttentionCase
 
 LENGTHS = (32_768, 131_072)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryRow(Measured):
-    """One measured backward.
+def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[Row]:
+    """A row for stored lists and one for lists selected again; their timings alternate.
 
     ``peak_bytes`` is the most that the allocator held during the call, beyond its inputs and the three gradients. It
     contains ``sums_bytes``, the fp32 sums of dK and dV, and ``copy_bytes``, the packed K and V, both of all layers.
     """
-
-    T: int
-    selection_stride: int
-    lists: str
-    list_bytes: int
-    peak_bytes: int
-    sums_bytes: int
-    copy_bytes: int
-    median_ms: float
-    sustained_ms: float
-
-
-def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
-    """A row for stored lists and one for lists selected again; their timings alternate."""
     q, k, v = case.make_qkv("cuda")
     options = case.op_options()
     out, gmax, gsum, parents = torch.ops.htree.attention_forward(q, k, v, *options)
@@ -65,18 +49,18 @@ def measure(case: TreeAttentionCase, effort: timing.Effort) -> list[MemoryRow]:
     nodes = sum(case.sizes)  # of all layers
     values = case.B * nodes * case.H_kv * (case.K + case.V)
     return [
-        MemoryRow(
+        {
             **where(),
-            T=case.T,
-            selection_stride=case.selection_stride,
-            lists=name,
-            list_bytes=sum(x.numel() * x.element_size() for x in parents) if name == "stored" else 0,
-            peak_bytes=peaks[name],
-            sums_bytes=4 * values,
-            copy_bytes=2 * values,
-            median_ms=medians[name],
-            sustained_ms=sustained[name],
-        )
+            "T": case.T,
+            "selection_stride": case.selection_stride,
+            "lists": name,
+            "list_bytes": sum(x.numel() * x.element_size() for x in parents) if name == "stored" else 0,
+            "peak_bytes": peaks[name],
+            "sums_bytes": 4 * values,
+            "copy_bytes": 2 * values,
+            "median_ms": medians[name],
+            "sustained_ms": sustained[name],
+        }
         for name in calls
     ]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,29 +26,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
 from benchmarks.harness.calls import backward_of, medians_ms
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from benchmarks.harness.progress import progress
 from htree_ops.tuning.clock import Call
 from tests.support.tree_attention_varlen_cases import BENCHMARK_CASES, VarlenCase
 
 #: Tokens of a batch that fills the GPU.
 FULL_BATCH = 65_536
-
-
-@dataclass(frozen=True, kw_only=True)
-class VarlenRow(Measured):
-    """One batch in one direction; ``multiple`` is its time by that of the yardstick."""
-
-    batch: str
-    grouping: str
-    direction: str
-    documents: int
-    tokens: int
-    selection_stride: int
-    median_ms: float
-    yardstick: str
-    yardstick_ms: float
-    multiple: float
 
 
 def calls_of(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> dict[str, list[Call]]:
@@ -97,9 +81,7 @@ def full_batches(case: VarlenCase, device: str, effort: timing.Effort) -> dict[s
     return total
 
 
-def measure(
-    case: VarlenCase, grouping: str, bounded: bool, device: str, effort: timing.Effort
-) -> list[VarlenRow]:
+def measure(case: VarlenCase, grouping: str, bounded: bool, device: str, effort: timing.Effort) -> list[Row]:
     """A row for each direction. ``bounded``: with offsets for as many documents as tokens."""
     inputs, cu = case.make_qkv(device), case.make_offsets(device)[0]
     given, longest = cu, max(case.lengths)
@@ -120,19 +102,19 @@ def measure(
             both = medians_ms({"ours": call, "theirs": other[direction]}, device, effort)
             ours[direction], theirs[direction] = both["ours"], both["theirs"]
     return [
-        VarlenRow(
+        {
             **where(device),
-            batch=case.name,
-            grouping=f"{grouping}, as many offsets as tokens" if bounded else grouping,
-            direction=direction,
-            documents=len(case.lengths),
-            tokens=sum(case.lengths),
-            selection_stride=case.selection_stride,
-            median_ms=time,
-            yardstick=yardstick,
-            yardstick_ms=theirs[direction],
-            multiple=time / theirs[direction],
-        )
+            "batch": case.name,
+            "grouping": f"{grouping}, as many offsets as tokens" if bounded else grouping,
+            "direction": direction,
+            "documents": len(case.lengths),
+            "tokens": sum(case.lengths),
+            "selection_stride": case.selection_stride,
+            "median_ms": time,
+            "yardstick": yardstick,
+            "yardstick_ms": theirs[direction],
+            "multiple": time / theirs[direction],
+        }
         for direction, time in ours.items()
     ]
 

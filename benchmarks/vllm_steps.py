@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import timing
-from benchmarks.harness.plain_rows import Measured, make_parser, measure_each, parse_for_gpu, where
+from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache, TreeOptions
 from htree_ops.integrations.vllm.pages import LayerPools, page_sizes, pools_of, table_width
 from htree_ops.integrations.vllm.steps import Index, Step, Steps, attend_step
@@ -63,20 +63,6 @@ SETTINGS = {
         *(Setting(choice=choice, B=1, T=2048, chunk=512, H=4, H_kv=2, D=64) for choice in CHOICES),
     ),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRow(Measured):
-    """Microseconds of a layer's step, or of all steps of a prompt; ``ratio`` is the backend's by the cache's."""
-
-    what: str
-    choice: str
-    B: int
-    T: int
-    rows: int
-    pages_us: float
-    cache_us: float
-    ratio: float
 
 
 class Rows:
@@ -268,27 +254,30 @@ def prompts_of(setting: Setting, device: str, prompt_bytes: int | None) -> tuple
     return by_pages, by_cache
 
 
-def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[StepRow]:
-    """A row; of a prompt two, for a cache that keeps copies for the next chunk is another comparison."""
+def measure(setting: Setting, device: str, effort: timing.Effort) -> Iterator[Row]:
+    """A row; of a prompt two, for a cache that keeps copies for the next chunk is another comparison.
+
+    Microseconds of a layer's step, or of all steps of a prompt; ``ratio`` is the backend's by the cache's.
+    """
     clock = clock_for(device)
 
-    def row(what: str, mine: tuple[Call, int], theirs: tuple[Call, int]) -> StepRow:
+    def row(what: str, mine: tuple[Call, int], theirs: tuple[Call, int]) -> Row:
         calls = {"pages": [mine[0]], "cache": [theirs[0]]}
         times = timing.measure_undisturbed(calls, clock, effort)
         pages_us, cache_us = (
             times[name].median_us / count for name, (_, count) in (("pages", mine), ("cache", theirs))
         )
-        return StepRow(
+        return {
             **where(device),
-            what=what,
-            choice=setting.choice,
-            B=setting.B,
-            T=setting.T,
-            rows=setting.chunk or setting.rows,
-            pages_us=pages_us,
-            cache_us=cache_us,
-            ratio=pages_us / cache_us,
-        )
+            "what": what,
+            "choice": setting.choice,
+            "B": setting.B,
+            "T": setting.T,
+            "rows": setting.chunk or setting.rows,
+            "pages_us": pages_us,
+            "cache_us": cache_us,
+            "ratio": pages_us / cache_us,
+        }
 
     with torch.no_grad():
         if setting.chunk == 0:

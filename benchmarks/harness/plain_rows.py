@@ -1,4 +1,4 @@
-"""Tables of measurements of any kind, for the programs of benchmarks/: any dataclass, one row each; and their flags."""
+"""Tables of measurements of any kind, for the programs of benchmarks/, and the flags that these share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,24 +17,15 @@ from benchmarks.harness.progress import progress
 from htree_ops.cli import regular_expression
 from htree_ops.info import source_commit
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The first columns of a row: where it was measured. :func:`where` gives them."""
-
-    gpu: str
-    torch: str
-    commit: str
+#: What stands in each column of a row.
+Row = dict[str, Any]
 
 
-def where(device: str = "cuda") -> dict[str, Any]:
-    """The values of :class:`Measured`."""
+def where(device: str = "cuda") -> Row:
+    """The first columns of a row: where it was measured."""
     gpu = "none" if device == "cpu" else torch.cuda.get_device_name()
     return {"gpu": gpu, "torch": torch.__version__, "commit": source_commit()}
 
@@ -75,7 +65,7 @@ def parse_for_gpu(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 def measure_each(
     items: Sequence[Item],
     label: Callable[[Item], str],
-    measure: Callable[[Item], Iterable[R]],
+    measure: Callable[[Item], Iterable[Row]],
     path: Path | None,
     case: str = "",
 ) -> int:
@@ -88,7 +78,7 @@ def measure_each(
     return 0
 
 
-def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
+def print_rows(rows: Iterable[Row], path: Path | None = None) -> list[Row]:
     """Prints the rows as CSV with three digits and writes them whole to ``path``, if given.
 
     Each is written as soon as ``rows`` gives it, so that a run that is cut short leaves those that it has measured.
@@ -103,15 +93,14 @@ def print_rows(rows: Iterable[R], path: Path | None = None) -> list[R]:
         UsageError: the commit is unknown.
     """
     commit = source_commit()
-    done: list[R] = []
+    done: list[Row] = []
     with ExitStack() as stack:
         streams = [sys.stdout]
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             streams.append(stack.enter_context(path.open("w", newline="")))
         for row in rows:
-            record = asdict(row)
-            record.setdefault("commit", commit)
+            record = row if "commit" in row else row | {"commit": commit}
             if sys.stderr.isatty():
                 print(
                     "\r\033[K", end="", file=sys.stderr, flush=True

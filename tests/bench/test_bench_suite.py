@@ -326,26 +326,14 @@ def test_the_stages_pass_their_own_gate_and_a_wrong_result_does_not(device):
         assert small.case.flops() > 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Point:
-    name: str
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfCommit:
-    commit: str
-    error: float
-
-
 def test_plain_rows_are_written_whole(tmp_path, capsys):
-    rows = [_Point("a", 1 / 3), _Point("b, c", 2.0)]
+    rows = [{"name": "a", "error": 1 / 3}, {"name": "b, c", "error": 2.0}]
     print_rows(rows, tmp_path / "rows.csv")
     assert capsys.readouterr().out == 'name,error,commit\na,0.333,abc123\n"b, c",2,abc123\n'
     with (tmp_path / "rows.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
-    assert [_Point(row["name"], float(row["error"])) for row in read] == rows
-    print_rows([_OfCommit("its own", 2.0)])
+    assert [{"name": row["name"], "error": float(row["error"])} for row in read] == rows
+    print_rows([{"commit": "its own", "error": 2.0}])
     assert capsys.readouterr().out == "commit,error\nits own,2\n"
 
 
@@ -358,11 +346,11 @@ def test_plain_rows_are_written_as_they_come(tmp_path):
     path, first = tmp_path / "new" / "rows.csv", "name,error,commit\na,0.5,abc123\n"
 
     def measured():
-        yield _Point("a", 0.5)
+        yield {"name": "a", "error": 0.5}
         assert path.read_text() == first
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         print_rows(measured(), path)
     assert path.read_text() == first
-    assert print_rows(iter([_Point("b", 1.0)])) == [_Point("b", 1.0)]
+    assert print_rows(iter([{"name": "b", "error": 1.0}])) == [{"name": "b", "error": 1.0}]

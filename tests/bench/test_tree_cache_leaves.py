@@ -17,7 +17,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def test_errors_grow_as_bits_are_taken_away():
-    error = {row.bits: row.output_error for row in islice(leaves.errors(2048, "cpu"), len(leaves.BITS))}
+    error = {row["bits"]: row["output_error"] for row in islice(leaves.errors(2048, "cpu"), len(leaves.BITS))}
     assert error[16] == 0
     assert 0 < error[8] < 0.02
     assert error[8] < error[4]
@@ -25,8 +25,8 @@ def test_errors_grow_as_bits_are_taken_away():
 
 def test_times_are_taken():
     rows = list(leaves.times(3000, "cpu", rounds=2))
-    assert [row.bits for row in rows] == [16, 8, 4]
-    assert all(row.microseconds > 0 for row in rows)
+    assert [row["bits"] for row in rows] == [16, 8, 4]
+    assert all(row["microseconds"] > 0 for row in rows)
 
 
 def test_the_tables_are_those_of_the_files():
