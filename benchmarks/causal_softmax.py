@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 
-from benchmarks.harness.baselines import compile_every_case
+from benchmarks.harness.baselines import compile_every_case, differentiate
 from benchmarks.harness.suite import Benchmark, Candidate
 from htree_ops.reference import causal_softmax as reference
 from tests.support.causal_softmax_cases import (
@@ -47,24 +46,20 @@ def backward_formula(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (y32 * (dy32 - (dy32 * y32).sum(dim=-1, keepdim=True))).to(y.dtype)
 
 
-def check_autograd(inputs: tuple[Any, ...], result: torch.Tensor) -> None:
+def check_autograd(inputs: tuple[Any, ...], result: tuple[torch.Tensor]) -> None:
     """Checks a backward that takes y from its own forward: two roundings of one value may differ by one ulp."""
-    check_backward(inputs, result, torch.finfo(inputs[1].dtype).eps)
+    check_backward(inputs, result[0], torch.finfo(inputs[1].dtype).eps)
 
 
 def graph_inputs(forward: Forward) -> Callable[[CausalSoftmaxBackwardCase, str, int], tuple[Any, ...]]:
-    """Inputs of a backward through autograd: the softmax, which has run already, the leaf and dy."""
+    """Inputs of a backward through autograd: the softmax, which has run already, dy and the leaf."""
 
     def make(case: CausalSoftmaxBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
         dy, _ = case.make_inputs(device, seed)
         x = case.make_x(device, seed).requires_grad_()
-        return forward(x), x, dy
+        return forward(x), dy, x
 
     return make
-
-
-def differentiate(y: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(y, x, dy, retain_graph=True)[0]
 
 
 def forward_benchmarks(device: str) -> list[Benchmark]:
@@ -105,7 +100,5 @@ def backward_benchmarks(device: str) -> list[Benchmark]:
 
 def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
-    # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
-    functorch_config.donated_buffer = False
     compile_every_case()
     return forward_benchmarks(device) + backward_benchmarks(device)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness.baselines import copy_of
+from benchmarks.harness.baselines import copy_of, dense_steps
 from benchmarks.harness.suite import Benchmark, Candidate
 from htree_ops.reference import compressed_kv as reference
 from tests.support.compressed_kv_cases import (
@@ -27,19 +26,10 @@ from tests.support.compressed_kv_cases import (
     assert_decode,
 )
 
-BACKENDS = {
-    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION},
-    "cpu": {"flash": SDPBackend.FLASH_ATTENTION},
-}
 #: Rows that are compared with the reference before timing.
 CHECKED_ROWS = 256
 
 op = torch.ops.htree
-
-
-def dense_attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
 def dense_inputs(case: DecodeCase, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,10 +70,7 @@ def check_rows(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor, Tensor]) -
 
 def decode_benchmark(case: DecodeCase, device: str) -> Benchmark:
     case = replace(case, packer=op.kv_compress)
-    dense = [
-        Candidate(f"dense SDPA, {name}", partial(dense_attention, backend), dense_inputs, same_function=False)
-        for name, backend in BACKENDS[device].items()
-    ]
+    dense = dense_steps(device, dense_inputs)
     if device == "cpu":
         dense.append(Candidate("decompress + SDPA", partial(decompressed_attention, case)))
     ours = Candidate("htree_ops", partial(op.kv_decode_attention, **case.options()))

@@ -6,14 +6,12 @@ Run: ``python -m benchmarks run gated_mlp --csv PATH``. Liger is timed where it 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 
-from benchmarks.harness.baselines import compile_every_case
+from benchmarks.harness.baselines import compile_every_case, differentiate, graph_inputs
 from benchmarks.harness.suite import Benchmark, Candidate
 from htree_ops.reference import gated_mlp as reference
 from tests.support.compare import assert_close_spec
@@ -26,7 +24,6 @@ from tests.support.gated_mlp_cases import (
     assert_gradients,
 )
 
-Forward = Callable[..., Tensor]
 #: Rows and columns of the result that are compared: the fp64 reference of the whole would take minutes.
 NUM_CHECKED = 48
 
@@ -102,42 +99,27 @@ def check_backward_rounded(inputs: tuple[Any, ...], result: tuple[Tensor, ...]) 
     assert error < 8 * torch.finfo(x.dtype).eps, f"relative norm of the error of dx: {error}"
 
 
-def graph_inputs(forward: Forward) -> Callable[[GatedMLPBackwardCase, str, int], tuple[Any, ...]]:
-    """Inputs of a backward through autograd: the result, which is computed already, the leaves and dy."""
-
-    def make(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
-        dy, *tensors, activation, act_on = case.make_inputs(device, seed)
-        leaves = tuple(t.requires_grad_() for t in tensors)
-        return forward(*leaves, activation, act_on), leaves, dy
-
-    return make
-
-
 def merged_graph_inputs(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
     """:func:`graph_inputs` of :func:`merged`, with both weights as one leaf [2 I, Hd]."""
     dy, x, gate_weight, up_weight, *options = case.make_inputs(device, seed)
     leaves = x.requires_grad_(), torch.cat((gate_weight, up_weight)).requires_grad_()
-    return merged(*leaves, *options), leaves, dy
+    return merged(*leaves, *options), dy, *leaves
 
 
 def liger_graph_inputs(case: GatedMLPBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
-    """:func:`graph_inputs` of :func:`liger`, then g and u as its kernel saved them, and copies of both."""
-    y, leaves, dy = graph_inputs(liger)(case, device, seed)
-    saved = y.grad_fn.saved_tensors
-    return y, leaves, dy, saved, tuple(t.clone() for t in saved)
-
-
-def differentiate(y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    """g and u as the kernel of :func:`liger` saved them, copies of both, and what :func:`differentiate` takes."""
+    inputs = graph_inputs(liger, 3)(case, device, seed)
+    saved = inputs[0].grad_fn.saved_tensors
+    return saved, tuple(t.clone() for t in saved), *inputs
 
 
 def differentiate_liger(
-    y: Tensor, leaves: tuple[Tensor, ...], dy: Tensor, saved: tuple[Tensor, ...], kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...], kept: tuple[Tensor, ...], *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """Restores g and u, over which the backward of the last call wrote its gradients, and differentiates."""
     for target, source in zip(saved, kept, strict=True):
         target.data.copy_(source)  # hidden from autograd, whose check of versions would refuse the graph
-    return differentiate(y, leaves, dy)
+    return differentiate(*inputs)
 
 
 def forward_benchmarks(device: str) -> list[Benchmark]:
@@ -162,10 +144,10 @@ def forward_benchmarks(device: str) -> list[Benchmark]:
 def backward_benchmarks(device: str) -> list[Benchmark]:
     """Both sides go through autograd, so the forward has kept the products."""
     compiled = torch.compile(composition, dynamic=False)
-    ours = Candidate("htree_ops", differentiate, graph_inputs(torch.ops.htree.gated_mlp), capturable=False)
+    ours = Candidate("htree_ops", differentiate, graph_inputs(torch.ops.htree.gated_mlp, 3), capturable=False)
     makers = {
-        "torch.compile": graph_inputs(compiled),
-        "eager": graph_inputs(composition),
+        "torch.compile": graph_inputs(compiled, 3),
+        "eager": graph_inputs(composition, 3),
         "merged product, eager": merged_graph_inputs,
     }
     baselines = [
@@ -190,7 +172,5 @@ def backward_benchmarks(device: str) -> list[Benchmark]:
 
 def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
-    # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
-    functorch_config.donated_buffer = False
     compile_every_case()
     return forward_benchmarks(device) + backward_benchmarks(device)

@@ -6,27 +6,23 @@ Run: ``python -m benchmarks run rmsnorm_rope --csv PATH``. Liger is timed where 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 
-from benchmarks.harness.baselines import compile_every_case
+from benchmarks.harness.baselines import compile_every_case, differentiate, graph_inputs
 from benchmarks.harness.suite import Benchmark, Candidate
 from htree_ops.reference import rmsnorm_rope as reference
 from tests.support.compare import assert_close_spec
 from tests.support.rmsnorm_rope_cases import (
     BENCHMARK_BACKWARD_CASES,
     BENCHMARK_CASES,
-    RMSNormRoPEBackwardCase,
     RMSNormRoPECase,
     assert_forward,
     assert_gradients,
 )
 
-Forward = Callable[..., Tensor]
 # What sums in another order than ours may add to the error, relative to the magnitudes of their terms.
 OTHER_ORDER = 2.0**-16
 
@@ -93,21 +89,6 @@ def check_other_order(inputs: tuple[Any, ...], result: tuple[Tensor, Tensor]) ->
     assert_gradients(result, inputs, OTHER_ORDER)
 
 
-def graph_inputs(forward: Forward) -> Callable[[RMSNormRoPEBackwardCase, str, int], tuple[Any, ...]]:
-    """Inputs of a backward through autograd: the result, which is computed already, the leaves and dy."""
-
-    def make(case: RMSNormRoPEBackwardCase, device: str, seed: int) -> tuple[Any, ...]:
-        dy, x, weight, *rest = case.make_inputs(device, seed)
-        leaves = (x.requires_grad_(), weight.requires_grad_())
-        return forward(*leaves, *rest), leaves, dy
-
-    return make
-
-
-def differentiate(y: Tensor, leaves: tuple[Tensor, Tensor], dy: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, leaves, dy, retain_graph=True)
-
-
 def op_of(case: RMSNormRoPECase, backward: bool = False) -> tuple[str, Any]:
     name = ("head_" if case.per_head else "") + "rmsnorm_rope" + ("_backward" if backward else "")
     return name, getattr(torch.ops.htree, name)
@@ -131,13 +112,13 @@ def backward_benchmarks(device: str) -> list[Benchmark]:
         Candidate(
             "torch.compile",
             differentiate,
-            graph_inputs(compiled_forward),
+            graph_inputs(compiled_forward, 2),
             capturable=False,
             check=check_other_order,
         ),
         Candidate("torch.compile of the formula", compiled_formula, check=check_other_order),
         Candidate(
-            "eager", differentiate, graph_inputs(composition), capturable=False, check=check_other_order
+            "eager", differentiate, graph_inputs(composition, 2), capturable=False, check=check_other_order
         ),
     )
     return [
@@ -154,7 +135,5 @@ def backward_benchmarks(device: str) -> list[Benchmark]:
 
 def make_benchmarks(device: str) -> list[Benchmark]:
     """All benchmarks of the family on ``device`` ("cpu" or "cuda")."""
-    # The compiled backward runs often on one graph, so it may not reuse the memory of saved tensors.
-    functorch_config.donated_buffer = False
     compile_every_case()
     return forward_benchmarks(device) + backward_benchmarks(device)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.harness.baselines import BACKENDS, differentiate
 from benchmarks.harness.suite import Benchmark, Candidate
 from tests.support import tree_attention_checks as checks
 from tests.support.tree_attention_cases import (
@@ -23,10 +24,6 @@ from tests.support.tree_attention_cases import (
     TreeAttentionCase,
 )
 
-BACKENDS = {
-    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION},
-    "cpu": {"flash": SDPBackend.FLASH_ATTENTION},
-}
 #: Beyond this length FlashAttention-2 is left out: it takes 1.7 times cuDNN's time at every length, here minutes.
 FLASH_UP_TO = 65_536
 #: Beyond this length dense attention runs on one head only, and its name says so: all 32 take 4.7 seconds a call at
@@ -74,10 +71,6 @@ class Dense:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         out = self(q, k, v)
         return out, torch.randn_like(out), *leaves
-
-
-def differentiate(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def check_forward(span: int | None, inputs: tuple[Any, ...], result: Tensor) -> None:

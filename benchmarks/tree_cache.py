@@ -12,20 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.harness.baselines import dense_steps
 from benchmarks.harness.suite import Benchmark, Candidate
 from htree_ops.ops.tree_cache.functions import cache_layers, tree_cache_append_, tree_cache_attention
 from htree_ops.reference import htree_forward_naive
 from htree_ops.reference.tree_cache import gather_tokens
 from tests.support.tree_cache_cases import BENCHMARK_CASES, TreeCacheCase, filled_pools, offsets
 
-BACKENDS = {
-    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION},
-    "cpu": {"flash": SDPBackend.FLASH_ATTENTION},
-}
 #: Largest error of a row, as a part of its norm, where float64 takes the lists that the op chose: two correct choices
 #: may differ where importances nearly tie, and one node moves the positions of all behind it
 #: (docs/semantics/tree_attention.md §1.11).
@@ -54,11 +49,6 @@ def tree_options(case: TreeCacheCase) -> dict[str, Any]:
 def rebuild(case: TreeCacheCase, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What a step takes without a cache."""
     return ops.attention(q, k, v, **tree_options(case))[:, -1]
-
-
-def dense_attention(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
 def dense_inputs(case: TreeCacheCase, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,10 +135,7 @@ def check_append(case: AppendCase, inputs: tuple[Any, ...], result: tuple[Tensor
 
 
 def decode_benchmark(case: TreeCacheCase, device: str) -> Benchmark:
-    yardsticks = [
-        Candidate(f"dense SDPA, {name}", partial(dense_attention, backend), dense_inputs, same_function=False)
-        for name, backend in BACKENDS[device].items()
-    ]
+    yardsticks = dense_steps(device, dense_inputs)
     case = DecodeCase(**vars(case))
     again = Candidate(
         "tree_attention", partial(rebuild, case), rebuild_inputs, check=partial(check_rebuild, case)
