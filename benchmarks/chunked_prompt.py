@@ -13,50 +13,42 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.calls import peak_of
+from benchmarks.harness import timing
+from benchmarks.harness.calls import kernels_of, medians_ms, peak_of
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache, tree_attention
 from tests.support.cases import normal
 
 HEADS, KV_HEADS, WIDTH = 32, 4, 128
-#: T, chunk, selection_stride, selection_span, rounds.
-Setting = tuple[int, int, int, int | None, int]
+EFFORT = timing.Effort(rounds=5, burst=1, candidate_ms=4000.0)
+#: T, chunk, selection_stride, selection_span.
+Setting = tuple[int, int, int, int | None]
 QUICK: list[Setting] = [
-    (131_072, 4096, 16, None, 5),
-    (131_072, 4096, 4, 2, 3),
-    (131_072, 4096, 1, None, 3),
-    (131_072, 1024, 16, None, 3),
+    (131_072, 4096, 16, None),
+    (131_072, 4096, 4, 2),
+    (131_072, 4096, 1, None),
+    (131_072, 1024, 16, None),
 ]
-WHOLE: list[Setting] = [*QUICK, (1_048_576, 16_384, 16, None, 2)]
+WHOLE: list[Setting] = [*QUICK, (1_048_576, 16_384, 16, None)]
 
 
 def read_prompt(cache: TreeKVCache, chunk: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """All chunks; their rows are thrown away, as a model's next layer would take them."""
+    """All chunks from an empty cache; their rows are thrown away, as a model's next layer would take them."""
+    cache.truncate(0)
     for begin in range(0, q.shape[1], chunk):
         rows = slice(begin, begin + chunk)
         cache.append(k[:, rows], v[:, rows])
         cache.attend(q[:, rows])
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call on the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
 def prepared(
     length: int, chunk: int, stride: int, span: int | None
 ) -> tuple[TreeKVCache, Callable[[], object], Callable[[], object]]:
-    """An empty cache, all chunks of a sequence, and one call over it."""
+    """A cache, all chunks of a sequence, and one call over it."""
     q, k, v = (
         normal((1, length, heads, WIDTH), torch.bfloat16, "cuda", i)
         for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
@@ -71,19 +63,11 @@ def prepared(
     return cache, chunks, whole
 
 
-def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int) -> Row:
-    """Both in turns, each after a call that is not timed; ``multiple`` is the time of the chunks by the call's."""
+def measure(length: int, chunk: int, stride: int, span: int | None) -> Row:
+    """``multiple`` is the time of the chunks by the call's."""
     cache, chunks, whole = prepared(length, chunk, stride, span)
-    cached, single, peak = [], [], 0
-    for turn in range(rounds + 1):
-        cache.truncate(0)
-        took, held = peak_of(functools.partial(milliseconds, chunks))
-        peak = max(peak, held)
-        if turn:
-            cached.append(took)
-        took = milliseconds(whole)
-        if turn:
-            single.append(took)
+    _, peak = peak_of(chunks)
+    times = medians_ms({"chunks": [chunks], "one call": [whole]}, "cuda", EFFORT)
     cache.check()
     return {
         **where(),
@@ -91,9 +75,9 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
         "chunk": chunk,
         "selection_stride": stride,
         "selection_span": span,
-        "chunks_ms": median(cached),
-        "one_call_ms": median(single),
-        "multiple": median(cached) / median(single),
+        "chunks_ms": times["chunks"],
+        "one_call_ms": times["one call"],
+        "multiple": times["chunks"] / times["one call"],
         "cache_bytes": cache.num_bytes().used,
         "peak_bytes": peak,
     }
@@ -101,24 +85,21 @@ def measure(length: int, chunk: int, stride: int, span: int | None, rounds: int)
 
 def profile(length: int, chunk: int, stride: int, span: int | None) -> str:
     """What each kernel takes in milliseconds of the chunks and of the call, those that differ most first."""
-    cache, chunks, whole = prepared(length, chunk, stride, span)
+    _, chunks, whole = prepared(length, chunk, stride, span)
     spent: list[dict[str, tuple[float, int]]] = []
     lines = [f"T={length}, chunks of {chunk}, stride {stride}, span {span}"]
     for name, call in (("chunks", chunks), ("one call", whole)):
         for _ in range(2):  # the second one finds everything prepared
-            cache.truncate(0)
             torch.cuda.synchronize()
             begin = time.perf_counter()
             call()
             launched = time.perf_counter() - begin
         lines.append(f"{name}: the host launches it in {1e3 * launched:.2f} ms")
-        cache.truncate(0)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            call()
-            torch.cuda.synchronize()
-        events = profiler.key_averages()
-        spent.append({event.key: (event.self_device_time_total / 1e3, event.count) for event in events})
+        by_name: dict[str, tuple[float, int]] = {}
+        for kernel, ms in kernels_of(call):
+            total, count = by_name.get(kernel, (0.0, 0))
+            by_name[kernel] = total + ms, count + 1
+        spent.append(by_name)
     of_chunks, of_call = spent
 
     def beyond(key: str) -> float:
@@ -140,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = QUICK if arguments.quick else WHOLE
     if arguments.profile:
         for setting in settings:
-            print(profile(*setting[:4]), flush=True)
+            print(profile(*setting), flush=True)
         return 0
     return measure_each(settings, lambda x: f"T={x[0]} stride {x[2]}", lambda x: [measure(*x)], arguments.csv)
 

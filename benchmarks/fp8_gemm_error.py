@@ -18,8 +18,8 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
+from benchmarks.harness.calls import medians_ms, replayed_us
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu
-from htree_ops.tuning.clock import clock_for
 
 FP8 = torch.float8_e4m3fn
 Product = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -104,16 +104,9 @@ def time_methods(size: int) -> dict[str, tuple[float, float]]:
     calls: dict[str, list[timing.Call]] = {
         name: [functools.partial(f, a, b, torch.bfloat16) for a, b in operands] for name, f in METHODS.items()
     }
-    clock, effort = clock_for("cuda"), timing.Effort(rounds=6)
-    events = timing.measure(calls, clock, effort)
-    replays, counts = {}, {}
-    for name, some in calls.items():
-        replay, counts[name] = timing.capture(some)
-        replays[name] = [replay]
-    graphs = timing.measure(replays, clock, timing.Effort(rounds=6, burst=2))
-    return {
-        name: (events[name].median_us, graphs[name].scaled(1 / counts[name]).median_us) for name in METHODS
-    }
+    events = medians_ms(calls, "cuda", timing.Effort(rounds=6))
+    graphs = replayed_us(calls, timing.Effort(rounds=6, burst=2))
+    return {name: (1e3 * events[name], graphs[name]) for name in METHODS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

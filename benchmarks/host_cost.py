@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.harness.calls import kernels_of
 from benchmarks.harness.plain_rows import Row, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
 from htree_ops import HTreeAttention, TreeKVCache
@@ -190,14 +190,7 @@ def tensors_of(call: Any) -> int:
 
 def count_kernels(call: Call, device: str) -> int:
     """Kernels that one call launches, copies and fills among them."""
-    if device == "cpu":
-        return 0
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in trace.events())
+    return 0 if device == "cpu" else len(kernels_of(call))
 
 
 def host_us(call: Call, device: str, bursts: int, begin: Call | None = None) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import bounds, timing
-from benchmarks.harness.calls import backward_of, dense, medians_ms
+from benchmarks.harness.calls import backward_of, dense, kernels_of, medians_ms
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from benchmarks.quality.study import lists
 from htree_ops import TreeOptions
@@ -98,19 +98,6 @@ def trained_blocks(case: SparseCase, path: Path, device: str) -> Tensor:
     turns = torch.arange(case.B * case.H_kv) % len(found)
     blocks = found[:, :: case.selection_stride][turns].unflatten(0, (case.B, case.H_kv))
     return blocks.transpose(1, 2).contiguous().to(device)
-
-
-def kernels_of(call: Call) -> list[tuple[str, float]]:
-    """The kernels of a call in the order of their begin: name and milliseconds."""
-    call()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        call()
-        torch.cuda.synchronize()
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda e: e.time_range.start)
-    return [(e.name, e.time_range.elapsed_us() / 1e3) for e in events]
 
 
 def forward_of_tokens(kernels: Sequence[tuple[str, float]], layers: int) -> float:

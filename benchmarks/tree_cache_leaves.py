@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import timing
+from benchmarks.harness.calls import medians_ms, replayed_us
 from benchmarks.harness.plain_rows import Row, parse_for_gpu, print_rows
 from benchmarks.quality.study import corpus, evaluation, pieces
 from benchmarks.quality.study.session import Session, Setup
@@ -150,7 +150,7 @@ def models(scale: str, device: str) -> Iterator[Row]:
 
 
 def times(tokens: int, device: str, rounds: int = 30) -> Iterator[Row]:
-    """Caches of ``tokens`` tokens take turns, so that whatever else the machine does meets all of them.
+    """The attention of one token of one sequence; caches of ``tokens`` tokens take turns, on a GPU as graphs.
 
     On a GPU 32 heads of 128 on 4 K/V heads in bfloat16, k = 512, M = 8192; on a CPU 4 heads of 64 on one in float32,
     k = 64, M = 1024.
@@ -159,8 +159,7 @@ def times(tokens: int, device: str, rounds: int = 30) -> Iterator[Row]:
     heads, kv_heads, width, dtype = (32, 4, 128, torch.bfloat16) if cuda else (4, 1, 64, torch.float32)
     top_k = 512 if cuda else 64
     q = normal((1, 1, heads, width), dtype, device, seed=1)
-    steps: dict[int, Callable[[], object]] = {}
-    caches = []  # a captured graph holds none of the tensors that it reads
+    steps: dict[str, list[Callable[[], object]]] = {}
     for bits in BITS:
         cache = TreeKVCache(
             1, kv_heads, width, tokens, top_k=top_k, dtype=dtype, device=device, leaf_bits=leaf_bits(bits)
@@ -168,35 +167,22 @@ def times(tokens: int, device: str, rounds: int = 30) -> Iterator[Row]:
         for first in range(0, tokens, 1 << 16):
             shape = (1, min(1 << 16, tokens - first), kv_heads, width)
             cache.append(*(normal(shape, dtype, device, seed=first + i) for i in (2, 3)))
-        caches.append(cache)
-        cache.attend(q)
-        steps[bits] = partial(cache.attend, q)
-        if cuda:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                cache.attend(q)
-            steps[bits] = graph.replay
-    found: dict[int, list[float]] = {bits: [] for bits in steps}
-    for _ in range(rounds):
-        for bits, step in steps.items():
-            begin = time.perf_counter()
-            for _ in range(10):
-                step()
-            if cuda:
-                torch.cuda.synchronize()
-            found[bits].append((time.perf_counter() - begin) * 1e5)
+        steps[str(bits)] = [partial(cache.attend, q)]
+    effort = timing.Effort(rounds=rounds)
+    if cuda:
+        found = replayed_us(steps, effort)
+    else:
+        found = {bits: 1e3 * ms for bits, ms in medians_ms(steps, device, effort).items()}
     name = (
         torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     )
-    plain = statistics.median(found[16])
-    for bits, each in found.items():
-        median = statistics.median(each)
+    for kept, time in found.items():
         yield {
             "device": name,
             "tokens": tokens,
-            "bits": bits,
-            "microseconds": median,
-            "ratio": median / plain,
+            "bits": int(kept),
+            "microseconds": time,
+            "ratio": time / found["16"],
         }
 
 

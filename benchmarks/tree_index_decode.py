@@ -10,20 +10,20 @@ over all tokens. Figures are reported, never asserted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from benchmarks.harness import bounds, timing
+from benchmarks.harness.baselines import dense_step
+from benchmarks.harness.calls import replayed_us
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache
 from htree_ops.ops.tree_cache.functions import cache_layers
-from htree_ops.tuning.clock import clock_for
 
 INDEX_DIM = 32
 #: Tokens that are appended to a sequence at once, before anything is timed, and those that timed steps may append.
@@ -97,21 +97,14 @@ def filled(setting: Setting, index_dim: int) -> TreeKVCache:
     return cache
 
 
-def replayed(call: Callable[[], object], effort: timing.Effort) -> float:
-    """Microseconds of a call in a CUDA graph."""
-    clock = clock_for("cuda")
-    call()
-    replay, count = timing.capture([call])
-    return timing.measure_undisturbed({"": [replay]}, clock, effort)[""].median_us / count
-
-
 def indexed(
     setting: Setting, rows: tuple[Tensor, Tensor, Tensor], index: tuple[Tensor, Tensor], effort: timing.Effort
 ) -> tuple[float, float]:
     """Microseconds of the attention of a token by an index, and of that with its append."""
     cache = filled(setting, INDEX_DIM)
-    attend_us = replayed(partial(cache.attend, rows[0], index_query=index[0]), effort)
-    step_us = replayed(partial(cache.decode, *rows, index=index), effort)
+    attend = partial(cache.attend, rows[0], index_query=index[0])
+    attend_us = replayed_us({"attend": [attend]}, effort)["attend"]
+    step_us = replayed_us({"step": [partial(cache.decode, *rows, index=index)]}, effort)["step"]
     cache.advance(int(cache.lengths[0]) - cache.host_lengths()[0])  # replays
     cache.check()
     return attend_us, step_us
@@ -130,15 +123,12 @@ def measure(setting: Setting, effort: timing.Effort) -> Iterator[Row]:
     with torch.no_grad():
         attend_us, step_us = indexed(setting, (q, k, v), index, effort)
         plain = filled(setting, 0)
-        mean_us = replayed(partial(plain.attend, q), effort)
+        mean_us = replayed_us({"mean": [partial(plain.attend, q)]}, effort)["mean"]
         del plain
         shape = (setting.B, setting.H_kv, setting.T, setting.D)
         dense_k, dense_v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            dense = partial(
-                F.scaled_dot_product_attention, q.transpose(1, 2), dense_k, dense_v, enable_gqa=True
-            )
-            dense_us = replayed(dense, effort)
+        dense = partial(dense_step, SDPBackend.CUDNN_ATTENTION, q.transpose(1, 2), dense_k, dense_v)
+        dense_us = replayed_us({"dense": [dense]}, effort)["dense"]
     yield {
         **where(),
         "B": setting.B,

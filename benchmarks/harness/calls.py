@@ -1,4 +1,4 @@
-"""What programs of benchmarks/ time beside each other: dense attention, backwards whose forward has run, and memory."""
+"""What programs of benchmarks/ measure: dense attention, backwards whose forward has run, graphs, kernels, memory."""
 
 from __future__ import annotations
 
@@ -62,6 +62,29 @@ def sustained_ms(
     clock = clock_for(device)
     times = {name: timing.sustained(x, clock, medians[name] * 1e3, effort) for name, x in candidates.items()}
     return {name: time.median_us / 1e3 for name, time in times.items()}
+
+
+def replayed_us(candidates: Mapping[str, Sequence[Call]], effort: timing.Effort) -> dict[str, float]:
+    """Microseconds of a call of each candidate in a CUDA graph, taken in turns."""
+    for calls in candidates.values():
+        calls[0]()  # what is made once
+    graphs = {name: timing.capture(calls) for name, calls in candidates.items()}
+    replays = {name: [replay] for name, (replay, _) in graphs.items()}
+    times = timing.measure_undisturbed(replays, clock_for("cuda"), effort)
+    return {name: times[name].median_us / count for name, (_, count) in graphs.items()}
+
+
+def kernels_of(call: Call) -> list[tuple[str, float]]:
+    """The kernels of a call in the order of their begin, copies and fills among them: name and milliseconds."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    return [(e.name, e.time_range.elapsed_us() / 1e3) for e in events]
 
 
 def peak_of(call: Callable[[], T]) -> tuple[T, int]:
