@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from htree_ops.distributed.context_parallel import choose_steps
+from htree_ops.reference.tree_attention import layer_sizes
 
 RESULTS = Path(__file__).parent / "results" / "tree_attention_h200.csv"
 RANKS = (4, 8, 64)
@@ -50,10 +51,8 @@ class Costs:
 
 def work_of(tokens: int) -> tuple[float, float, float]:
     """Of a token on average: nodes seen at the top, layers that select below it, and 1 for the tokens."""
-    layers, nodes = 1, tokens
-    while nodes > MOST_TOP:
-        layers, nodes = layers + 1, -(-nodes // RATE)
-    return nodes / 2, max(0, layers - 2), 1.0
+    sizes = layer_sizes(tokens, RATE, MOST_TOP)
+    return sizes[-1] / 2, max(0, len(sizes) - 2), 1.0
 
 
 def measured(path: Path = RESULTS) -> Costs:

@@ -34,6 +34,7 @@ from benchmarks.harness.calls import backward_of, dense, kernels_of, medians_ms
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from benchmarks.quality.study import lists
 from htree_ops import TreeOptions
+from htree_ops.ops.tree_cache.functions import cache_layers
 from htree_ops.tuning.clock import Call
 from tests.support.sparse_attention_cases import BENCHMARK_CASES, SparseCase
 
@@ -129,9 +130,7 @@ def backward_of_tokens(kernels: Sequence[tuple[str, float]], layers: int) -> flo
 def tokens_of_tree(case: SparseCase, inputs: Sequence[Tensor], rounds: int) -> dict[str, float]:
     """Milliseconds of the tokens' layer inside tree attention in each direction, the median of some calls."""
     options = tree_options(case)
-    layers, nodes = 1, case.T
-    while nodes > options["max_top_nodes"]:
-        layers, nodes = layers + 1, -(-nodes // 16)
+    layers = cache_layers(case.T, 16, options["max_top_nodes"])
 
     def attend(*qkv: Tensor) -> Tensor:
         return torch.ops.htree.attention(*qkv, **options)[0]

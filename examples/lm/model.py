@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from htree_ops import HTreeAttention, TreeKVCache
+from htree_ops.flops import tree_candidates
 
 from .settings import Settings
 
@@ -128,35 +129,14 @@ def draw_weights(model: nn.Module, layers: int, generator: torch.Generator | Non
             nn.init.normal_(parameter, std=deviation, generator=generator)
 
 
-def layer_sizes(context: int, settings: Settings) -> list[int]:
-    """Nodes per layer of the tree over ``context`` tokens, tokens first (docs/semantics/tree_attention.md §1.2)."""
-    sizes = [context]
-    while sizes[-1] > settings.max_top_nodes:
-        sizes.append(-(-sizes[-1] // settings.compression_rate))
-    return sizes
-
-
 def candidates_by_layer(context: int, settings: Settings) -> list[Tensor]:
     """Nodes that each query scores, int64 [context] per layer, tokens first (docs/semantics/tree_attention.md §1.3).
 
-    Dense attention scores t + 1 at position t. A layer gives (m - 1) * r + (t // r^l) % r + 1 candidates from m
-    parents; min(k, that many) of them are the parents of the layer below. At its top layer a query scores every node
-    up to its own.
+    Dense attention scores t + 1 at position t.
     """
-    rate, top = settings.compression_rate, len(layer_sizes(context, settings)) - 1
-    position = torch.arange(context)
-    tops = torch.full_like(position, top)
-    if settings.max_top_nodes > settings.top_k * rate:  # then a query starts at the top of its own prefix
-        leader = position - position % settings.selection_stride
-        tops = sum(((leader >= settings.max_top_nodes * rate**i).long() for i in range(top)), 0 * position)
-    parents = torch.ones_like(position)
-    counts = []
-    for layer in range(top, -1, -1):
-        node = position // rate**layer
-        below = (parents - 1) * rate + node % rate + 1
-        counts.append(torch.where(tops == layer, node + 1, torch.where(tops > layer, below, 0)))
-        parents = counts[-1].clamp(max=settings.top_k)
-    return counts[::-1]
+    rate, top_nodes = settings.compression_rate, settings.max_top_nodes
+    layers = tree_candidates(context, context, rate, top_nodes, settings.top_k, settings.selection_stride)
+    return [torch.from_numpy(counts) for *_, counts in reversed(layers)]
 
 
 def candidates_per_query(context: int, settings: Settings) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from htree_ops import tree_attention
+from htree_ops.reference.tree_attention import layer_sizes
 
 from .model import (
     ByteLM,
     candidates_per_query,
     dense_attention,
-    layer_sizes,
     span_means_of_last_query,
 )
 from .settings import Settings
@@ -33,7 +34,7 @@ Times = dict[str, float]
 
 def tree_words(settings: Settings) -> str:
     """The depth of the tree, and the candidates per query beside those of dense attention."""
-    sizes = layer_sizes(settings.context, settings)
+    sizes = layer_sizes(settings.context, settings.compression_rate, settings.max_top_nodes)
     counts = candidates_per_query(settings.context, settings)
     dense_mean = (settings.context + 1) / 2
     words = (
@@ -122,33 +123,15 @@ def attention_times(settings: Settings, lengths: Sequence[int], dense: bool = Tr
             index = tuple(normal(length, settings.kv_heads, settings.index_dim) for _ in range(2))
         row: Times = {"T": length}
         for name, attention in kinds.items():
-            call = _forward(attention, q, k, v, index)
-            row[f"{name}_forward"] = _seconds(call, settings.device)
-            row[f"{name}_training"] = _seconds(_training(attention, q, k, v, index), settings.device)
+            call = partial(attention, q, k, v, index)
+            row[f"{name}_forward"] = _seconds(torch.no_grad()(call), settings.device)
+            row[f"{name}_training"] = _seconds(partial(_gradients, call, (q, k, v)), settings.device)
         table.append(row)
     return table
 
 
-Index = tuple[Tensor, ...] | None
-
-
-def _forward(
-    attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, index: Index
-) -> Callable[[], object]:
-    def call() -> None:
-        with torch.no_grad():
-            attention(q, k, v, index)
-
-    return call
-
-
-def _training(
-    attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, index: Index
-) -> Callable[[], object]:
-    def call() -> None:
-        torch.autograd.grad(attention(q, k, v, index).sum(), (q, k, v))
-
-    return call
+def _gradients(call: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
+    torch.autograd.grad(call().sum(), inputs)
 
 
 def times_table(times: Sequence[Times], settings: Settings) -> str:

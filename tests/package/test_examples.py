@@ -211,7 +211,7 @@ def test_help_explains_every_flag(lm):
 def test_both_models_agree_while_nothing_is_selected(lm):
     """Up to M tokens the tree is dense attention (docs/semantics/tree_attention.md §1.5)."""
     settings = settings_of(lm, f"{MODEL} --context 24 --device cpu")
-    assert lm.model.layer_sizes(24, settings) == [24]
+    assert len(lm.model.candidates_by_layer(24, settings)) == 1
     torch.manual_seed(0)
     tree = lm.model.ByteLM(settings)
     dense = lm.model.ByteLM(settings, lm.model.DenseAttention)
@@ -233,7 +233,7 @@ def test_the_printed_candidates_are_those_of_the_algorithm(lm, context, top_node
     trace = htree_forward_naive(q, k, k, compression_rate=4, top_k_per_layer=8, max_top_nodes=top_nodes).trace
     expected = sum(layer.candidates.present.sum(-1).flatten() for layer in trace)
     torch.testing.assert_close(lm.model.candidates_per_query(context, settings), expected)
-    assert len(lm.model.layer_sizes(context, settings)) == len(trace)
+    assert len(lm.model.candidates_by_layer(context, settings)) == len(trace)
     # every whole candidate above the tokens has a mean of two for each pair of its tokens
     whole = [int(layer.candidates.present[0, -1].sum()) - 1 for layer in trace][-2::-1]
     means = sum(count * 4 ** (layer + 1) // 2 for layer, count in enumerate(whole))

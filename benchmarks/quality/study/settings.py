@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from htree_ops.ops.tree_cache.functions import cache_layers
+
 RATE = 16  # tokens per node, r
 INDEX_DIM = 32  # numbers of a learned index, where heads have as many
 
@@ -45,12 +47,7 @@ class Attention:
 
     def layers(self, context: int) -> int:
         """Layers of the tree over ``context`` tokens (docs/semantics/tree_attention.md §1.2); 0 without a tree."""
-        if self.kind != "tree":
-            return 0
-        layers, nodes = 1, context
-        while nodes > self.max_top_nodes:
-            layers, nodes = layers + 1, -(-nodes // RATE)
-        return layers
+        return cache_layers(context, RATE, self.max_top_nodes) if self.kind == "tree" else 0
 
 
 @dataclass(frozen=True)
