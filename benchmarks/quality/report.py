@@ -13,16 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-try:
-    from benchmarks.harness.readme_table import replace_section
-    from benchmarks.quality.study import pictures, record, tables
-    from htree_ops.cli import OneLineParser
-except ImportError as error:
-    print(
-        f"report.py: {error}; install the package, or run in its folder with PYTHONPATH=. set",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+from benchmarks.harness.readme_table import replace_section
+from benchmarks.quality.study import pictures, record, tables
+from htree_ops.cli import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = "lists.npz"  # of an index

@@ -18,17 +18,11 @@ from pathlib import Path
 
 import torch
 
-try:
-    from benchmarks.quality.study import corpus, pieces, record
-    from benchmarks.quality.study.session import WITHOUT_TEXT, Interrupted, NoTime, Progress, Session, Setup
-    from benchmarks.quality.study.settings import SCALES, dense
-    from htree_ops.cli import OneLineParser, UsageError, at_least, output_folder
-    from htree_ops.info import cuda_missing
-except ImportError as error:
-    print(
-        f"run.py: {error}; install the package, or run in its folder with PYTHONPATH=. set", file=sys.stderr
-    )
-    sys.exit(2)
+from benchmarks.quality.study import corpus, pieces, record
+from benchmarks.quality.study.session import WITHOUT_TEXT, Interrupted, NoTime, Progress, Session, Setup
+from benchmarks.quality.study.settings import SCALES, dense
+from htree_ops.cli import OneLineParser, UsageError, at_least, output_folder
+from htree_ops.info import cuda_missing
 
 FAILED, WRONG_USE, LEFT = 1, 2, 3
 LEAST_S = 40.0  # seconds without which a run is not begun
