@@ -40,16 +40,12 @@ SETTINGS = Settings(
     dim=64,
     heads=4,
     kv_heads=2,
-    compression_rate=16,
     top_k=8,
     max_top_nodes=32,
-    selection_stride=1,
     selection_span=2,
+    index_dim=0,
     learning_rate=0.003,
-    seed=0,
-    eval_every=40,
     eval_windows=1,
-    dense=False,
 )
 AS_IT_IS = "as it is"
 #: What runs in one process; all but the first change nothing but roundings.

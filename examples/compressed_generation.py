@@ -119,9 +119,9 @@ def train_model(arguments: argparse.Namespace, device: str) -> tuple[settings.Se
     if arguments.train_steps < 1:
         raise settings.UserError(f"--train-steps must be at least 1, got {arguments.train_steps}")
     chosen = settings.Settings(
-        **(settings.PRESETS["cpu"] | TRAINED_HERE | {"steps": arguments.train_steps}),
-        device=device,
-        text=arguments.text or str(text.default_folder()),
+        device,
+        arguments.text or str(text.default_folder()),
+        **(TRAINED_HERE | {"steps": arguments.train_steps}),
     )
     path = arguments.out / "checkpoint.pt"
     if path.is_file():
@@ -203,13 +203,8 @@ def run(arguments: argparse.Namespace) -> None:
     device = train_lm.choose_device(arguments.device)
     if not arguments.checkpoint:
         sizes(arguments, TRAINED_HERE["context"])  # wrong numbers are named before anything slow
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
+    settings.make_folder(arguments.out)
     if arguments.checkpoint:
-        if not arguments.checkpoint.is_file():
-            raise settings.UserError(f"--checkpoint: there is no {arguments.checkpoint}")
         chosen, model = read_model(arguments.checkpoint, device)
     else:
         chosen, model = train_model(arguments, device)

@@ -185,17 +185,13 @@ def make_parser() -> argparse.ArgumentParser:
 def make_model(arguments: argparse.Namespace, device: str) -> tuple[settings.Settings, ByteLM]:
     """The tree model of the checkpoint, or a small one that is trained here."""
     if arguments.checkpoint:
-        if not arguments.checkpoint.is_file():
-            raise settings.UserError(f"--checkpoint: there is no {arguments.checkpoint}")
         stored, content = training.read_checkpoint(arguments.checkpoint, device, "--checkpoint")
         model = ByteLM(stored).to(device)
         model.load_state_dict(content["learners"]["tree"]["model"])
         return stored, model.eval()
     settings.check_size("--train-steps", arguments.train_steps, 1)
     chosen = settings.Settings(
-        **(settings.PRESETS["cpu"] | TRAINED_HERE | {"steps": arguments.train_steps}),
-        device=device,
-        text=str(text.default_folder()),
+        device, str(text.default_folder()), **(TRAINED_HERE | {"steps": arguments.train_steps})
     )
     return chosen, training.train_briefly("tree", chosen).model.eval()
 
@@ -209,13 +205,7 @@ def parse_lengths(arguments: argparse.Namespace, device: str) -> Sequence[int]:
     words = arguments.lengths
     if words is None:
         return CPU_LENGTHS if torch.device(device).type == "cpu" else GPU_LENGTHS
-    try:
-        lengths = [int(word) for word in words.split(",")]
-    except ValueError:
-        lengths = [0]
-    if min(lengths) < 1:
-        raise settings.UserError(f"--lengths must be positive numbers, got {words!r}")
-    settings.check_size("--lengths", max(lengths), 1)
+    lengths = settings.positive_numbers("--lengths", words)
     settings.check_size("--lengths and --bytes together", max(lengths) + arguments.bytes, 1)
     least = len(SENTENCE) + len(QUESTION)
     if arguments.passkey and min(lengths) < least:
@@ -269,10 +259,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in ("bytes", "chunk"):
         settings.check_size(f"--{name}", getattr(arguments, name), 1)
     lengths = parse_lengths(arguments, device)
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
+    settings.make_folder(arguments.out)
     chosen, model = make_model(arguments, device)
     folder = Path(chosen.text)
     if not folder.is_dir():  # of a checkpoint from another machine

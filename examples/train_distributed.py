@@ -118,10 +118,7 @@ def prepare(arguments: argparse.Namespace) -> parallel.Trainer:
     if sizes["data"] is None:
         sizes["data"] = max(1, ranks // (sizes["context"] * sizes["tensor"]))
     parallel.check_mesh(chosen, sizes, ranks)
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
+    settings.make_folder(arguments.out)
     loaded = text.load_text(Path(folder), chosen.context)
     wait = timedelta(seconds=arguments.timeout)
     join_ranks(device, wait)

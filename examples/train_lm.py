@@ -57,14 +57,7 @@ def parse_lengths(words: str | None, device: str) -> list[int]:
         return list(CPU_LENGTHS if torch.device(device).type == "cpu" else GPU_LENGTHS)
     if words == "none":
         return []
-    try:
-        lengths = [int(word) for word in words.split(",")]
-    except ValueError:
-        lengths = [0]
-    if min(lengths) < 1:
-        raise settings.UserError(f"--time-lengths must be positive numbers or 'none', got {words!r}")
-    settings.check_size("--time-lengths", max(lengths), 1)
-    return lengths
+    return settings.positive_numbers("--time-lengths", words, " or 'none'")
 
 
 def prepare(arguments: argparse.Namespace) -> training.Run:
@@ -79,10 +72,7 @@ def prepare(arguments: argparse.Namespace) -> training.Run:
         raise settings.UserError(f"--sample-bytes must not be negative, got {arguments.sample_bytes}")
     settings.check_size("--sample-bytes", arguments.sample_bytes, 0)
     settings.check_size("--copy-steps", arguments.copy_steps, 0)
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise settings.UserError(f"--out: {arguments.out} cannot be made: {error.strerror}") from error
+    settings.make_folder(arguments.out)
     run = training.Run(chosen, text.load_text(Path(folder), chosen.context), arguments.out)
     if content is not None:
         run.load(content)

@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the numbers of a run; stored in its checkpoint.
+    """Everything that decides the numbers of a run; stored in its checkpoint. The defaults are those of a CPU.
 
     Sizes are in bytes of text (context, sample), in bytes per step = batch * context, or plain counts. A
     ``selection_span`` of 0 stands for None, an ``index_dim`` of 0 for no index.
@@ -34,64 +34,38 @@ class Settings:
 
     device: str
     text: str
-    context: int
-    batch: int
-    steps: int
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    compression_rate: int
-    top_k: int
-    max_top_nodes: int
-    selection_stride: int
-    selection_span: int
-    learning_rate: float
-    seed: int
-    eval_every: int
-    eval_windows: int
-    dense: bool
-    index_dim: int = 0
+    context: int = 4096
+    batch: int = 1
+    steps: int = 64
+    layers: int = 3
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 1
+    compression_rate: int = 16
+    top_k: int = 32
+    max_top_nodes: int = 256
+    selection_stride: int = 1
+    selection_span: int = 0
+    learning_rate: float = 0.03
+    seed: int = 0
+    eval_every: int = 20
+    eval_windows: int = 4
+    dense: bool = True
+    index_dim: int = 32
 
 
 #: Largest size, count or seed of a flag.
 MOST = 2**31 - 1
-#: What a device gets where a flag is not given. A GPU takes a longer context and a larger model, in bfloat16.
-COMMON: dict[str, Any] = {
-    "compression_rate": 16,
-    "top_k": 32,
-    "max_top_nodes": 256,
-    "selection_stride": 1,
-    "selection_span": 0,
-    "index_dim": 32,
-    "learning_rate": 0.03,
-    "seed": 0,
-    "eval_every": 20,
-    "dense": True,
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "cpu": COMMON
-    | {
-        "context": 4096,
-        "batch": 1,
-        "steps": 64,
-        "layers": 3,
-        "dim": 128,
-        "heads": 4,
-        "kv_heads": 1,
-        "eval_windows": 4,
-    },
-    "cuda": COMMON
-    | {
-        "context": 32768,
-        "batch": 2,
-        "steps": 400,
-        "layers": 6,
-        "dim": 512,
-        "heads": 8,
-        "kv_heads": 2,
-        "eval_windows": 8,
-    },
+#: What a GPU gets where a flag is not given: a longer context and a larger model, in bfloat16.
+ON_GPU: dict[str, Any] = {
+    "context": 32768,
+    "batch": 2,
+    "steps": 400,
+    "layers": 6,
+    "dim": 512,
+    "heads": 8,
+    "kv_heads": 2,
+    "eval_windows": 8,
 }
 
 
@@ -133,11 +107,12 @@ ABOUT: dict[str, dict[str, str]] = {
 
 
 def add_settings(parser: argparse.ArgumentParser, **words: str) -> None:
-    """Flags of the settings, with other ``words`` for some. One without a value given is None: see PRESETS."""
+    """Flags of the settings, with other ``words`` for some. One without a value given is None."""
     for title, flags in ABOUT.items():
         group = parser.add_argument_group(title)
         for name, about in flags.items():
-            cpu, gpu = (PRESETS[device][name] for device in ("cpu", "cuda"))
+            cpu = getattr(Settings, name)
+            gpu = ON_GPU.get(name, cpu)
             if name == "selection_span":  # where there is no index
                 cpu = gpu = WITHOUT_INDEX["quality"][name]
             default = f"default {cpu}" if cpu == gpu else f"default {cpu}, on a GPU {gpu}"
@@ -217,13 +192,14 @@ def resolve(arguments: argparse.Namespace, device: str, text: str, stored: Setti
     given = {f.name: getattr(arguments, f.name) for f in fields(Settings) if f.name not in ("device", "text")}
     given = {name: value for name, value in given.items() if value is not None}
     if stored is None:
-        sizes = PRESETS[torch.device(device).type] | given
+        on_gpu = torch.device(device).type == "cuda"
+        sizes = asdict(Settings(device, text)) | (ON_GPU if on_gpu else {}) | given
         if "index_dim" not in given:  # none beside spans, and none wider than a head
             most = sizes["dim"] // max(1, sizes["heads"]) // 16 * 16
             sizes["index_dim"] = 0 if sizes["selection_span"] else min(sizes["index_dim"], most)
         if not sizes["index_dim"] and "selection_span" not in given and sizes["compression_rate"] % 2 == 0:
             sizes |= {"selection_span": WITHOUT_INDEX["quality"]["selection_span"]}
-        chosen = Settings(**sizes, device=device, text=text)
+        chosen = Settings(**sizes)
     else:
         kept = asdict(stored)
         for name, value in (given | ({"text": text} if arguments.text else {})).items():
@@ -241,6 +217,26 @@ def check_size(flag: str, value: int, least: int) -> None:
         raise UserError(f"{flag} must be at least {least}, got {value}")
     if value > MOST:
         raise UserError(f"{flag} must be at most {MOST}, got {value}")
+
+
+def positive_numbers(flag: str, words: str, other: str = "") -> list[int]:
+    """Numbers between commas; ``other`` says what else the flag takes."""
+    try:
+        found = [int(word) for word in words.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise UserError(f"{flag} must be positive numbers{other}, got {words!r}")
+    check_size(flag, max(found), 1)
+    return found
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of ``--out``."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {path} cannot be made: {error.strerror}") from error
 
 
 def check(settings: Settings) -> None:

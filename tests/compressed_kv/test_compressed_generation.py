@@ -123,9 +123,7 @@ def test_decoding_is_the_model_run_as_a_whole(example, trained, name):
 def test_a_wrong_flag_gets_one_line(example, tmp_path, refusal_of, flags, complaint):
     (tmp_path / "damaged").write_text("not a checkpoint")
     for name, changes, kind in (("narrow", {"dim": 128, "heads": 4}, "dense"), ("tree", {}, "tree")):
-        chosen = example.settings.Settings(
-            **(example.settings.PRESETS["cpu"] | SMALL | {"steps": 1} | changes), device="cpu", text=""
-        )
+        chosen = example.settings.Settings(**(SMALL | {"steps": 1} | changes), device="cpu", text="")
         state = {"settings": vars(chosen), "learners": {kind: {}}}
         torch.save(state, tmp_path / name)
     names = ("absent", "damaged", "narrow", "tree")

@@ -145,10 +145,8 @@ def attend(
 def settings_of(size: Training, index_dim: int) -> Settings:
     """Sizes of the examples' model; what its attention's own options are does not matter here."""
     return Settings(
-        device="cpu", text="", context=size.context, batch=size.batch, steps=size.steps, layers=size.layers,
-        dim=size.width, heads=size.heads, kv_heads=size.kv_heads, compression_rate=RATE, top_k=max(size.top_k, 1),
-        max_top_nodes=size.max_top_nodes or RATE, selection_stride=1, selection_span=0, index_dim=index_dim,
-        learning_rate=size.learning_rate, seed=0, eval_every=0, eval_windows=0, dense=False,
+        device="cpu", text="", layers=size.layers, dim=size.width, heads=size.heads, kv_heads=size.kv_heads,
+        compression_rate=RATE, top_k=max(size.top_k, 1), max_top_nodes=size.max_top_nodes or RATE, index_dim=index_dim,
     )  # fmt: skip
 
 
