@@ -32,6 +32,7 @@ from benchmarks.harness.published import (
     sustained_or_median,
     time_words,
 )
+from htree_ops import TreeKVCache
 from htree_ops.cli import run_program
 
 DENSE = "dense SDPA, cuDNN"
@@ -159,6 +160,20 @@ def render_recommended(results: Results) -> str:
     )
 
 
+#: The lengths of a table of costs, and its columns.
+LENGTHS = (8192, 32768, 131072, 1048576)
+COSTS = ("tokens", "setting", "forward", "decoding step", "GiB, 32 layers")
+
+
+def _costs(
+    length: int, title: str, forward: Mapping[str, Cell], step_us: float | str | None, gib: float
+) -> tuple[str, ...]:
+    """A line of such a table; dashes where there is no time."""
+    shown = forward[title].shown if title in forward else MISSING
+    step = MISSING if step_us is None else time_words(float(step_us))
+    return count_words(length), title, shown, step, f"{gib:.1f}"
+
+
 def render_costs(results: Results) -> str:
     """Time of a forward and of a decoding step, and the memory of 32 caches, with an index at four lengths."""
     forward = recommended_times(results, "forward")
@@ -169,19 +184,14 @@ def render_costs(results: Results) -> str:
         == ("1", "32", "4", "128", "float8_e4m3fn")
     }
     lines = []
-    for length in (8192, 32768, 131072, 1048576):
-        cells = forward.get(length, {})
-        memory = _cache_gib(length, kv_heads=4, span=None, index_dim=32)
-        dense_memory = 32 * length * 4 * 128 * 2 * 2 / 2**30
-        for title, top_nodes, column, gib in (
-            *((title, top_nodes, "attend_us", memory) for _, top_nodes, title in RECOMMENDED),
-            (DENSE, 8192, "dense_us", dense_memory),
-        ):
-            step = steps.get((length, top_nodes))
-            shown = cells[title].shown if title in cells else MISSING
-            decoding = MISSING if step is None else time_words(float(step[column]))
-            lines.append((count_words(length), title, shown, decoding, f"{gib:.1f}"))
-    return grid(("tokens", "setting", "forward", "decoding step", "GiB, 32 layers"), lines, 2)
+    for length in LENGTHS:
+        cells, gib = forward.get(length, {}), _cache_gib(length, kv_heads=4, span=None, index_dim=32)
+        for _, top_nodes, title in RECOMMENDED:
+            step = steps.get((length, top_nodes), {})
+            lines.append(_costs(length, title, cells, step.get("attend_us"), gib))
+        dense = steps.get((length, 8192), {})
+        lines.append(_costs(length, DENSE, cells, dense.get("dense_us"), _dense_gib(length, kv_heads=4)))
+    return grid(COSTS, lines, 2)
 
 
 def render_summary(results: Results) -> str:
@@ -223,45 +233,29 @@ def render_settings(results: Results) -> str:
         if found and row["baseline"] == DENSE:
             steps[int(found[1]), int(found[2] or 0) or None] = both_times(row)
     lines = []
-    for length in (8192, 32768, 131072, 1048576):
-        cells = forward.get(length, {})
+    for length in LENGTHS:
+        cells = dict(forward.get(length, {}))
         for setting in SETTINGS:
-            ours = cells[setting.title].shown if setting.title in cells else MISSING
-            if length <= DENSE_TO and ours == MISSING:
-                ours = "= stride 1"
-            step = steps.get(
-                (length, setting.span), steps.get((length, None)) if length <= DENSE_TO else None
-            )
-            memory = _cache_gib(length, kv_heads=4, span=setting.span)
-            lines.append(
-                (
-                    count_words(length),
-                    setting.title,
-                    ours,
-                    MISSING if step is None else time_words(step[0]),
-                    f"{memory:.1f}",
-                )
-            )
+            step = steps.get((length, setting.span))
+            if length <= DENSE_TO:
+                cells.setdefault(setting.title, Cell(0.0, "= stride 1", ""))
+                step = step or steps.get((length, None))
+            gib = _cache_gib(length, kv_heads=4, span=setting.span)
+            lines.append(_costs(length, setting.title, cells, step and step[0], gib))
         dense = next((step for (tokens, _), step in steps.items() if tokens == length), None)
-        lines.append(
-            (
-                count_words(length),
-                DENSE,
-                cells[DENSE].shown if DENSE in cells else MISSING,
-                MISSING if dense is None else time_words(dense[1]),
-                f"{32 * length * 4 * 128 * 2 * 2 / 2**30:.1f}",
-            )
-        )
-    titles = ("tokens", "setting", "forward", "decoding step", "GiB, 32 layers")
-    return grid(titles, lines, 2)
+        lines.append(_costs(length, DENSE, cells, dense and dense[1], _dense_gib(length, kv_heads=4)))
+    return grid(COSTS, lines, 2)
+
+
+def _dense_gib(tokens: int, *, kv_heads: int) -> float:
+    """GiB of 32 caches of all keys and values, heads of 128, bf16."""
+    return 32 * tokens * kv_heads * 128 * 2 * 2 / 2**30
 
 
 def _cache_gib(
     tokens: int, *, kv_heads: int, span: int | None, leaf_bits: int | None = None, index_dim: int = 0
 ) -> float:
     """GiB of 32 tree caches for one sequence, heads of 128, bf16: counted, not measured, on the device meta."""
-    from htree_ops import TreeKVCache
-
     cache = TreeKVCache(
         1,
         kv_heads,
@@ -279,8 +273,8 @@ def _cache_gib(
 def render_cache(results: Results) -> str:
     """Memory of a cache of 32 layers by length and what it keeps."""
     lines = []
-    for tokens in (8192, 32768, 131072, 1048576):
-        sizes = [32 * tokens * 8 * 128 * 2 * 2 / 2**30]
+    for tokens in LENGTHS:
+        sizes = [_dense_gib(tokens, kv_heads=8)]
         for span, bits in ((None, None), (4, None), (2, None), (2, 8), (2, 4)):
             sizes.append(_cache_gib(tokens, kv_heads=8, span=span, leaf_bits=bits))
         lines.append((count_words(tokens), *(f"{size:.1f}" for size in sizes)))
