@@ -16,25 +16,12 @@ from benchmarks.harness import timing
 from htree_ops.tuning.clock import clock_for, copy_bandwidth
 from tests.support.cases import Case
 
-
-def _io_compute_scores(*arguments: Any) -> Any:
-    return torch.ops.htree.io_compute_scores(*arguments)
-
-
-def _io_select_topk(scores: torch.Tensor, num_candidates: torch.Tensor, top_k: int, *_: Any) -> Any:
-    return torch.ops.htree.io_select_topk(scores, num_candidates, top_k)
-
-
-def _io_next_parents(parents: torch.Tensor, positions: torch.Tensor, rate: int = 16) -> Any:
-    return torch.ops.htree.io_compute_next_parents(parents, positions, rate)
-
-
 #: IO-only variants that take the op's own arguments, by op. io_accumulate_non_topk keeps its
 #: arithmetic, so it gives no floor.
 IO_ONLY: dict[str, Callable[..., Any]] = {
-    "compute_scores": _io_compute_scores,
-    "select_topk": _io_select_topk,
-    "compute_next_parents": _io_next_parents,
+    "compute_scores": torch.ops.htree.io_compute_scores,
+    "select_topk": lambda scores, count, top_k, *_: torch.ops.htree.io_select_topk(scores, count, top_k),
+    "compute_next_parents": torch.ops.htree.io_compute_next_parents,
 }
 
 
