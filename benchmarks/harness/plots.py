@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.harness.results import Environment, Row
+from benchmarks.harness.results import Environment, Row, time_us
 
 
 @dataclass(frozen=True)
@@ -89,42 +89,17 @@ def load_matplotlib(theme: str = "light") -> Any:
     return plt
 
 
-def time_us(row: Row) -> float:
-    """The time that a row's rates come from: graph replay where there is one, else the median."""
-    return row.median_us if row.graph_us is None else row.graph_us
-
-
-class Measured(Protocol):
-    """What a picture says about where its rows come from, as :class:`Row` has it."""
-
-    @property
-    def gpu(self) -> str:
-        """Its name, ``"none"`` for a CPU run."""
-
-    @property
-    def cpu(self) -> str:
-        """Its name."""
-
-    @property
-    def torch(self) -> str:
-        """The version."""
-
-    @property
-    def commit(self) -> str:
-        """Of the measured source."""
-
-
-def _machine(row: Measured) -> str:
+def _machine(row: Any) -> str:
     return re.sub(r"\((R|TM)\)", "", row.cpu) if row.gpu == "none" else row.gpu
 
 
-def short_commit(row: Measured) -> str:
+def short_commit(row: Any) -> str:
     """The first seven letters of the commit, and whether files were changed."""
     return re.sub(r"^(\w{7})\w*", r"\1", row.commit)
 
 
-def place(rows: Sequence[Measured]) -> str:
-    """Machines, versions of torch and commits of rows."""
+def place(rows: Sequence[Any]) -> str:
+    """Machines, versions of torch and commits of rows, which have ``gpu``, ``cpu``, ``torch`` and ``commit``."""
     machines = dict.fromkeys(map(_machine, rows))
     versions = dict.fromkeys(r.torch for r in rows)
     commits = sorted(set(map(short_commit, rows)))
@@ -152,7 +127,7 @@ def by_run(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return dict(zip(names, runs.values(), strict=True))
 
 
-def finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Measured], title: str, path: Path) -> Path:
+def finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Any], title: str, path: Path) -> Path:
     """Gives a picture its title and the place of its rows, and saves it."""
     below = textwrap.wrap(place(rows), width=100)
     axes.set_title(title, loc="left", fontsize=12.5, fontweight="bold", pad=12 + 12 * len(below))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from benchmarks.harness import plots
 from benchmarks.harness.progress import Progress
-from benchmarks.harness.results import ResultsError, Row, holds_rows, read_rows
-from htree_ops.bench import verdict
+from benchmarks.harness.results import HEADER, WORDS, ResultsError, Row, holds_rows, read_rows, table_cells
 from htree_ops.cli import Command, UsageError
 
 STYLE = """
@@ -23,30 +22,6 @@ table { border-collapse: collapse; font-size: 13px; width: 100%; }
 th, td { padding: .3em .6em; text-align: left; border-bottom: 1px solid #d9dee3; white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 """
-HEADER = (
-    "op",
-    "case",
-    "dtype",
-    "µs",
-    "GB/s",
-    "TFLOP/s",
-    "% copy",
-    "% floor",
-    "verdict",
-    "baseline",
-    "µs",
-    "speed-up",
-)
-TEXT_COLUMNS = {0, 1, 2, 8, 9}
-
-
-def with_floor(row: Row) -> tuple[float | None, str]:
-    """(percent of floor, verdict) of a row; for rows that lack these columns, from bytes and copy bandwidth."""
-    if row.percent_of_floor is not None and row.verdict is not None:
-        return row.percent_of_floor, row.verdict
-    floor_us = row.bytes / row.ceiling_gb_per_s / 1e3
-    time = plots.time_us(row)
-    return (100 * floor_us / time, verdict(time, floor_us)) if floor_us > 0 else (None, "-")
 
 
 def read_folder(paths: Sequence[Path]) -> list[Row]:
@@ -80,37 +55,18 @@ def _slug(machine: str) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        percent, verdict = with_floor(row)
-        graphs = row.graph_us is not None and row.baseline_graph_us is not None
-        theirs = row.baseline_graph_us if graphs else row.baseline_median_us
-        ours = plots.time_us(row) if graphs or row.graph_us is None else row.median_us
-        baseline = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
-        cells = (
-            row.op,
-            row.case,
-            row.dtype,
-            f"{ours:.1f}",
-            f"{row.gb_per_s:.0f}",
-            f"{row.tflops:.3g}",
-            f"{row.percent_of_ceiling:.1f}",
-            "-" if percent is None else f"{percent:.1f}",
-            verdict,
-            baseline,
-            f"{theirs:.1f}",
-            f"{row.speedup:.2f}×",
-        )
-        lines.append("".join(_cell("td", column, cell) for column, cell in enumerate(cells)))
-    head = "".join(_cell("th", column, name) for column, name in enumerate(HEADER))
+    lines = [
+        "".join(_cell("td", *cell) for cell in zip(HEADER, table_cells(row), strict=True)) for row in rows
+    ]
+    head = "".join(_cell("th", name, name) for name in HEADER)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
     )
 
 
-def _cell(tag: str, column: int, text: str) -> str:
-    number = "" if column in TEXT_COLUMNS else ' class="n"'
+def _cell(tag: str, column: str, text: str) -> str:
+    number = "" if column in WORDS else ' class="n"'
     return f"<{tag}{number}>{html.escape(text)}</{tag}>"
 
 
@@ -142,7 +98,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
         parts.append(_table(own))
     bar.clear()
     note = (
-        "Times are medians, or CUDA graph replay where both candidates have it. % copy: compulsory bytes over time "
+        "µs are medians, graph µs those of CUDA graph replay. % copy: compulsory bytes over time "
         "against the copy bandwidth measured in the same run. % floor: the IO floor over the time; the verdict says "
         "whether memory traffic explains it (IO-bound above 80 %, balanced from 50 %, else compute-bound; "
         "inconclusive where the time is below the floor)."
@@ -193,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "report",
-    "Writes one HTML page with all rows and PNG pictures from the JSON files of run. Needs matplotlib.",
+    "Writes one HTML page with all rows and PNG pictures from the CSV files of run. Needs matplotlib.",
     add_arguments,
     run,
     "python -m benchmarks",

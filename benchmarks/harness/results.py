@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from htree_ops.bench import verdict
 from htree_ops.cli import columns
 from htree_ops.info import Environment
 
@@ -150,21 +151,39 @@ _KINDS = typing.get_type_hints(Row)
 _NEEDED = {field.name for field in fields(Row) if field.default is MISSING}
 
 
+def time_us(row: Row) -> float:
+    """The time that a row's rates come from: graph replay where there is one, else the median."""
+    return row.median_us if row.graph_us is None else row.graph_us
+
+
+def with_floor(row: Row) -> tuple[float | None, str]:
+    """(percent of floor, verdict) of a row; for rows that lack these columns, from bytes and copy bandwidth."""
+    if row.percent_of_floor is not None and row.verdict is not None:
+        return row.percent_of_floor, row.verdict
+    floor_us = row.bytes / row.ceiling_gb_per_s / 1e3
+    time = time_us(row)
+    return (100 * floor_us / time, verdict(time, floor_us)) if floor_us > 0 else (None, "-")
+
+
+#: The columns of a table of rows, and which of them are words.
+_OURS = ("op", "case", "dtype", "µs", "graph µs", "GB/s", "TFLOP/s", "% copy", "% floor", "verdict")
+HEADER = (*_OURS, "baseline", "µs", "graph µs", "speed-up")
+WORDS = {"op", "case", "dtype", "verdict", "baseline"}
+
+
+def table_cells(row: Row) -> tuple[str, ...]:
+    """Our time, its share of the ceiling and the floor, the baseline's time and the speed-up."""
+    graph, baseline_graph = (
+        "-" if value is None else f"{value:.1f}" for value in (row.graph_us, row.baseline_graph_us)
+    )
+    name = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
+    rates = (f"{row.gb_per_s:.0f}", f"{row.tflops:.3g}", f"{row.percent_of_ceiling:.1f}")
+    percent, bound = with_floor(row)
+    floor = ("-" if percent is None else f"{percent:.1f}", bound)
+    theirs = (name, f"{row.baseline_median_us:.1f}", baseline_graph, f"{row.speedup:.2f}×")
+    return row.op, row.case, row.dtype, f"{row.median_us:.1f}", graph, *rates, *floor, *theirs
+
+
 def format_table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal: our time, its share of the ceiling, the baseline's time and the speed-up."""
-    header = ("op", "case", "dtype", "us", "graph us", "GB/s", "TFLOP/s", "% copy", "% floor", "verdict")
-    table: list[tuple[str, ...]] = [(*header, "baseline", "us", "graph us", "speed-up")]
-    for row in rows:
-        graph, baseline_graph = (
-            "-" if value is None else f"{value:.1f}" for value in (row.graph_us, row.baseline_graph_us)
-        )
-        name = row.baseline if row.baseline_computes_the_same else f"{row.baseline} (other function)"
-        rates = (f"{row.gb_per_s:.0f}", f"{row.tflops:.3g}", f"{row.percent_of_ceiling:.0f}")
-        ours = (f"{row.median_us:.1f}", graph, *rates)
-        if row.percent_of_floor is None or row.verdict is None:
-            floor = ("-", "-")
-        else:
-            floor = (f"{row.percent_of_floor:.0f}", row.verdict)
-        theirs = (name, f"{row.baseline_median_us:.1f}", baseline_graph, f"{row.speedup:.2f}x")
-        table.append((row.op, row.case, row.dtype, *ours, *floor, *theirs))
-    return columns(table)
+    """The rows for a terminal."""
+    return columns([HEADER, *map(table_cells, rows)])

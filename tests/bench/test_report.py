@@ -78,10 +78,10 @@ def test_a_page_and_pictures_per_machine(tmp_path, capsys):
 
 def test_floor_of_rows_with_and_without_the_columns():
     old = row()
-    assert report.with_floor(old) == (pytest.approx(80.0), "balanced")
+    assert results.with_floor(old) == (pytest.approx(80.0), "balanced")
     new = dataclasses.replace(old, percent_of_floor=93.0, verdict="IO-bound")
-    assert report.with_floor(new) == (93.0, "IO-bound")
-    assert report.with_floor(dataclasses.replace(old, bytes=0)) == (None, "-")
+    assert results.with_floor(new) == (93.0, "IO-bound")
+    assert results.with_floor(dataclasses.replace(old, bytes=0)) == (None, "-")
 
 
 def test_a_curve_is_one_problem_at_several_lengths(axes, tmp_path):
