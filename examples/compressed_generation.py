@@ -161,7 +161,7 @@ def compare(
     rows: list[dict[str, Any]] = []
     dense: generation.Trace | None = None
     for name, options in generation.CACHES.items():
-        make = partial(generation.Decoder, model, options, capacity, arguments.window, arguments.chunk)
+        make = partial(generation.make_decoder, model, options, capacity, arguments.window, arguments.chunk)
         trace = generation.read_along(make, prompt, rest, name)
         dense = dense or trace
         written = generation.continuation(make, prompt, arguments.write_bytes, seed=0)

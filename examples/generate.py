@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ try:
     from lm.model import Block, ByteLM, rotate
     from tqdm import tqdm
 
-    from htree_ops import tree_attention
+    from htree_ops import HTreeAttention, tree_attention
     from htree_ops.ops.compressed_kv.format import WIDTHS
 except ImportError as error:
     print(f"generate.py: {error}; run 'make demo' once", file=sys.stderr)
@@ -71,7 +71,7 @@ class Decoder(Protocol):
         """tokens int64 [S] behind what was read; logits [256] of the next byte."""
         ...
 
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> float:
         """Bytes of the caches."""
         ...
 
@@ -82,7 +82,8 @@ class FromCache:
     def __init__(self, model: ByteLM, capacity: int) -> None:
         self.model = model
         dtype = dtype_on(model.embedding.weight.device)
-        self.caches = [block.attention.make_cache(1, capacity, dtype=dtype) for block in blocks_of(model)]
+        blocks = (block for block in model.blocks if isinstance(block, Block))
+        self.caches = [block.attention.make_cache(1, capacity, dtype=dtype) for block in blocks]
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
@@ -93,63 +94,45 @@ class FromCache:
 
 
 class Rebuild:
-    """Rotated keys and values of every layer; each call builds the tree over all of them."""
+    """Rotated keys and values of a layer; each call builds the tree over all of them."""
 
-    def __init__(self, model: ByteLM, capacity: int) -> None:
-        self.model, self.length = model, 0
-        device = model.embedding.weight.device
-        layers = [block.attention for block in blocks_of(model)]
-        sizes = [(2, 1, capacity, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        self.rows = [torch.empty(size, dtype=dtype_on(device), device=device) for size in sizes]
+    def __init__(self, layer: HTreeAttention, capacity: int, place: torch.device) -> None:
+        self.layer, self.length = layer, 0
+        shape = (2, 1, capacity, layer.num_kv_heads, layer.head_dim)
+        self.rows = torch.empty(shape, dtype=dtype_on(place), device=place)
 
-    @torch.no_grad()
-    def read(self, tokens: Tensor) -> Tensor:
-        model, end = self.model, self.length + len(tokens)
-        x = model.embedding(tokens[None])
-        for block, rows in zip(blocks_of(model), self.rows, strict=True):
-            layer, h = block.attention, block.attention_norm(x)
-            k = rotate(layer.k_proj(h).unflatten(-1, rows.shape[-2:]), start=self.length)
-            rows[0, :, self.length : end] = k
-            rows[1, :, self.length : end] = layer.v_proj(h).unflatten(-1, rows.shape[-2:])
-            q = rotate(layer.q_proj(h).unflatten(-1, (layer.num_heads, layer.head_dim)), start=self.length)
-            q, keys, values = q.to(rows.dtype), rows[0, :, :end], rows[1, :, :end]
-            # Its own positions are rotated above; a stride would forbid a single byte.
-            options = replace(layer.options, rope_base=None, selection_stride=1)
-            index = layer.index_of(q, keys) if layer.index_dim else None
-            out = tree_attention(q, keys, values, index=index, options=options)
-            assert isinstance(out, Tensor)
-            x = x + layer.o_proj(out.flatten(2))
-            x = x + block.down(torch.nn.functional.gelu(block.up(block.mlp_norm(x)), approximate="tanh"))
-        self.length = end
-        return torch.nn.functional.linear(model.norm(x[0, -1]), model.embedding.weight).float()
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, self.length = self.length, self.length + q.shape[1]
+        self.rows[0, :, first : self.length] = rotate(k, start=first)
+        self.rows[1, :, first : self.length] = v
+        q, (keys, values) = rotate(q, start=first), self.rows[:, :, : self.length]
+        # Its own positions are rotated above; a stride would forbid a single byte.
+        options = replace(self.layer.options, rope_base=None, selection_stride=1)
+        index = self.layer.index_of(q, keys) if self.layer.index_dim else None
+        out = tree_attention(q, keys, values, index=index, options=options)
+        assert isinstance(out, Tensor)
+        return out
 
-    def num_bytes(self) -> int:
-        return sum(rows[:, :, : self.length].numel() * rows.element_size() for rows in self.rows)
+    def num_bytes(self) -> float:
+        return self.rows[:, :, : self.length].numel() * self.rows.element_size()
 
 
-class Dense:
+def rebuilding(model: ByteLM, capacity: int) -> generation.Decoder:
+    place = model.embedding.weight.device
+    return generation.Decoder(model, lambda layer: Rebuild(layer, capacity, place), dtype_on(place))
+
+
+def dense(model: ByteLM, capacity: int) -> generation.Decoder:
     """The same weights with dense attention from a dense cache."""
-
-    def __init__(self, model: ByteLM, capacity: int) -> None:
-        dtype = dtype_on(model.embedding.weight.device)
-        self.decoder = generation.Decoder(model, None, capacity, window=32, chunk=64, dtype=dtype)
-
-    def read(self, tokens: Tensor) -> Tensor:
-        return self.decoder.read(tokens)
-
-    def num_bytes(self) -> int:
-        return round(self.decoder.bytes_per_token() * self.decoder.length)
+    dtype = dtype_on(model.embedding.weight.device)
+    return generation.make_decoder(model, None, capacity, window=32, chunk=64, dtype=dtype)
 
 
-DECODERS: dict[str, type[FromCache] | type[Rebuild] | type[Dense]] = {
+DECODERS: dict[str, Callable[[ByteLM, int], Decoder]] = {
     "tree cache": FromCache,
-    "rebuild": Rebuild,
-    "dense": Dense,
+    "rebuild": rebuilding,
+    "dense": dense,
 }
-
-
-def blocks_of(model: ByteLM) -> list[Block]:
-    return [block for block in model.blocks if isinstance(block, Block)]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -228,10 +211,11 @@ def make_prompt(source: Tensor, length: int, passkey: bool) -> Tensor:
 def write_on(decoder: Decoder, prompt: Tensor, arguments: argparse.Namespace, label: str) -> dict[str, Any]:
     """Reads the prompt and writes the most likely bytes: times, bytes of the caches, and what was written."""
     device = str(prompt.device)
-    whole = isinstance(decoder, Dense)
     with training.precision(device):
         started = time.perf_counter()
-        for piece in tqdm(prompt.split(len(prompt) if whole else arguments.chunk), desc=label, leave=False):
+        for piece in tqdm(
+            prompt.split(len(prompt) if label == "dense" else arguments.chunk), desc=label, leave=False
+        ):
             logits = decoder.read(piece)
         training.wait_for(device)
         read_seconds = time.perf_counter() - started
@@ -247,7 +231,7 @@ def write_on(decoder: Decoder, prompt: Tensor, arguments: argparse.Namespace, la
         "cache": label,
         "read_seconds": read_seconds,
         "bytes_per_second": arguments.bytes / (time.perf_counter() - started),
-        "cache_bytes": decoder.num_bytes(),
+        "cache_bytes": round(decoder.num_bytes()),
         "written": written,
     }
 
@@ -270,7 +254,9 @@ def run(arguments: argparse.Namespace) -> None:
     for length in lengths:
         prompt = make_prompt(source, length, arguments.passkey).to(device)
         for label, make in DECODERS.items():
-            if make is Dense and (chosen.dim // chosen.heads not in WIDTHS or length > LONGEST_DENSE[kind]):
+            if label == "dense" and (
+                chosen.dim // chosen.heads not in WIDTHS or length > LONGEST_DENSE[kind]
+            ):
                 continue
             try:
                 row = write_on(make(model, length + arguments.bytes), prompt, arguments, label)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from htree_ops import CompressedKVCache, MustafarAttention
+from htree_ops import CompressedKVCache, HTreeAttention, MustafarAttention
 from htree_ops.ops.tree_attention.stages import rope
 
 from .model import Block, ByteLM
@@ -88,47 +88,21 @@ class CompressedStorage:
 
 
 class Decoder:
-    """A model with the caches of one sequence.
-
-    Args:
-        model: a model with dense attention, or the parameters of one.
-        options: an entry of :data:`CACHES`.
-        capacity: most bytes of text. window, chunk: options of the compressed caches, in bytes of text.
-        dtype: of the caches; None is that of :func:`cache_dtype`.
-    """
+    """A model with the caches of one sequence, of ``dtype``; ``make_storage`` makes that of a layer."""
 
     def __init__(
-        self,
-        model: ByteLM,
-        options: dict[str, object] | None,
-        capacity: int,
-        window: int,
-        chunk: int,
-        dtype: torch.dtype | None = None,
+        self, model: ByteLM, make_storage: Callable[[HTreeAttention], Storage], dtype: torch.dtype
     ) -> None:
-        self.model = model.eval()
+        self.model, self.dtype, self.length = model.eval(), dtype, 0
         self.device = str(model.embedding.weight.device)
-        self.dtype = cache_dtype(self.device) if dtype is None else dtype
-        self.length = 0
-        self.layers: list[Storage] = []
         self.blocks = cast("list[Block]", list(model.blocks))
-        for block in self.blocks:
-            layer = block.attention
-            attention = MustafarAttention(
-                layer.num_heads, layer.num_kv_heads, layer.head_dim, max_positions=capacity, window=window,
-                chunk=chunk, device=self.device, **(options or {}),  # type: ignore[arg-type]
-            )  # fmt: skip
-            if options is None:
-                self.layers.append(DenseStorage(attention, capacity, self.dtype, self.device))
-            else:
-                cache = attention.make_cache(1, capacity, dtype=self.dtype)
-                self.layers.append(CompressedStorage(attention, cache))
+        self.storages = [make_storage(block.attention) for block in self.blocks]
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
         """tokens int64 [S], the prompt or one byte after it; logits float32 [256] of the next byte."""
         x = self.model.embedding(tokens[None])
-        for block, storage in zip(self.blocks, self.layers, strict=True):
+        for block, storage in zip(self.blocks, self.storages, strict=True):
             layer, h = block.attention, block.attention_norm(x)
             q, k, v = (
                 project(h).unflatten(-1, (heads, layer.head_dim)).to(self.dtype)
@@ -143,9 +117,43 @@ class Decoder:
         self.length += tokens.numel()
         return F.linear(self.model.norm(x[0, -1]), self.model.embedding.weight).float()
 
+    def num_bytes(self) -> float:
+        """Bytes of the caches of all layers."""
+        return sum(storage.num_bytes() for storage in self.storages)
+
     def bytes_per_token(self) -> float:
-        """Bytes of the caches of all layers, per byte of text."""
-        return sum(storage.num_bytes() for storage in self.layers) / max(self.length, 1)
+        """The same per byte of text."""
+        return self.num_bytes() / max(self.length, 1)
+
+
+def make_decoder(
+    model: ByteLM,
+    options: dict[str, object] | None,
+    capacity: int,
+    window: int,
+    chunk: int,
+    dtype: torch.dtype | None = None,
+) -> Decoder:
+    """A model with dense attention, or the parameters of one, from a dense or a compressed cache.
+
+    Args:
+        options: an entry of :data:`CACHES`.
+        capacity: most bytes of text. window, chunk: options of the compressed caches, in bytes of text.
+        dtype: of the caches; None is that of :func:`cache_dtype`.
+    """
+    device = str(model.embedding.weight.device)
+    dtype = cache_dtype(device) if dtype is None else dtype
+
+    def make_storage(layer: HTreeAttention) -> Storage:
+        attention = MustafarAttention(
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, max_positions=capacity, window=window,
+            chunk=chunk, device=device, **(options or {}),  # type: ignore[arg-type]
+        )  # fmt: skip
+        if options is None:
+            return DenseStorage(attention, capacity, dtype, device)
+        return CompressedStorage(attention, attention.make_cache(1, capacity, dtype=dtype))
+
+    return Decoder(model, make_storage, dtype)
 
 
 @dataclass

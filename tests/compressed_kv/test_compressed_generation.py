@@ -87,7 +87,7 @@ def test_a_second_run_takes_the_model_of_the_first(example, trained, capsys, mon
 def test_decoding_is_the_model_run_as_a_whole(example, trained, name):
     _, model = example.script.read_model(trained / "checkpoint.pt", "cpu")
     tokens = torch.randint(256, (60,), generator=torch.Generator().manual_seed(0))
-    decoder = example.generation.Decoder(model, example.generation.CACHES[name], 60, 4, 8)
+    decoder = example.generation.make_decoder(model, example.generation.CACHES[name], 60, 4, 8)
     with torch.no_grad():
         expected = model(tokens[None])[0]
     actual = [decoder.read(tokens[:20]), *(decoder.read(token[None]) for token in tokens[20:])]
