@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -81,12 +80,16 @@ def ops(device: str) -> dict[str, Call]:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a class and its ops alone; ``begin`` takes back what a burst has added."""
+    """A call, what it is compared with, and the name of that; ``begin`` takes back what a burst has added.
+
+    ``tensors`` are those of an op, its results among them.
+    """
 
     call: Call
     raw: Call
     names: str
-    begin: Call
+    begin: Call | None = None
+    tensors: int = 0
 
 
 def _filled(cache: TreeKVCache, tokens: int) -> Call:
@@ -230,35 +233,20 @@ def launch_us(device: str, bursts: int) -> float:
     return max(0.0, host_us(launch, device, bursts) - host_us(nothing, device, bursts))
 
 
-def measure(device: str, bursts: int) -> Iterator[Row]:
-    """A row for every op; ``own_us`` and ``aten_us`` are without the launches of their kernels."""
-    launch = launch_us(device, bursts)
-    for name, call in progress(list(ops(device).items()), lambda item: item[0]):
+def beside_aten(device: str) -> dict[str, Step]:
+    """Every op beside an ATen op of as many tensors."""
+    found = {}
+    for name, call in ops(device).items():
         tensors = tensors_of(call)
         aten, baseline = plain(tensors, device)
-        kernels = count_kernels(call, device)
-        for warm in (call, baseline):
-            host_us(warm, device, 2)
-        total = host_us(call, device, bursts)
-        own = total - kernels * launch
-        plain_us = host_us(baseline, device, bursts) - count_kernels(baseline, device) * launch
-        yield {
-            **where(device),
-            "op": name,
-            "tensors": tensors,
-            "kernels": kernels,
-            "host_us": total,
-            "own_us": own,
-            "aten": aten,
-            "aten_us": plain_us,
-            "ratio": own / plain_us,
-        }
+        found[name] = Step(call, baseline, aten, tensors=tensors)
+    return found
 
 
-def measure_steps(device: str, bursts: int) -> Iterator[Row]:
-    """A row for every step of a class; ``aten`` says what its ops are."""
+def measure(todo: dict[str, Step], device: str, bursts: int) -> Iterator[Row]:
+    """A row for each; ``own_us`` and ``aten_us`` are without the launches of their kernels."""
     launch = launch_us(device, bursts)
-    for name, step in progress(list(steps(device).items()), lambda item: item[0]):
+    for name, step in progress(list(todo.items()), lambda item: item[0]):
         times: list[list[float]] = [[], []]
         for _ in range(3):  # one beside the other, so that both meet the same machine
             for call, samples in zip((step.call, step.raw), times, strict=True):
@@ -270,7 +258,7 @@ def measure_steps(device: str, bursts: int) -> Iterator[Row]:
         yield {
             **where(device),
             "op": name,
-            "tensors": 0,
+            "tensors": step.tensors,
             "kernels": kernels,
             "host_us": total,
             "own_us": own,
@@ -288,10 +276,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", choices=("ops", "steps"), help="ops alone, or steps of caches and layers alone"
     )
     arguments = parse_for_gpu(parser, argv)
-    parts = {"ops": measure, "steps": measure_steps}
-    chosen = [parts[arguments.only]] if arguments.only else list(parts.values())
-    rows = chain.from_iterable(part(arguments.device, arguments.bursts) for part in chosen)
-    print_rows(rows, arguments.csv)
+    todo: dict[str, Step] = {}
+    if arguments.only != "steps":
+        todo |= beside_aten(arguments.device)
+    if arguments.only != "ops":
+        todo |= steps(arguments.device)
+    print_rows(measure(todo, arguments.device, arguments.bursts), arguments.csv)
     return 0
 
 
