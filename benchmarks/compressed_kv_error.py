@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 
+from benchmarks.harness.calls import relative_error
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each
 from htree_ops.ops.compressed_kv import kv_compress, kv_decode_attention
 from htree_ops.reference import compressed_kv as reference
@@ -36,10 +36,6 @@ SETTINGS = [
     *(Setting(sparsity=sparsity, bits=bits) for sparsity in (0.0, 0.5, 0.7) for bits in (16, 8, 4)),
     *(Setting(sparsity=0.0, bits=bits, transformed=True) for bits in (8, 4)),
 ]
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def measure(setting: Setting, keys: str, tokens: int, device: str) -> Row:
@@ -69,8 +65,8 @@ def measure(setting: Setting, keys: str, tokens: int, device: str) -> Row:
         "keys": keys,
         **asdict(setting),
         "bytes_per_element": row_bytes / 128,
-        "key_error": relative(grouped_hadamard(decoded, 1) if group else decoded, k),
-        "output_error": relative(out, expected),
+        "key_error": relative_error(grouped_hadamard(decoded, 1) if group else decoded, k),
+        "output_error": relative_error(out, expected),
         "lse_error": float((lse.double() - expected_lse).abs().mean()),
     }
 

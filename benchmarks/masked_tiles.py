@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import timing
-from benchmarks.harness.calls import backward_of, dense_heads_first, forward_of, medians_ms
+from benchmarks.harness.calls import backward_of, dense_heads_first, forward_of, medians_ms, relative_error
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import tree_attention
 from tests.support.tree_attention_cases import TreeAttentionCase
@@ -37,11 +36,6 @@ def under(gather: str, call: timing.Call) -> Any:
     """A call with the given kernels."""
     os.environ["HTREE_TREE_GATHER"] = gather
     return call()
-
-
-def difference(found: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference, relative to that of ``wanted``."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def measure(length: int, stride: int, correlation: float, backward: bool) -> Row:
@@ -67,7 +61,7 @@ def measure(length: int, stride: int, correlation: float, backward: bool) -> Row
         kind: [partial(under, kind, call) for call in trees] for kind in ("auto", "gathered")
     }
     results = (under(kind, trees[0]) for kind in ("auto", "gathered"))
-    error = max(map(difference, *results)) if backward else difference(*results)
+    error = max(map(relative_error, *results)) if backward else relative_error(*results)
     calls["cudnn"] = [prepared(dense_heads_first, x) for x in dense_sets]
     times = medians_ms(calls, "cuda", EFFORT)
     return {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import timing
-from benchmarks.harness.calls import medians_ms, replayed_us
+from benchmarks.harness.calls import medians_ms, relative_error, replayed_us
 from benchmarks.harness.plain_rows import Row, parse_for_gpu, print_rows
 from benchmarks.quality.study import corpus, evaluation, pieces
 from benchmarks.quality.study.session import Session, Setup
@@ -55,11 +55,6 @@ def attend_in_bfloat16(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Ten
     return attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), **arguments).to(q.dtype)
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Relative L2 error."""
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
-
-
 # ---- errors on random data
 
 
@@ -81,7 +76,7 @@ def errors(tokens: int, device: str) -> Iterator[Row]:
             options = {"compression_rate": RATE, "top_k": 64, "max_top_nodes": 1024}
             expected = attend(q, k, v, 16, **options)
             for bits in BITS:
-                error = relative(attend(q, k, v, bits, **options), expected)
+                error = relative_error(attend(q, k, v, bits, **options), expected)
                 yield {"keys": keys, "scores": scores, "bits": bits, "output_error": error}
 
 

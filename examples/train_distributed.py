@@ -168,8 +168,7 @@ def draw(trainer: parallel.Trainer) -> None:
 def finish(trainer: parallel.Trainer, started: float) -> None:
     """What was reached, and the files."""
     draw(trainer)
-    seconds = sorted(trainer.seconds[1:] or trainer.seconds)
-    median = seconds[len(seconds) // 2]
+    median = trainer.median_seconds()
     rate = trainer.settings.batch * trainer.settings.context / median
     print(
         f"validation {trainer.validation[-1][1]:.4f} bits per byte after {trainer.steps_done} steps; "

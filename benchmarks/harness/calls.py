@@ -87,6 +87,11 @@ def kernels_of(call: Call) -> list[tuple[str, float]]:
     return [(e.name, e.time_range.elapsed_us() / 1e3) for e in events]
 
 
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, relative to that of ``expected``."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
 def peak_of(call: Callable[[], T]) -> tuple[T, int]:
     """The result of a call, and the most bytes that were allocated on the GPU during it beyond those before."""
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.results import ResultsError, Row, read_rows
+from benchmarks.harness.results import ResultsError, Row, machine, read_rows
 from htree_ops.cli import Command, UsageError, columns, counted
 
 Key = tuple[str, str, str, str]
@@ -55,10 +55,6 @@ def _by_case(rows: Sequence[Row]) -> dict[Key, Row]:
     return found
 
 
-def _machine(row: Row) -> str:
-    return row.cpu if row.gpu == "none" else row.gpu
-
-
 def compare(
     old: Sequence[Row], new: Sequence[Row], tolerance_percent: float = DEFAULT_TOLERANCE
 ) -> list[Change]:
@@ -70,7 +66,7 @@ def compare(
         ResultsError: no case in common, or runs of different machines.
     """
     before, after = _by_case(old), _by_case(new)
-    machines = {_machine(row) for row in (*before.values(), *after.values())}
+    machines = {machine(row) for row in (*before.values(), *after.values())}
     if len(machines) > 1:
         raise ResultsError(f"runs of different machines cannot be compared: {'; '.join(sorted(machines))}")
     changes = []

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import plots
+from benchmarks.harness import plots, results
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.results import HEADER, WORDS, ResultsError, Row, holds_rows, read_rows, table_cells
 from htree_ops.cli import Command, UsageError
@@ -46,7 +46,7 @@ def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by machine: GPUs by name, then CPUs."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.gpu == "none"):
-        found.setdefault(row.cpu if row.gpu == "none" else row.gpu, []).append(row)
+        found.setdefault(results.machine(row), []).append(row)
     return found
 
 

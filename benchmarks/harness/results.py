@@ -151,6 +151,11 @@ _KINDS = typing.get_type_hints(Row)
 _NEEDED = {field.name for field in fields(Row) if field.default is MISSING}
 
 
+def machine(row: Environment) -> str:
+    """The GPU of a row, or the CPU where it was measured there."""
+    return row.cpu if row.gpu == "none" else row.gpu
+
+
 def time_us(row: Row) -> float:
     """The time that a row's rates come from: graph replay where there is one, else the median."""
     return row.median_us if row.graph_us is None else row.graph_us

@@ -121,8 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     benchmarks = choose(arguments, device)
     environment = collect_environment(device, copy_bandwidth(device))
-    where = environment.cpu if environment.gpu == "none" else environment.gpu
-    print(f"{where}, torch {environment.torch}, commit {environment.commit}")
+    print(f"{results.machine(environment)}, torch {environment.torch}, commit {environment.commit}")
     print(f"copy ceiling {environment.ceiling_gb_per_s:.0f} GB/s", flush=True)
     rows: list[results.Row] = []
     wrong, too_large = 0, 0

@@ -74,6 +74,10 @@ class History:
         """Training bits per byte over the last ``count`` steps."""
         return statistics.fmean(self.train[-count:])
 
+    def median_seconds(self) -> float:
+        """Per step, without the first, which allocates and warms up."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
     def history(self) -> dict[str, Any]:
         """For history.json and the plot."""
         return {
@@ -133,10 +137,6 @@ class Learner(History):
     @property
     def num_bytes_per_step(self) -> int:
         return self.settings.batch * self.settings.context
-
-    def median_seconds(self) -> float:
-        """Per step, without the first, which allocates and warms up."""
-        return statistics.median(self.seconds[1:] or self.seconds)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
