@@ -1,8 +1,8 @@
 """``fp8_gemm`` against ``torch._scaled_mm`` over the matrix sizes of transformers: where cuBLASLt is faster.
 
 Run: ``python -m benchmarks.fp8_gemm_grid --csv PATH`` on a GPU with FP8 tensor cores; about a minute. Both get the same
-codes and one scale per operand, cuBLASLt its reciprocal, and give bf16 without fast accumulation. They alternate and
-are timed by graph replays of a few milliseconds. Figures are reported, never asserted.
+codes and one scale per operand, cuBLASLt its reciprocal, and give bf16 without fast accumulation. They are timed by
+graph replays, in turns of a few milliseconds. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 import htree_ops  # noqa: F401 - registers the ops
 from benchmarks.harness import timing
+from benchmarks.harness.calls import replayed_us
 from benchmarks.harness.plain_rows import Row, make_parser, parse_for_gpu, print_rows, where
 from benchmarks.harness.progress import progress
-from htree_ops.tuning.clock import clock_for
 from tests.support.fp8_gemm_cases import FP8GemmCase
 
 #: (n, k) of the weights and the rows that meet them: projections of models with 2048 to 8192 channels, and long sums.
@@ -49,7 +49,7 @@ SHAPES: tuple[tuple[int, int, tuple[int, ...]], ...] = (
 
 
 def measure(m: int, n: int, k: int, milliseconds: float) -> Row:
-    """Times one size by alternating graph replays of about ``milliseconds`` each, [m, k] by [k, n]."""
+    """Times one size, [m, k] by [k, n], by graph replays in turns of about ``milliseconds``."""
     case = FP8GemmCase(name="grid", dtype=torch.bfloat16, m=m, n=n, k=k)
     inputs = [case.make_inputs("cuda", seed) for seed in range(timing.num_input_sets(case.bytes()))]
     ours = [partial(torch.ops.htree.fp8_gemm, *x) for x in inputs]
@@ -57,36 +57,23 @@ def measure(m: int, n: int, k: int, milliseconds: float) -> Row:
         partial(torch._scaled_mm, a, b, 1 / a_scale, 1 / b_scale, out_dtype=dtype)
         for a, b, a_scale, b_scale, dtype in inputs
     ]
-    clock = clock_for("cuda")
-    replays: dict[str, list[timing.Call]] = {}
-    counts = {}
-    for name, calls in (("ours", ours), ("cuBLASLt", cublas)):
-        call_us = timing.warm_up(calls, clock, 2.0)
-        replay, count = timing.capture(calls)
-        times = max(1, math.ceil(milliseconds * 1e3 / (count * call_us)))
-        replays[name], counts[name] = [partial(repeat, replay, times)], count * times
-    measured = timing.measure(replays, clock, timing.Effort(rounds=5, burst=1, warm_up_ms=1.0))
-    ours_us, cublas_us = (measured[name].scaled(1 / counts[name]).median_us for name in ("ours", "cuBLASLt"))
+    effort = timing.Effort(rounds=5, burst=1000, turn_ms=milliseconds, warm_up_ms=2.0)
+    times = replayed_us({"ours": ours, "cuBLASLt": cublas}, effort)
     return {
         **where(),
         "m": m,
         "n": n,
         "k": k,
-        "fp8_gemm_us": ours_us,
-        "scaled_mm_us": cublas_us,
-        "speedup": cublas_us / ours_us,
+        "fp8_gemm_us": times["ours"],
+        "scaled_mm_us": times["cuBLASLt"],
+        "speedup": times["cuBLASLt"] / times["ours"],
     }
-
-
-def repeat(call: timing.Call, times: int) -> None:
-    for _ in range(times):
-        call()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table, the mean and what cuBLASLt computes faster; writes the rows where ``--csv`` says."""
     parser = make_parser("fp8_gemm against torch._scaled_mm over a grid of sizes")
-    parser.add_argument("--milliseconds", type=float, default=2.0, help="length of a replay")
+    parser.add_argument("--milliseconds", type=float, default=2.0, help="length of a turn")
     arguments = parse_for_gpu(parser, argv)
     shapes = [(m, n, k) for n, k, sizes in SHAPES for m in sizes]
     names = progress(shapes, lambda shape: "x".join(map(str, shape)))
