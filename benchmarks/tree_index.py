@@ -24,6 +24,7 @@ from benchmarks.harness.calls import backward_of, dense, forward_of, medians_ms,
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeOptions, tree_attention
 from htree_ops.flops import tree_candidates
+from tests.support.cases import normal
 
 INDEX_DIM = 32
 
@@ -88,11 +89,8 @@ def make_tensors(setting: Setting, device: str) -> list[Tensor]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     heads = (setting.H, setting.H_kv, setting.H_kv, setting.H_kv, setting.H_kv)
     widths = (setting.D, setting.D, setting.D, INDEX_DIM, INDEX_DIM)
-    generator = torch.Generator(device).manual_seed(0)
-    return [
-        torch.randn(1, setting.T, h, width, generator=generator, device=device, dtype=dtype)
-        for h, width in zip(heads, widths, strict=True)
-    ]
+    shapes = [(1, setting.T, h, width) for h, width in zip(heads, widths, strict=True)]
+    return [normal(shape, dtype, device, seed) for seed, shape in enumerate(shapes)]
 
 
 def ours(setting: Setting) -> Callable[..., Tensor]:

@@ -24,6 +24,7 @@ from benchmarks.harness.calls import replayed_us
 from benchmarks.harness.plain_rows import Row, make_parser, measure_each, parse_for_gpu, where
 from htree_ops import TreeKVCache
 from htree_ops.ops.tree_cache.functions import cache_layers
+from tests.support.cases import normal
 
 INDEX_DIM = 32
 #: Tokens that are appended to a sequence at once, before anything is timed, and those that timed steps may append.
@@ -70,6 +71,10 @@ def least_us(setting: Setting) -> float:
     return 1e3 * bounds.least_ms(moved=x.B * x.H_kv * (x.T * index + rows * 4 * x.D))
 
 
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return normal(shape, torch.bfloat16, "cuda", seed)
+
+
 def filled(setting: Setting, index_dim: int) -> TreeKVCache:
     """A cache with the setting's tokens."""
     cache = TreeKVCache(
@@ -83,16 +88,10 @@ def filled(setting: Setting, index_dim: int) -> TreeKVCache:
         index_dtype=setting.index_dtype if index_dim else None,
         device="cuda",
     )
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def rows(n: int, width: int) -> Tensor:
-        shape = (setting.B, n, setting.H_kv, width)
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-
     for first in range(0, setting.T, CHUNK):
-        tokens = min(CHUNK, setting.T - first)
-        index_key = rows(tokens, INDEX_DIM) if index_dim else None
-        cache.append(rows(tokens, setting.D), rows(tokens, setting.D), index_key=index_key)
+        rows = (setting.B, min(CHUNK, setting.T - first), setting.H_kv)
+        k, v = (random((*rows, setting.D), first + i) for i in range(2))
+        cache.append(k, v, index_key=random((*rows, INDEX_DIM), first + 2) if index_dim else None)
     cache.reserve(SPARE)
     return cache
 
@@ -112,21 +111,16 @@ def indexed(
 
 def measure(setting: Setting, effort: timing.Effort) -> Iterator[Row]:
     """Its row, in microseconds; ``of_dense`` is attend_us by dense_us."""
-    generator = torch.Generator("cuda").manual_seed(1)
-
-    def token(heads: int, width: int) -> Tensor:
-        shape = (setting.B, 1, heads, width)
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-
-    q, k, v = (token(heads, setting.D) for heads in (setting.H, setting.H_kv, setting.H_kv))
-    index = token(setting.H_kv, INDEX_DIM), token(setting.H_kv, INDEX_DIM)
+    heads = (setting.H, setting.H_kv, setting.H_kv)
+    q, k, v = (random((setting.B, 1, h, setting.D), seed) for seed, h in enumerate(heads))
+    index_query, index_key = (random((setting.B, 1, setting.H_kv, INDEX_DIM), seed) for seed in (3, 4))
     with torch.no_grad():
-        attend_us, step_us = indexed(setting, (q, k, v), index, effort)
+        attend_us, step_us = indexed(setting, (q, k, v), (index_query, index_key), effort)
         plain = filled(setting, 0)
         mean_us = replayed_us({"mean": [partial(plain.attend, q)]}, effort)["mean"]
         del plain
         shape = (setting.B, setting.H_kv, setting.T, setting.D)
-        dense_k, dense_v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        dense_k, dense_v = (random(shape, seed) for seed in range(2))
         dense = partial(dense_step, SDPBackend.CUDNN_ATTENTION, q.transpose(1, 2), dense_k, dense_v)
         dense_us = replayed_us({"dense": [dense]}, effort)["dense"]
     yield {
