@@ -94,6 +94,7 @@ def print_rows(rows: Iterable[Row], path: Path | None = None) -> list[Row]:
     """
     commit = source_commit()
     done: list[Row] = []
+    columns: list[str] = []
     with ExitStack() as stack:
         streams = [sys.stdout]
         if path is not None:
@@ -101,12 +102,11 @@ def print_rows(rows: Iterable[Row], path: Path | None = None) -> list[Row]:
             streams.append(stack.enter_context(path.open("w", newline="")))
         for row in rows:
             record = row if "commit" in row else row | {"commit": commit}
-            if sys.stderr.isatty():
-                print(
-                    "\r\033[K", end="", file=sys.stderr, flush=True
-                )  # the line of benchmarks.harness.progress
+            columns = columns or list(record)
+            if sys.stderr.isatty():  # the line of benchmarks.harness.progress
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
             for stream in streams:
-                writer = csv.DictWriter(stream, record, lineterminator="\n")
+                writer = csv.DictWriter(stream, columns, lineterminator="\n")
                 if not done:
                     writer.writeheader()
                 writer.writerow(record if stream is not sys.stdout else _short(record))
