@@ -1,6 +1,6 @@
 """The pictures of the report, drawn with matplotlib from result rows; each says GPU, torch and commit.
 
-What is drawn as one, a line, a bar or a point, comes from one run of the benchmarks.
+What is drawn as one, a bar or a point, comes from one run of the benchmarks.
 """
 
 from __future__ import annotations
@@ -111,20 +111,12 @@ def place(rows: Sequence[Any]) -> str:
 RUN = [field.name for field in fields(Environment)]
 
 
-def by_run(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each run, by what tells it from the other runs: machine, versions or commit, else its number."""
+def by_run(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each run."""
     runs: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         runs.setdefault(tuple(getattr(row, name) for name in RUN), []).append(row)
-    facts = [
-        (_machine(r), f"torch {r.torch}", f"CUDA {r.cuda}", f"driver {r.driver}", f"commit {short_commit(r)}")
-        for r in (some[0] for some in runs.values())
-    ]
-    shared = set.intersection(*map(set, facts)) if facts else set()
-    names = [", ".join(fact for fact in own if fact not in shared) for own in facts]
-    if len(set(names)) < len(names):
-        names = [", ".join(filter(None, (name, f"run {number}"))) for number, name in enumerate(names, 1)]
-    return dict(zip(names, runs.values(), strict=True))
+    return list(runs.values())
 
 
 def finish(plt: Any, figure: Any, axes: Any, rows: Sequence[Any], title: str, path: Path) -> Path:
@@ -169,7 +161,7 @@ def _matrix_speeds(rows: Sequence[Row]) -> dict[str, float]:
 def roofline(rows: Sequence[Row], path: Path) -> Path | None:
     """Scatter of every case: TFLOP/s against FLOP per compulsory byte, under what copies and matrix products reach."""
     cases: list[Row] = []
-    for run in by_run([row for row in rows if row.flops > 0 and row.bytes > 0 and row.tflops > 0]).values():
+    for run in by_run([row for row in rows if row.flops > 0 and row.bytes > 0 and row.tflops > 0]):
         cases += {(row.op, row.case, row.shapes, row.dtype): row for row in run}.values()
     if not cases:
         return None
@@ -212,144 +204,6 @@ def roofline(rows: Sequence[Row], path: Path) -> Path | None:
         loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=9.5, handletextpad=0.3, borderaxespad=0
     )
     return finish(plt, figure, axes, cases, "Roofline of every measured case", path)
-
-
-def _one_family(rows: Sequence[Row]) -> list[Row]:
-    """The rows of tree attention that differ in length, stride and run alone: the family with the most lengths.
-
-    Other widths, heads, dtypes and inputs (all but ``T<n>`` and ``_s<n>`` of a case's name) are other families. Runs
-    of one length are left out: they are points, not curves.
-    """
-    families: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if row.op == "tree_attention" and re.search(r"\bT=\d+", row.shapes):
-            sizes = re.sub(r"\b(T|T_q|s)=\d+ ?", "", row.shapes).strip()
-            inputs = re.sub(r"T\d+|_s\d+", "", row.case)
-            families.setdefault((sizes, inputs, row.dtype), []).append(row)
-    curves = {
-        key: [run for run in by_run(family).values() if _lengths(run) > 1] for key, family in families.items()
-    }
-    most = max((_lengths(run) for runs in curves.values() for run in runs), default=0)
-    longest = [key for key, runs in curves.items() if any(_lengths(run) == most for run in runs)]
-    return (
-        [row for run in curves[min(longest, key=lambda key: (len(key[1]), key))] for row in run]
-        if most
-        else []
-    )
-
-
-def _lengths(rows: Sequence[Row]) -> int:
-    return len({_length(row) for row in rows})
-
-
-def _length(row: Row) -> int:
-    found = re.search(r"\bT=(\d+)", row.shapes)
-    return int(found.group(1)) if found else 0
-
-
-def _tokens(count: int) -> str:
-    if count % 1024:
-        return str(count)
-    return f"{count >> 20}M" if count % (1 << 20) == 0 else f"{count >> 10}k"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:g} ms" if value < 1000 else f"{value / 1000:g} s"
-
-
-#: The name of the curve of a baseline whose time on one head was multiplied by the number of heads.
-ONE_HEAD = "computed from one head"
-
-
-def _curves(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Milliseconds by length of each curve; under load where that was taken, because that is what a user sees.
-
-    Each run has curves of its own. A baseline that a run timed beside several strides counts with its best time. The
-    time of a baseline that ran on 1 of n heads counts n times, as a curve of its own that says so: no point of the
-    picture stands for a part of the work.
-    """
-    curves: dict[str, dict[int, float]] = {}
-    for run, own in by_run(rows).items():
-        suffix = f", {run}" if run else ""
-        for row in own:
-            stride = re.search(r"\bs=(\d+)", row.shapes)
-            length = _length(row)
-            name = f"htree_ops, stride {stride.group(1) if stride else '1'}{suffix}"
-            curves.setdefault(name, {})[length] = (row.sustained_us or time_us(row)) / 1e3
-            theirs = (row.baseline_sustained_us or row.baseline_median_us) / 1e3
-            name = f"{row.baseline}{suffix}"
-            if one_head := re.fullmatch(r"(.*), 1 of (\d+) heads", row.baseline):
-                name, theirs = (
-                    f"{one_head.group(1)}{suffix}, {ONE_HEAD}",
-                    theirs * int(one_head.group(2)),
-                )
-            curve = curves.setdefault(name, {})
-            curve[length] = min(curve.get(length, float("inf")), theirs)
-    return curves
-
-
-def lengths(
-    rows: Sequence[Row], path: Path, *, theme: str = "light", baseline: str | None = None
-) -> Path | None:
-    """Time of tree attention against T beside the dense baselines of the same run; forward only.
-
-    Args:
-        theme: a key of ``THEMES``.
-        baseline: draw only baselines whose names begin with this.
-    """
-    used = [row for row in _one_family(rows) if row.baseline.startswith(baseline or "")]
-    if not used:
-        return None
-    plt = load_matplotlib(theme)
-    colours = THEMES[theme]
-    figure, axes = plt.subplots(figsize=(8.8, 5.4))
-    points = _curves(used)
-    names = sorted(points, key=lambda name: (not name.startswith("htree_ops"), len(name), name))
-    families = list(dict.fromkeys(name.removesuffix(f", {ONE_HEAD}") for name in names))
-    for name in names:
-        family = name.removesuffix(f", {ONE_HEAD}")
-        index = families.index(family)
-        colour = colours.curves[index % len(colours.curves)]
-        own, computed = name.startswith("htree_ops"), name != family
-        steps = sorted(points[name].items())
-        if computed and family in points:  # a thin line from the last length that was measured on all heads
-            last = max(points[family].items())
-            xs, ys = zip(last, steps[0], strict=True)
-            axes.plot(xs, ys, color=colour, linestyle=":", linewidth=1.6, label="_between")
-        axes.plot(
-            [length for length, _ in steps],
-            [value for _, value in steps],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=7,
-            markerfacecolor=colours.page if computed else colour,
-            color=colour,
-            linestyle="-" if own else ":" if computed else "--",
-            linewidth=2.2 if own else 1.6,
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({length for steps in points.values() for length in steps})
-    axes.set_xticks(ticks, [_tokens(t) for t in ticks])
-    axes.yaxis.set_major_locator(plt.LogLocator(subs=(1,)))
-    axes.yaxis.set_minor_locator(plt.LogLocator(subs=(2, 5)))
-    axes.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: _milliseconds(value)))
-    axes.yaxis.set_minor_formatter(plt.NullFormatter())
-    axes.set_xlabel("sequence length in tokens (1k = 1024)")
-    axes.set_ylabel("time of one forward call (lower is better)")
-    axes.legend(loc="upper left", fontsize=10)
-    title = f"Forward time of tree attention and of dense causal attention\n{_sizes(used[0])}"
-    return finish(plt, figure, axes, used, title, path)
-
-
-def _sizes(row: Row) -> str:
-    """Heads, widths and options of a case in words: ``32 query heads, 4 K/V heads of 128, ...``."""
-    found = dict(re.findall(r"(\w+)=(\S+)", row.shapes))
-    heads, _, kv_heads = found.get("H", "").partition("/")
-    return (
-        f"{heads} query heads, {kv_heads or heads} K/V heads, width {found.get('K')}, r = {found.get('r')}, "
-        f"k = {found.get('k')}, M = {found.get('M')}, {row.dtype}"
-    )
 
 
 def bars(rows: Sequence[Row], path: Path) -> Path | None:

@@ -84,7 +84,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     parts, pictures = [], []
     machines = _machines(rows)
-    drawings = (plots.lengths, plots.bars, plots.roofline)
+    drawings = (plots.bars, plots.roofline)
     bar = Progress(len(machines) * len(drawings))
     for machine, own in machines.items():
         parts.append(f"<h2>{html.escape(machine)}</h2>\n<p class='muted'>{html.escape(plots.place(own))}</p>")

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import sys
-import textwrap
 
 import pytest
 from test_bench_suite import row
@@ -60,7 +59,6 @@ def test_a_page_and_pictures_per_machine(tmp_path, capsys):
     names = {name.rsplit("/", 1)[1] for name in written}
     assert names == {
         "report.html",
-        "lengths_some_gpu.png",
         "bars_some_gpu.png",
         "roofline_some_gpu.png",
         "bars_amd_epyc_tm_2_threads.png",
@@ -68,7 +66,7 @@ def test_a_page_and_pictures_per_machine(tmp_path, capsys):
     }
     page = (tmp_path / "out" / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,)', page)
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count("data:image/png;base64,") == 4
     assert "&lt;b&gt;cpu &amp; co&lt;/b&gt;" in page
     assert "<b>cpu" not in page
     assert page.count("<tr>") == len(ROWS) + 2
@@ -82,73 +80,6 @@ def test_floor_of_rows_with_and_without_the_columns():
     new = dataclasses.replace(old, percent_of_floor=93.0, verdict="IO-bound")
     assert results.with_floor(new) == (93.0, "IO-bound")
     assert results.with_floor(dataclasses.replace(old, bytes=0)) == (None, "-")
-
-
-def test_a_curve_is_one_problem_at_several_lengths(axes, tmp_path):
-    """Rows of other widths, dtypes and inputs, and problems of one length, do not move its points."""
-    wide = SHAPES.format(T=65536, s=1).replace("H=32/4", "H=64/4")
-    slow = {"median_us": 1e9, "p80_us": 1e9}
-    others = [
-        dataclasses.replace(TREE[-1], case="T65536_h64_s16", shapes=wide, **slow),
-        dataclasses.replace(TREE[-1], dtype="float16", **slow),
-        *(dataclasses.replace(r, case=r.case.replace("_s", "_correlated_s"), **slow) for r in TREE),
-    ]
-    assert plots.lengths([*others, *TREE], tmp_path / "lengths.png")
-    assert curves(axes[0]) == {
-        "htree_ops, stride 1": pytest.approx([32.768e-3, 65.536e-3]),
-        "htree_ops, stride 16": pytest.approx([16 * 32.768e-3, 16 * 65.536e-3]),
-        "dense SDPA, cuDNN": pytest.approx([8.192e-3, 16.384e-3]),
-        "dense SDPA, FlashAttention-2": pytest.approx([8.192e-3, 16.384e-3]),
-    }
-    assert plots.lengths([r for r in TREE if "T=32768" in r.shapes], tmp_path / "point.png") is None
-
-
-def test_a_baseline_on_one_head_counts_for_all_of_them(axes, tmp_path):
-    """A time of one of 32 heads is drawn 32 times as long, and the curve's name says so."""
-    alone = [
-        dataclasses.replace(
-            TREE[0],
-            shapes=SHAPES.format(T=131072, s=stride),
-            baseline="dense SDPA, cuDNN, 1 of 32 heads",
-            baseline_median_us=10.0,
-        )
-        for stride in (1, 16)
-    ]
-    plots.lengths([*TREE, *alone], tmp_path / "a.png", theme="dark", baseline="dense SDPA, cuDNN")
-    drawn = curves(axes[0])
-    assert drawn["dense SDPA, cuDNN, computed from one head"] == pytest.approx([0.32])
-    assert not any("1 of" in name or "FlashAttention" in name for name in drawn)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"commit": "b" * 40}, ("commit 0123456", "commit bbbbbbb")),
-        ({"gpu": "Other GPU"}, ("Some GPU", "Other GPU")),
-        ({"torch": "2.12.0", "cuda": "13.2"}, ("torch 2.11, CUDA 13.0", "torch 2.12.0, CUDA 13.2")),
-        ({"driver": "1"}, ("driver 580", "driver 1")),
-        ({"ceiling_gb_per_s": 1.0}, ("run 1", "run 2")),
-    ],
-)
-def test_a_line_is_one_run(axes, tmp_path, change, names):
-    """Rows of another commit, machine or run have lines of their own, and no line takes a point of another."""
-    again = [dataclasses.replace(r, median_us=3e6, baseline_median_us=1.0, **change) for r in TREE]
-    lone = dataclasses.replace(TREE[0], commit="f" * 40, shapes=SHAPES.format(T=4096, s=1))
-    mixed = [row for pair in zip(TREE, again, strict=True) for row in pair]
-    assert plots.lengths([lone, *mixed], tmp_path / "lengths.png")
-    first, second = names
-    assert curves(axes[0]) == {
-        f"htree_ops, stride 1, {first}": pytest.approx([32.768e-3, 65.536e-3]),
-        f"htree_ops, stride 16, {first}": pytest.approx([16 * 32.768e-3, 16 * 65.536e-3]),
-        f"dense SDPA, cuDNN, {first}": pytest.approx([8.192e-3, 16.384e-3]),
-        f"dense SDPA, FlashAttention-2, {first}": pytest.approx([8.192e-3, 16.384e-3]),
-        f"htree_ops, stride 1, {second}": [3e3, 3e3],
-        f"htree_ops, stride 16, {second}": [3e3, 3e3],
-        f"dense SDPA, cuDNN, {second}": [1e-3, 1e-3],
-        f"dense SDPA, FlashAttention-2, {second}": [1e-3, 1e-3],
-    }
-    (title,) = axes[0].texts
-    assert title.get_text() == "\n".join(textwrap.wrap(plots.place(mixed), 100))
 
 
 def test_a_bar_is_one_row_and_names_its_commit_and_machine(axes, tmp_path):
@@ -198,7 +129,7 @@ def test_machines_of_long_names_have_pictures_of_their_own(tmp_path):
 
 def test_pictures_without_anything_to_show(tmp_path):
     only_yardsticks = [row(baseline_computes_the_same=False, flops=0)]
-    for draw in (plots.bars, plots.lengths, plots.roofline):
+    for draw in (plots.bars, plots.roofline):
         assert draw(only_yardsticks, tmp_path / "x.png") is None
     assert not list(tmp_path.iterdir())
 
