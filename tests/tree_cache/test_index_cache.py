@@ -435,8 +435,16 @@ def test_calls_with_and_without_an_index(device):
             ShapeMismatchError,
             r"append: size 1 of index_key must be 5 \(the new tokens of k\), got 4",
         ),
-        (key[:, :, :1], ShapeMismatchError, r"size 2 of index_key must be 2 \(H_i of index_pool\), got 1"),
-        (key[..., :8], ShapeMismatchError, r"size 3 of index_key must be 16 \(d of index_pool\), got 8"),
+        (
+            key[:, :, :1],
+            ShapeMismatchError,
+            r"size 2 of index_key must be 2 \(H_i of the cache's index keys\), got 1",
+        ),
+        (
+            key[..., :8],
+            ShapeMismatchError,
+            r"size 3 of index_key must be 16 \(d of the cache's index keys\), got 8",
+        ),
         (key[0], ShapeMismatchError, "index_key must be 4-D"),
         (key.int(), UnsupportedDtypeError, "index_key must have dtype"),
         (key.to("meta"), RuntimeError, "index_key must be on the device"),

@@ -115,14 +115,14 @@ def test_calls_are_checked():
     k = rows(2, 3, 2, 0)
     for bad, error, message in (
         (k[:1], ShapeMismatchError, r"size 0 of k must be 2 \(B of block_table\), got 1 in"),
-        (k[..., :6], ShapeMismatchError, r"size 3 of k must be 8 \(K of k_pool\), got 6 in"),
+        (k[..., :6], ShapeMismatchError, r"size 3 of k must be 8 \(K of the cache\), got 6 in"),
         (k[0], ShapeMismatchError, r"k must be 4-D \[B, n, heads, channels\], got 3-D"),
         (
             k.double(),
             UnsupportedDtypeError,
-            r"k must have the dtype of k_pool \(torch.float32\), got torch.float64",
+            r"k must have the dtype of the cache \(torch.float32\), got torch.float64",
         ),
-        (k.to("meta"), DeviceError, r"k must be on the device of k_pool \(cpu\), got meta"),
+        (k.to("meta"), DeviceError, r"k must be on the device of the cache \(cpu\), got meta"),
         (k.to_sparse(), TypeError, "k must be a dense tensor"),
         (3, TypeError, "k must be a Tensor, got int"),
     ):
@@ -223,7 +223,7 @@ def test_tokens_that_are_not_written_do_not_count():
     for x in (cache, other):
         fill(x, 7)
     own = cache.k_pool[:1, :, :2].transpose(1, 2)
-    with pytest.raises(RuntimeError, match="k_pool must not share memory with k"):
+    with pytest.raises(RuntimeError, match="the cache must not share memory with k"):
         cache.append(own, own.clone())
     table = cache.block_table.clone()
     cache.block_table[0, 0] = 99

@@ -379,16 +379,16 @@ class HTreeAttention(nn.Module):
         """Adds the tokens [B, T, E] to the cache, or the first ``lengths[b]`` of each sequence; the layer on them."""
         if not isinstance(cache, TreeKVCache):
             raise TypeError(f"HTreeAttention: cache must be a TreeKVCache, got {type(cache).__name__}")
+        if cache.index_dim != self.index_dim:
+            raise ValueError(
+                f"HTreeAttention: cache must have the index_dim of the layer = {self.index_dim}, got "
+                f"{cache.index_dim}: make_cache of the layer makes one"
+            )
         options = self._of_attention()
         if cache.options is not options and cache.options.packed() != options.packed():
             name, ours, theirs = options.difference(cache.options)
             raise ValueError(
                 f"HTreeAttention: cache must have the options of the layer ({name} = {ours!r}), got {theirs!r}"
-            )
-        if cache.index_dim != self.index_dim:
-            raise ValueError(
-                f"HTreeAttention: cache must have the index_dim of the layer = {self.index_dim}, got "
-                f"{cache.index_dim}: make_cache of the layer makes one"
             )
         if cache.batch != x.shape[0]:
             raise ValueError(

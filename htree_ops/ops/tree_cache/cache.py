@@ -60,6 +60,10 @@ class TreeCacheBytes(NamedTuple):
     allocated: int
 
 
+#: Of its ops for what a caller does not pass.
+_WORDS = {"k_pool": "the cache", "v_pool": "the cache's values", "index_pool": "the cache's index keys"}
+
+
 def _num_rows(name: str, argument: str, rows: Tensor) -> int:
     """n of rows [B, n, heads, channels]; the op checks the rest."""
     if type(rows) is not Tensor or rows.dim() != 4:
@@ -478,7 +482,7 @@ class TreeKVCache(PagedCache):
         given = {argument: x for argument, x in arguments.items() if x is not None}
         for argument, x in given.items():
             check_tensor(name, argument, x)
-        return in_words_of(name, given, error, {}) or error
+        return in_words_of(name, given, error, _WORDS) or error
 
     @torch.no_grad()
     def _rows_at(
