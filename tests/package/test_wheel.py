@@ -162,7 +162,7 @@ class TestNamespace:
         """A literal would put ops of a loaded kernel among those of an installed package."""
         texts = {path: path.read_text() for path in (ROOT / "csrc").rglob("*.[ch]*")}
         calls = [call for text in texts.values() for call in re.findall(r"TORCH_LIBRARY\w*\((\w+)", text)]
-        assert len(calls) > 100
+        assert len(calls) > 20
         assert set(calls) == {"HTREE_NAMESPACE"}
         finders = [p for p, text in texts.items() for line in text.splitlines() if "findSchema" in line]
         allowed = {ROOT / "csrc/host/op_handle.h", ROOT / "csrc/ops/tree_attention/packed_options.cpp"}
