@@ -133,6 +133,14 @@ MODULE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] 
         "dtype must be torch.float32",
     ),
     "text": ((8, 2), {"dtype": "float"}, htree_ops.UnsupportedDtypeError, "dtype must be .*, got float"),
+    "device": ((8, 2), {"device": "foo"}, htree_ops.DeviceError, "device must be a device of .*, got 'foo'"),
+    "device bool": ((8, 2), {"device": True}, TypeError, "device must be a torch.device, .*, got bool"),
+    "group": (
+        (8, 2),
+        {"cp_group": "x"},
+        TypeError,
+        "cp_group must be a ProcessGroup or DeviceMesh, got str",
+    ),
 }
 
 

@@ -459,7 +459,7 @@ def test_a_group_is_needed():
     q = torch.zeros(1, 8, 1, 2)
     with pytest.raises(RuntimeError, match="must be initialised"):
         tree_attention_cp(q, q, q, None)
-    layer = htree_ops.HTreeAttention(8, 2, cp_group="any")
+    layer = htree_ops.HTreeAttention(8, 2, cp_group=torch.distributed.ProcessGroup(0, 1))
     with pytest.raises(NotImplementedError, match="a cache is not supported beside cp_group"):
         layer(torch.zeros(1, 4, 8), cache=layer.make_cache(1, 16))
     with pytest.raises(

@@ -1,5 +1,6 @@
 """The index of HTreeAttention, and the losses that index_losses gathers (docs/semantics/index_loss.md §9.5)."""
 
+import threading
 from copy import deepcopy
 from typing import Any
 
@@ -84,6 +85,27 @@ def test_a_width_of_none_follows_from_the_options(head_dim, keywords, wanted):
 def test_widths_that_are_refused(keywords, message):
     with pytest.raises(ValueError, match=f"^HTreeAttention: {message}"):
         layer_of("cpu", **keywords)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (None, TypeError, "options must be TreeOptions, got NoneType"),
+        (
+            TreeOptions(selection_span=2),
+            ValueError,
+            "options must have selection_span = None beside index_dim = 16, got 2",
+        ),
+        (TreeOptions(importance="lse"), ValueError, "options must have importance = 'lse_causal' beside .*, got 'lse'"),
+        (TreeOptions(scope="q_head"), ValueError, "options must have scope = 'kv_head' beside .*, got 'q_head'"),
+    ],
+)  # fmt: skip
+def test_options_that_are_refused_when_they_are_set(options, kind, message):
+    layer = layer_of("cpu", index_dim=16)
+    before = layer.options
+    with pytest.raises(kind, match=f"^HTreeAttention: {message}"):
+        layer.options = options
+    assert layer.options is before
 
 
 def test_the_first_index_approximates_the_attention(device):
@@ -291,6 +313,15 @@ def test_calls_of_a_layer_are_one_loss_and_collectors_nest(device):
             layer(x)
     assert len(outer) == len(inner) == 1
     assert [len(calls) for calls in (*outer._of_layers.values(), *inner._of_layers.values())] == [1, 2]
+
+
+def test_a_layer_of_another_thread_adds_its_loss():
+    layer, x = layer_of("cpu"), tokens("cpu")
+    with index_losses(rows=4) as losses:
+        thread = threading.Thread(target=layer, args=(x,))
+        thread.start()
+        thread.join()
+    assert len(losses) == 1
 
 
 def test_no_layer_is_an_error_that_says_so():

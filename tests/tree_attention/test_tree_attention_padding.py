@@ -144,7 +144,7 @@ def test_a_mask_with_holes_is_refused_or_nan(device):
             ValueError,
             "cu_seqlens must be None where key_padding_mask is given",
         ),
-        ({"max_seqlen": 5}, ValueError, "max_seqlen must be None where cu_seqlens is None"),
+        ({"max_seqlen": 5}, ValueError, "max_seqlen must be None where cu_seqlens is None, got 5"),
         ({"cu_seqlens": offsets((5,), "cpu")}, htree_ops.ShapeMismatchError, r"x must be \[1, N, 12\] or \[N, 12\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -176,6 +176,11 @@ def test_they_are_saved_and_loaded():
     assert TreeOptions.from_dict({"top_k": 600}) == replace(TreeOptions(), top_k=600)
     with pytest.raises(ValueError, match=r"among compression_rate, .*, got 'topk'"):
         TreeOptions.from_dict({"topk": 600})
+    for saved in (None, []):
+        with pytest.raises(
+            TypeError, match=f"TreeOptions: saved must be a dict of options, got {type(saved).__name__}"
+        ):
+            TreeOptions.from_dict(saved)
     with pytest.raises(FrozenInstanceError):
         options.top_k = 5
 

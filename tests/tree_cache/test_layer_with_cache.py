@@ -208,7 +208,13 @@ def test_prompts_of_several_lengths(stride, options, device):
             held = [n + count for n, count in zip(held, counts, strict=True)]
         assert cache.lengths.tolist() == held
         cache.check()
-        with pytest.raises(ValueError, match="lengths must be None where cache is None"):
+        with pytest.raises(ValueError, match="lengths must be None where cache is None, got list"):
             layer(x, lengths=[60, 60, 60])
-        with pytest.raises(ValueError, match="lengths must be 3 numbers between 0 and 5, got"):
+        with pytest.raises(
+            ValueError, match="HTreeAttention: lengths must be 3 numbers between 0 and 5, got"
+        ):
             layer(x[:, :5], cache=cache, lengths=[6, 0, 0])
+        with pytest.raises(
+            TypeError, match="HTreeAttention: lengths must be a list of ints or a Tensor, got int"
+        ):
+            layer(x[:, :5], cache=cache, lengths=5)

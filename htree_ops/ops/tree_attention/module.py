@@ -44,16 +44,19 @@ from htree_ops.ops.tree_attention.attention import Balance, check_balance, expan
 from htree_ops.ops.tree_attention.index import TreeOf, every_node, resolve_index_dim
 from htree_ops.ops.tree_attention.options import (
     NAMES,
+    OTHER_CHOICES,
     Goal,
     Positions,
     TreeKeywords,
     TreeOptions,
     check_frequencies,
+    other_choices,
     recommended_options,
     tree_options,
 )
 from htree_ops.ops.tree_attention.padding import Padding
 from htree_ops.ops.tree_cache.cache import TreeKVCache
+from htree_ops.ops.tree_cache.lengths import counts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,7 +130,7 @@ class HTreeAttention(nn.Module):
         positions: as given.
 
     Raises:
-        TypeError: a size is not an int, or another option has a wrong type.
+        TypeError: a size is not an int, or another option has a wrong type. DeviceError: a device torch does not know.
         UnsupportedDtypeError: a dtype other than float32, float16, bfloat16 and float64.
         ValueError: a size or option out of range, sizes that do not divide, or an odd head_dim.
 
@@ -164,8 +167,17 @@ class HTreeAttention(nn.Module):
         for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
             check_int("HTreeAttention", name, size, 1)
         check_kind("HTreeAttention", "bias", bias, "bool")
+        if device is not None:
+            option_device("HTreeAttention", device)
         if dtype is not None:
             check_option_dtype("HTreeAttention", dtype, FLOATING_AND_DOUBLE)
+        if cp_group is not None:
+            from torch.distributed import ProcessGroup  # only where it is asked for
+            from torch.distributed.device_mesh import DeviceMesh
+
+            if not isinstance(cp_group, (ProcessGroup, DeviceMesh)):
+                came = type(cp_group).__name__
+                raise TypeError(f"HTreeAttention: cp_group must be a ProcessGroup or DeviceMesh, got {came}")
         if num_heads % num_kv_heads != 0:
             raise ValueError(
                 f"HTreeAttention: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
@@ -395,6 +407,9 @@ class HTreeAttention(nn.Module):
                 f"HTreeAttention: cache must have the batch of x = {x.shape[0]}, got {cache.batch}: a sequence "
                 "without new tokens has rows too, and 0 in lengths"
             )
+        counts = None
+        if lengths is not None:
+            counts, _ = counts_of("HTreeAttention", lengths, cache.batch, 0, x.shape[1], cache.device)
         q, k, v = self._project(x)
         for name, rows in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             if type(rows) is not Tensor and hasattr(rows, "device_mesh"):
@@ -412,9 +427,8 @@ class HTreeAttention(nn.Module):
         out = cache.decode(q, *expand_heads(options, q, k, v), lengths, index=index)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         y: Tensor = self.o_proj(out.flatten(2))
-        if lengths is None:
+        if counts is None:
             return y
-        counts = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, device="cpu")
         behind = torch.arange(x.shape[1], device=y.device) >= counts.to(y.device)[:, None]
         return y.masked_fill(behind[..., None], 0)
 
@@ -462,6 +476,14 @@ class HTreeAttention(nn.Module):
 
     @options.setter
     def options(self, options: TreeOptions) -> None:
+        if not isinstance(options, TreeOptions):
+            raise TypeError(f"HTreeAttention: options must be TreeOptions, got {type(options).__name__}")
+        if self.index_dim and (others := other_choices(options)):
+            name = others[0]
+            raise ValueError(
+                f"HTreeAttention: options must have {name} = {OTHER_CHOICES[name]!r} beside index_dim = "
+                f"{self.index_dim}, got {getattr(options, name)!r}"
+            )
         # Both are made here: what a forward call added to the layer would compile it a second time.
         unrotated = tree_options("HTreeAttention", options, {"rope_base": None, "inv_freq": None})
         self._options, self._unrotated_options = options, unrotated
@@ -667,11 +689,14 @@ class HTreeAttention(nn.Module):
                 f"{' to decode' if cache is not None else ''}"
             )
         if lengths is not None and cache is None:
-            raise ValueError("HTreeAttention: lengths must be None where cache is None")
+            came = type(lengths).__name__
+            raise ValueError(f"HTreeAttention: lengths must be None where cache is None, got {came}")
         if max_seqlen is not None:
             check_int("HTreeAttention", "max_seqlen", max_seqlen, 0)
             if cu_seqlens is None:
-                raise ValueError("HTreeAttention: max_seqlen must be None where cu_seqlens is None")
+                raise ValueError(
+                    f"HTreeAttention: max_seqlen must be None where cu_seqlens is None, got {max_seqlen}"
+                )
         self._check_x(x, is_packed=cu_seqlens is not None)
         if cu_seqlens is not None:
             return self._attend_documents(x.flatten(0, -2), cu_seqlens, max_seqlen).view(x.shape)

@@ -162,8 +162,10 @@ class TreeOptions:
         """The options that :meth:`to_dict` saved; options that ``saved`` lacks take their defaults.
 
         Raises:
-            ValueError: a name is not that of an option.
+            TypeError: it is no mapping. ValueError: a name is not that of an option.
         """
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"TreeOptions: saved must be a dict of options, got {type(saved).__name__}")
         for name in saved:
             if name not in NAMES:
                 raise ValueError(f"TreeOptions: options must be among {', '.join(NAMES)}, got {name!r}")
