@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import htree_ops
-from htree_ops import HTreeAttention, TreeOptions, fit_index, index_losses
+from htree_ops import DeviceError, HTreeAttention, TreeOptions, fit_index, index_losses
 from htree_ops.ops.index_loss.fit import _Progress
 from htree_ops.ops.tree_attention.index import dense_attention
 
@@ -283,8 +284,24 @@ def test_a_fit_that_fails_changes_nothing(device):
     [
         ({"steps": 0}, ValueError, "steps must be between 1 and"),
         ({"rows": 2.0}, TypeError, "rows must be an int, got float"),
-        ({"learning_rate": 0.0}, ValueError, r"learning_rate must be positive and finite, got 0\.0"),
-        ({"learning_rate": math.nan}, ValueError, "learning_rate must be positive and finite, got nan"),
+        *(
+            (
+                {"learning_rate": x},
+                ValueError,
+                rf"learning_rate must be positive and below 1e30, got {re.escape(str(x))}",
+            )
+            for x in (0.0, math.nan, math.inf, 1e300, 10**400)
+        ),
+        (
+            {"batches": [torch.zeros(2, 70, 64, device="meta")]},
+            DeviceError,
+            r"batches\[0\] must be on a device that holds numbers, got meta",
+        ),
+        (
+            {"batches": [{"x": torch.zeros(2, 70, 64, device="meta")}]},
+            DeviceError,
+            r"batches\[0\]\['x'\] must be on a device that holds numbers, got meta",
+        ),
         (
             {"index_dim": 24},
             ValueError,
@@ -304,6 +321,34 @@ def test_arguments_that_are_refused(keywords, kind, message):
     call = {"model": Model("cpu"), "batches": batches("cpu"), **keywords}
     with pytest.raises(kind, match=f"^fit_index: {message}"):
         fit_index(**call)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_fits_the_same(mode, device):
+    found = []
+    for around in (torch.enable_grad, mode):
+        model = Model(device)
+        with around():
+            nats = fit_index(model, batches(device), steps=3, rows=8)
+            assert torch.is_inference_mode_enabled() == (around is torch.inference_mode)
+        found.append([nats, *(layer.index_key_weight.tolist() for layer in model.layers)])
+        seen(model, next(batches(device)))
+    assert found[0] == found[1]
+
+
+def test_a_model_that_was_made_in_inference_mode():
+    with torch.inference_mode():
+        dense, indexed = Model("cpu"), Model("cpu", index_dim=16)
+    assert len(fit_index(dense, batches("cpu"), steps=1, rows=8)) == 2
+    with pytest.raises(ValueError, match="fit_index: model must be made outside of inference_mode"):
+        fit_index(indexed, batches("cpu"), steps=1, rows=8)
+
+
+def seen(model: nn.Module, x: Tensor) -> None:
+    """A fitted model trains its index."""
+    with index_losses(rows=4) as losses:
+        model(x)
+    losses.mean().backward()
 
 
 def test_layers_that_are_refused(device):

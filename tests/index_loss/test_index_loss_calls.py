@@ -249,6 +249,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rows": -1}, ValueError, "rows must be between 0 and"),
     ({"rows": 2.0}, TypeError, "rows must be an int, got float"),
     ({"generator": 3}, TypeError, "generator must be a torch.Generator or None, got int"),
+    ({"generator": 3, "positions": torch.tensor([8])}, TypeError,
+     "generator must be a torch.Generator or None, got int"),
     ({"query": None}, TypeError, "query must be a Tensor, got NoneType"),
 ]  # fmt: skip
 
@@ -286,6 +288,31 @@ def test_bad_documents_are_named(change, kind, message):
     call |= {"cu_seqlens": offsets((24,), "cpu"), "positions": torch.tensor([8])}
     with pytest.raises(kind, match=f"^index_loss: .*{re.escape(message)}"):
         htree_ops.index_loss(**call | change)
+
+
+@pytest.mark.parametrize("positions", [None, torch.tensor([8])], ids=["drawn", "given"])
+@pytest.mark.parametrize(
+    ("ends", "kind", "message"),
+    [
+        (
+            torch.tensor([[0, 24]]),
+            ShapeMismatchError,
+            "cu_seqlens must be 1-D [documents + 1], got 2-D [1, 2]",
+        ),
+        (torch.tensor(24), ShapeMismatchError, "cu_seqlens must be 1-D [documents + 1], got 0-D []"),
+        (torch.zeros(0), ShapeMismatchError, "cu_seqlens must have at least one element, got [0]"),
+        (
+            torch.tensor([0, 24], device="meta"),
+            DeviceError,
+            "cu_seqlens must be on the device of query (cpu), got meta",
+        ),
+    ],
+    ids=["2-D", "0-D", "empty", "meta"],
+)
+def test_bad_offsets_are_named_wherever_positions_come_from(ends, kind, message, positions):
+    call = {"query": QUERY[0], "key": KEY[0], "index_query": INDEX[0], "index_key": INDEX[0], "block_size": 4}
+    with pytest.raises(kind, match=f"^index_loss: {re.escape(message)}"):
+        htree_ops.index_loss(**call, cu_seqlens=ends.int(), positions=positions)
 
 
 def test_documents_that_are_too_short_are_named():

@@ -124,7 +124,8 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
     Each call of a layer draws ``rows`` positions of each sequence from torch's default generator, never at padding.
     From then on the layer's index weights require grad. The losses stay usable behind the ``with``. Gradients go to
     these weights alone, for queries and keys are detached. A call whose sequences
-    have no token behind their first block adds 0.
+    have no token behind their first block adds 0. The context is that of the process: layers that other threads run
+    meanwhile put their losses into it too.
 
     Under non-reentrant checkpointing (``use_reentrant=False``) a layer that is run again draws the same positions and
     adds nothing.
@@ -139,8 +140,8 @@ def index_losses(rows: int = 128) -> Iterator[IndexLosses]:
     Raises:
         TypeError, ValueError: rows is not an int of at least 1.
         RuntimeError: in the backward of a layer under reentrant checkpointing, which cannot reach the loss; in a layer
-            whose index does not require grad yet where torch.compile, DistributedDataParallel or fully_shard has the
-            model: they must know it before.
+            whose index does not require grad yet where torch.compile (with ``fullgraph=True``),
+            DistributedDataParallel or fully_shard has the model: they must know it before.
 
     Example:
         >>> import htree_ops

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from htree_ops.ops.arguments import check_int, check_kind
+from htree_ops.ops.arguments import check_data, check_int, check_kind
 from htree_ops.ops.index_loss.collector import fitting
 from htree_ops.ops.index_loss.layers import WEIGHTS, draw_index, index_dim_of, query_scale
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # which imports this family
 REPORTED = 10
 
 
+@torch.inference_mode(False)  # which enables gradients too, wherever the caller stands
 def fit_index(
     model: nn.Module,
     batches: Iterable[Tensor | Mapping[str, Any]],
@@ -85,8 +86,8 @@ def fit_index(
     ):
         check_int("fit_index", name, number, 1)
     check_kind("fit_index", "learning_rate", learning_rate, "float")
-    if not 0 < learning_rate < math.inf:
-        raise ValueError(f"fit_index: learning_rate must be positive and finite, got {learning_rate}")
+    if not 0 < learning_rate < 1e30:  # Adam steps in float32, at first ten times as far
+        raise ValueError(f"fit_index: learning_rate must be positive and below 1e30, got {learning_rate}")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(
             f"fit_index: batches must be tensors of tokens or dicts, one for each step, got {type(batches).__name__}"
@@ -161,6 +162,8 @@ def _layers(model: nn.Module, index_dim: int | None) -> list[FittedLayer]:
             raise NotImplementedError(
                 "fit_index: a model whose weights are sharded over ranks is not supported"
             )
+        if has and getattr(one.layer, WEIGHTS[0]).is_inference():
+            raise ValueError("fit_index: model must be made outside of inference_mode, got an index of it")
         one.check(_width(one, index_dim))
     order = {id(layer): i for i, layer in enumerate(model.modules())}
     return sorted(found, key=lambda one: order[id(one.layer)])
@@ -216,6 +219,12 @@ def _taken(batches: Iterable[Tensor | Mapping[str, Any]], steps: int) -> Iterato
             raise TypeError(
                 f"fit_index: batches[{taken}] must be a Tensor or a dict, got {type(batch).__name__}"
             )
+        tensors = (
+            {"": batch} if isinstance(batch, Tensor) else {f"[{name!r}]": x for name, x in batch.items()}
+        )
+        for place, x in tensors.items():
+            if isinstance(x, Tensor) and x.is_meta:
+                check_data("fit_index", f"batches[{taken}]{place}", x)
         yield batch
         taken += 1
         if taken == steps:

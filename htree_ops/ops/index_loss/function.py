@@ -75,6 +75,10 @@ def index_loss(
         >>> loss.shape, bool(loss > 0)
         (torch.Size([]), True)
     """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"index_loss: generator must be a torch.Generator or None, got {type(generator).__name__}"
+        )
     if positions is None:
         drawn = draw_positions(query, key, rows, block_size, generator, cu_seqlens)
         positions = drawn_once(drawn, query)
@@ -98,10 +102,6 @@ def draw_positions(
     """
     cu_seqlens = None if cu_seqlens is None else here(cu_seqlens)
     check_int("index_loss", "rows", rows, 0)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"index_loss: generator must be a torch.Generator or None, got {type(generator).__name__}"
-        )
     if cu_seqlens is None:
         T = key.shape[1] if key.dim() == 4 else block_size + 1  # the op refuses other ranks
         if not block_size < T:
@@ -116,6 +116,8 @@ def draw_positions(
         device = query.device if generator is None else generator.device
         drawn = torch.randint(block_size, T, size, generator=generator, device=device)
         return drawn.to(query.device, non_blocking=True)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0 or cu_seqlens.device != query.device:
+        return torch.zeros(rows, dtype=torch.int64, device=query.device)  # the op refuses these offsets
     lengths = cu_seqlens.long().diff()
     on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_host and rows > 0 and not bool((lengths > block_size).any()):
