@@ -186,7 +186,8 @@ class Choices(NamedTuple):
 
 def options_of_config(config: PretrainedConfig) -> Choices:
     """What ``config.htree`` says, with defaults for what it does not; else TypeError or ValueError."""
-    given = getattr(config, "htree", None) or {}
+    given = getattr(config, "htree", None)
+    given = {} if given is None else given
     if isinstance(given, str) and given == "recommended":
         given = index.RECOMMENDED
     if not isinstance(given, Mapping):

@@ -376,9 +376,9 @@ def encoder() -> None:
     BertModel._from_config(config, attn_implementation="htree").eval()(make_ids())
 
 
-def no_dict() -> Any:
+def no_dict(given: object = "fast") -> Any:
     layer = make_model().model.layers[0].self_attn
-    layer.config.htree = "fast"
+    layer.config.htree = given
     return layer
 
 
@@ -517,6 +517,14 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "config.htree must be a dict of options or 'recommended', got 'fast'",
     ),
+    **{
+        f"empty {type(given).__name__}": (
+            lambda given=given: attention(no_dict(given), *(torch.zeros(1, 2, 3, 4) for _ in range(3)), None),
+            TypeError,
+            "config.htree must be a dict of options or 'recommended', got",
+        )
+        for given in ([], 0, False, "", ())
+    },
     "frequencies of the model": (
         lambda: call_with({"options": {"inv_freq": [1.0] * 4}}),
         ValueError,
