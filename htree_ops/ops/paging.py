@@ -349,6 +349,17 @@ class PagedCache:
         """Sequence b keeps its first ``lengths[b]`` tokens, or all of them where that is -1."""
         raise NotImplementedError
 
+    def _of_all(self, op: str, lengths: int | Tensor | Sequence[int]) -> Tensor | Sequence[int]:
+        """The lengths of a truncation, where an int stands for all sequences."""
+        if isinstance(lengths, (Tensor, Sequence)):
+            return lengths
+        try:
+            operator.index(lengths)
+        except TypeError:
+            came = type(lengths).__name__
+            raise TypeError(f"{op}: lengths must be an int, a list of ints or a Tensor, got {came}") from None
+        return [lengths] * self.batch
+
     def fork(self, source: int, target: int) -> None:
         """Sequence ``target`` becomes a copy of ``source``, whose full pages it shares. The old ``target`` is freed.
 

@@ -341,6 +341,9 @@ def test_wrong_options(name):
 
 
 def test_wrong_tokens_and_indices():
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor(list(x))
+
     cache = make("cpu")
     k, v = tokens("cpu", 4)
     with pytest.raises(
@@ -380,6 +383,12 @@ def test_wrong_tokens_and_indices():
         (lambda: cache.to("ab"), DeviceError, r"CompressedKVCache\.to: device must be a device of .*, got 'ab'"),
         (lambda: cache.to(device=3.5), TypeError, r"\.to: device must be a torch\.device, a str or .*, got float"),
         (lambda: cache.to(3.5), TypeError, r"\.to: takes a device and a dtype, got float"),
+        (lambda: cache.to(torch.half, torch.bfloat16), TypeError, r"takes a device and a dtype, got a second dtype"),
+        (lambda: cache.to("cpu", device="cpu"), TypeError, r"\.to: takes a device and a dtype, got a second str"),
+        (lambda: cache.to("meta").select([0]), DeviceError, r"select: cache must be on a device .* got meta"),
+        (lambda: cache.truncate(2.0), TypeError, r"lengths must be an int, a list of ints or a Tensor, got float"),
+        (lambda: cache.append(nested(k), v), TypeError, r"append: k must be a dense tensor, got a nested one"),
+        (lambda: cache.decode(k, k, nested(v)), TypeError, r"decode: v must be a dense tensor, got a nested one"),
         (lambda: cache.attend(k[:, 0], "a"), TypeError, r"scale must be a number, got str"),
         (lambda: cache.attend(k[:, 0], 1e300), ValueError, r"scale must be finite"),
     ):  # fmt: skip

@@ -495,6 +495,8 @@ def test_bytes_and_repr(device, bits):
     [
         ({"leaf_bits": 16}, ValueError, "leaf_bits must be None, 8 or 4, got 16"),
         ({"leaf_bits": True}, ValueError, "leaf_bits must be None, 8 or 4, got True"),
+        ({"leaf_bits": 8.0}, ValueError, r"leaf_bits must be None, 8 or 4, got 8\.0"),
+        ({"leaf_bits": torch.tensor(8)}, ValueError, r"leaf_bits must be None, 8 or 4, got tensor\(8\)"),
         (
             {"value_dim": 32},
             ValueError,

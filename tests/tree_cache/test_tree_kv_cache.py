@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -353,6 +354,22 @@ def test_a_step_of_the_module_compiles(device):
     assert cache.lengths.tolist() == [12, 12]
 
 
+def test_a_compiled_truncation_to_its_own_lengths_takes_nothing(device):
+    cache = make(device)
+    fill(cache, 9)
+    torch.compile(lambda: cache.truncate(cache.lengths), fullgraph=True, backend="aot_eager")()
+    assert cache.host_lengths() == [9, 9]
+    cache.check()
+
+
+@pytest.mark.parametrize("length", [5, np.int64(5)], ids=["int", "int64"])
+def test_one_number_truncates_every_sequence(length, device):
+    cache = make(device)
+    fill(cache, 9)
+    cache.truncate(length)
+    assert cache.host_lengths() == cache.lengths.tolist() == [5, 5]
+
+
 def test_a_fork_owns_its_open_page(device):
     """Full pages are shared, and what one writes the other does not see."""
     cache = make(device, batch=3, num_pages=9)
@@ -432,6 +449,8 @@ def test_a_cache_without_numbers(kind, options):
         k = torch.zeros(2, 9, 2, 64, dtype=torch.bfloat16, device=device)
         cache.append(k, k)
         assert cache.attend(k).shape == k.shape
+        cache.truncate([7, -1])
+        assert cache.host_lengths() == [7, 9]
         cache.reorder_([1, 1])
     assert repr(cache) == repr(real).replace("'cpu'", f"'{device}'")
     assert cache.num_bytes() == (0, 0, real.num_bytes().allocated)

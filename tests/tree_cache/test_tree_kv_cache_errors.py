@@ -124,6 +124,11 @@ def test_calls_are_checked():
         ),
         (k.to("meta"), DeviceError, r"k must be on the device of the cache \(cpu\), got meta"),
         (k.to_sparse(), TypeError, "k must be a dense tensor"),
+        (
+            torch.nested.nested_tensor(list(k)),
+            TypeError,
+            "append: k must be a dense tensor, got a nested one",
+        ),
         (3, TypeError, "k must be a Tensor, got int"),
     ):
         with pytest.raises(error, match=message):
@@ -142,6 +147,13 @@ def test_calls_are_checked():
             cache.append(k, k, lengths=lengths)
         with pytest.raises(error, match=message.replace("lengths", "beams")):
             cache.reorder_(lengths)
+    q = rows(2, 3, 4, 0)
+    for call in (cache.attend, lambda q, **lse: cache.decode(q, k, k, **lse)):
+        with pytest.raises(TypeError, match=r"TreeKVCache\.\w+: q must be a dense tensor, got a nested one"):
+            call(torch.nested.nested_tensor(list(q)))
+        for value in ("x", 2, None):
+            with pytest.raises(TypeError, match=r"TreeKVCache\.\w+: return_lse must be a bool, got"):
+                call(q, return_lse=value)
     with pytest.raises(ShapeMismatchError, match=r"TreeKVCache.decode: size 1 of k must be 1"):
         cache.decode(rows(2, 1, 4, 0), k, k)
     with pytest.raises(ValueError, match=r"beams must be 2 numbers between 0 and 1, got \[0, 2\]"):
@@ -177,7 +189,9 @@ def test_numbers_that_int32_cannot_hold_do_not_wrap(dtype):
         with pytest.raises(ValueError, match="TreeKVCache"):
             call(beyond)
     for wrong in (1.0, None, torch.tensor([3, 3]).to_sparse()):
-        with pytest.raises(TypeError, match=r"TreeKVCache\.truncate: lengths must be"):
+        with pytest.raises(
+            TypeError, match=r"TreeKVCache\.truncate: lengths must be (an int, a list|a dense tensor)"
+        ):
             cache.truncate(wrong)
     for numbers in ([-2, 3], torch.tensor([-2, 3])):
         with pytest.raises(ValueError, match=r"TreeKVCache\.truncate: lengths must be .* -1.*, got .*-2"):

@@ -630,7 +630,7 @@ class CompressedKVCache(PagedCache):
         """
         op = f"{OP}.truncate"
         self._refuse_graph("truncate")
-        numbers = [lengths] * self.batch if isinstance(lengths, int) else lengths
+        numbers = self._of_all(op, lengths)
         wanted = host_integers(op, "lengths", numbers, self.batch, -1, self.capacity)
         held = self.host_lengths()
         if any(n > most for n, most in zip(wanted, held, strict=True)):
@@ -701,12 +701,13 @@ class CompressedKVCache(PagedCache):
             DeviceError: a device that torch does not know, or any for a cache on the device meta.
         """
         for x in to:
-            if isinstance(x, torch.dtype):
+            if isinstance(x, torch.dtype) and dtype is None:
                 dtype = x
-            elif isinstance(x, (torch.device, str)):
+            elif isinstance(x, (torch.device, str)) and device is None:
                 device = x
             else:
-                raise TypeError(f"{OP}.to: takes a device and a dtype, got {type(x).__name__}")
+                second = " a second" if isinstance(x, (torch.dtype, torch.device, str)) else ""
+                raise TypeError(f"{OP}.to: takes a device and a dtype, got{second} {type(x).__name__}")
         place = self.device if device is None else option_device(f"{OP}.to", device)
         dtype = self.dtype if dtype is None else dtype
         if (place, dtype) == (self.device, self.dtype):
@@ -802,6 +803,7 @@ class CompressedKVCache(PagedCache):
     def select(self, index: Tensor | Sequence[int]) -> CompressedKVCache:
         """A new cache whose sequence i is a copy of sequence index[i]; any number of them, repeats allowed."""
         self._refuse_graph("select")
+        check_data(f"{OP}.select", "cache", self.comp_len)
         numbers = host_integers(f"{OP}.select", "index", index, None, 0, self.batch - 1)
         chosen = self._like(len(numbers))
         places = torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -35,6 +35,7 @@ def check_new_tokens(
         isinstance(k, Tensor)
         and isinstance(v, Tensor)
         and k.layout == v.layout == torch.strided
+        and not (k.is_nested or v.is_nested)
         and k.dim() == 4
         and k.shape == (batch, k.shape[1], heads, width)
         and v.shape == (batch, k.shape[1], heads, value_width)

@@ -68,7 +68,11 @@ def _num_rows(name: str, argument: str, rows: Tensor) -> int:
     """n of rows [B, n, heads, channels]; the op checks the rest."""
     if type(rows) is not Tensor or rows.dim() != 4:
         check_tensors(name, **{argument: (rows, "B n heads channels")})
-    return rows.shape[1]
+    try:
+        return rows.shape[1]
+    except RuntimeError:  # a nested tensor has no shape
+        check_tensor(name, argument, rows)
+        raise
 
 
 class TreeKVCache(PagedCache):
@@ -316,6 +320,8 @@ class TreeKVCache(PagedCache):
         """
         name = f"{OP}.attend"
         n = _num_rows(name, "q", q)
+        if type(return_lse) is not bool:
+            check_kind(name, "return_lse", return_lse, "bool")
         query = self._index_rows(name, "index_query", index_query)
         if self._is_prompt(n):
             self._check_query(name, q, query)
@@ -352,6 +358,8 @@ class TreeKVCache(PagedCache):
         """
         name = f"{OP}.decode"
         n = _num_rows(name, "q", q)
+        if type(return_lse) is not bool:
+            check_kind(name, "return_lse", return_lse, "bool")
         query = key = None
         if self._has_index(name, "index", index):
             if not (isinstance(index, (tuple, list)) and len(index) == 2):
@@ -521,9 +529,10 @@ class TreeKVCache(PagedCache):
             OutOfPagesError: no page for the copy of an open one.
         """
         name = f"{OP}.truncate"
-        if isinstance(lengths, int):
-            lengths = [lengths] * self.batch
-        request, wanted = counts_of(name, lengths, self.batch, -1, 2**31 - 1, self.device)
+        given = self._of_all(name, lengths)
+        request, wanted = counts_of(name, given, self.batch, -1, 2**31 - 1, self.device)
+        if request is self.lengths:
+            request = request.clone()  # the op writes them
         if is_recorded(self.device):
             wanted = None
         left = wanted is None or self._is_left_to_the_device(wanted)
@@ -582,7 +591,7 @@ class TreeKVCache(PagedCache):
 
         def turns_on(unit: int) -> bool:
             inside = any(m not in (-1, n) and m % unit for m, n in zip(wanted, held, strict=True))
-            return inside and type(self.lengths) is Tensor
+            return inside and type(self.lengths) is Tensor and not self.lengths.is_meta
 
         leaders = self.ring.list_pos.tolist() if turns_on(stride) else None
         begins = leaves.tail_begin.tolist() if leaves is not None and turns_on(rate) else None

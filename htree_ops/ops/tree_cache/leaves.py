@@ -18,7 +18,7 @@ LEAF_BITS = (8, 4)
 
 def check_bits(op: str, bits: int) -> None:
     """Raises ValueError for bits that tokens cannot be packed in."""
-    if isinstance(bits, bool) or bits not in LEAF_BITS:
+    if type(bits) is not int or bits not in LEAF_BITS:
         raise ValueError(f"{op}: leaf_bits must be None, 8 or 4, got {bits!r}")
 
 
