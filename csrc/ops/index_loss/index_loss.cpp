@@ -16,8 +16,10 @@ Inputs inputs_of(const Tensor& query, const Tensor& key, const Tensor& index_que
   return {query, key, index_query, index_key, positions, cu_seqlens.value_or(Tensor())};
 }
 
+// Whether nothing is to be computed. On the CPU the kernel refuses positions in a sequence without tokens.
 bool is_empty(const Inputs& x) {
-  return x.query.numel() == 0 || x.positions.numel() == 0;
+  const bool no_sequences = x.query.dim() == 4 && x.query.size(0) == 0;
+  return x.positions.numel() == 0 || no_sequences || (x.query.numel() == 0 && !x.query.is_cpu());
 }
 
 // A batch dim and unit last strides for every tensor; ascending positions, which the loss, a mean, does not tell from

@@ -40,12 +40,12 @@ void check_sizes(const char* op, const Inputs& x, int64_t rank) {
     if (rank == 4) check_size(op, name, tensor, 0, x.query.sym_size(0), "B of query");
     check_size(op, name, tensor, row, x.query.sym_size(row), rows);
   }
-  check_size(op, "key", x.key, last, x.query.sym_size(last), "K of query");
   const SymInt width = x.query.sym_size(last), heads = x.query.sym_size(head),
                kv_heads = x.key.sym_size(head);
   TORCH_CHECK_VALUE(holds(width.sym_ge(1)) && holds(width.sym_le(kMostKeyDim)), op,
                     ": K, the last size of query, must be between 1 and ", kMostKeyDim, ", got ", width,
                     " in ", x.query.sym_sizes());
+  check_size(op, "key", x.key, last, width, "K of query");
   TORCH_CHECK_VALUE(holds(kv_heads.sym_ge(1)) && holds(heads.sym_ge(1)) && same_size(heads % kv_heads, 0), op,
                     ": H of query must be a positive multiple of H_kv of key, got H = ", heads,
                     " and H_kv = ", kv_heads, " in ", x.query.sym_sizes(), " and ", x.key.sym_sizes());
@@ -54,8 +54,8 @@ void check_sizes(const char* op, const Inputs& x, int64_t rank) {
                     op, ": size ", head, " of index_query must be 1 or ", kv_heads, " (H_kv of key), got ",
                     index_heads, " in ", x.index_query.sym_sizes());
   check_size(op, "index_key", x.index_key, head, index_heads, "H_i of index_query");
-  check_size(op, "index_key", x.index_key, last, d, "d of index_query");
   tree_attention::check_index_width(op, "index_query", x.index_query);
+  check_size(op, "index_key", x.index_key, last, d, "d of index_query");
   TORCH_CHECK_VALUE(holds(x.query.sym_size(row).sym_lt(kIndexLimit)), op,
                     ": query must have less than 2^31 rows, got ", x.query.sym_sizes());
 }
