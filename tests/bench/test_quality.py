@@ -1,4 +1,7 @@
-"""The study of quality at a tiny size: what it measures, that it goes on where it ended, its report."""
+"""The study of quality at a tiny size: what it measures, that it goes on where it ended, its report.
+
+One file, because most tests look at the same study that ran whole, which takes a while.
+"""
 
 import csv
 import json
