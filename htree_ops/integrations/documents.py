@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -143,13 +143,15 @@ def attend_read_documents(
 def _read_documents(positions: Tensor, real: Tensor | None, batch: int) -> tuple[Documents, Tensor | None]:
     """The documents without padding, sequence after sequence, and the rows [B * T] that are real; None is all."""
     starts = F.pad(restarts(positions, real)[:, 1:], (1, 0), value=True).expand(batch, -1).flatten()
-    document, rows = starts.cumsum(0) - 1, None
+    document, rows = starts.cumsum(0), None
     if real is not None:
         rows = real.flatten().nonzero().flatten()
         document = document[rows]
-    lengths = torch.bincount(document, minlength=int(starts.sum())).tolist()
-    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=starts.device)
-    return Documents(cu, cu, max(lengths), max(lengths)), rows
+    first = document.diff(prepend=document.new_zeros(1)).nonzero().flatten().tolist()
+    ends = [*first, len(document)]
+    longest = max((end - begin for begin, end in pairwise(ends)), default=0)
+    cu = torch.tensor(ends, dtype=torch.int32, device=starts.device)
+    return Documents(cu, cu, longest, longest), rows
 
 
 def _attend_rows(
