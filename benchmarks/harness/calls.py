@@ -67,7 +67,8 @@ def sustained_ms(
 def replayed_us(candidates: Mapping[str, Sequence[Call]], effort: timing.Effort) -> dict[str, float]:
     """Microseconds of a call of each candidate in a CUDA graph, taken in turns."""
     for calls in candidates.values():
-        calls[0]()  # what is made once
+        for call in calls:
+            call()  # a graph cannot hold what is made once
     graphs = {name: timing.capture(calls) for name, calls in candidates.items()}
     replays = {name: [replay] for name, (replay, _) in graphs.items()}
     times = timing.measure_undisturbed(replays, clock_for("cuda"), effort)
