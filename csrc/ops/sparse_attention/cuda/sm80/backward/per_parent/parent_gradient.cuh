@@ -139,8 +139,14 @@ class QueryStream {
     query_ = list_row * p.stride + (index & (p.stride - 1));
     present_ = 0;
     position_ = 0;
-    if (index >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
-      query_ = 0;
+    if (index >= end_) {
+      query_ = 0;  // nobody reads what is copied
+      return;
+    }
+    if (query_ >= static_cast<uint32_t>(p.num_queries)) {
+      // The last list may have fewer queries than the others. Its weights are 0, but they meet a record, which must be one
+      // that was written and that this parent sees.
+      query_ = list_row * p.stride;
       return;
     }
     const int batch = blockIdx.y / p.num_kv_heads, kv_head = blockIdx.y % p.num_kv_heads;
