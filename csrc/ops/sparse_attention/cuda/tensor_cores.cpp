@@ -290,12 +290,13 @@ class ListedGradients {
     bounds.gather = gather;
     bounds.refines_own = false;
     bounds.bounds = bounds_of(chunk.batch);
+    if (!c_.config.per_list || c_.masked_queries(chunk) > 0) {
+      bounds.lists = at_.list_bounds;
+    }
     if (c_.config.per_list) {
       bounds.powers = at_.task_powers;
       bounds.tasks = static_cast<int>(sparse_tasks_of_list(p_));
       bounds.meta = at_.meta;
-    } else {
-      bounds.lists = at_.list_bounds;
     }
     C10_CUDA_CHECK(launch_list_bounds(bounds, c_.stream));
   }

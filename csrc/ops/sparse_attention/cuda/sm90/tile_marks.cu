@@ -47,7 +47,8 @@ __device__ __forceinline__ void mark_lists(const GatherParams& p, const RunMarks
   const int last_list = static_cast<int>(list_of(p, last - t0));
   for (int list = static_cast<int>(list_of(p, first - t0)) + threadIdx.x / 32; list <= last_list;
        list += kMarkThreads / 32) {
-    const int begin = t0 + list * p.stride, end = min(begin + p.stride - 1, last);
+    // A list may begin in the run before.
+    const int begin = max(t0 + list * p.stride, run), end = min(t0 + (list + 1) * p.stride - 1, last);
     if (p.lists) {
       const int32_t* parents =
           p.lists + batch * p.list_batch + (int64_t{list} * p.num_kv_heads + kv_head) * p.list_width;
