@@ -5,7 +5,7 @@ import torch
 
 from htree_ops.reference import selection as reference
 from tests.support.cases import case_id
-from tests.support.select_blocks_cases import CASES, VARLEN_CASES
+from tests.support.select_blocks_cases import CASES, VARLEN_CASES, integers
 
 pytestmark = pytest.mark.gpu
 
@@ -44,3 +44,11 @@ def test_rows_beyond_shared_memory():
     blocks, _ = torch.ops.htree.select_blocks(query, key.contiguous(), 5, 1)
     expected = reference.select_blocks(query, key, 5, block_size=1)[0]
     assert torch.equal(blocks, expected)
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_long_rows_are_cut_by_their_tiles(block_size):
+    T = 270_000
+    query, key = (integers((1, T, 1, 16), torch.bfloat16, "cuda", seed, largest=15) for seed in (1, 2))
+    found = torch.ops.htree.select_blocks(query[:, T - 8 :], key, 5, block_size)
+    assert torch.equal(found[0], reference.select_blocks(query[:, T - 8 :], key, 5, block_size=block_size)[0])

@@ -35,6 +35,26 @@ def test_several_splits_and_tiles(dtype, block_size, d):
         )
 
 
+@pytest.mark.parametrize("largest", [1, 15])
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128, 256])
+def test_long_rows_are_cut_by_their_tiles(block_size, largest):
+    """Few equal scores, and so many that they are chosen from whole rows, with what is forced and with none of it."""
+    T = 280_000
+    query, key = (integers((1, T, 2, 32), torch.bfloat16, "cuda", seed, largest=largest) for seed in (1, 2))
+    key[:, 77_777, 0] = torch.nan
+    suffix = query[:, T - 144 :]
+    for count, options in (
+        (1, {}),
+        (9, {"local": 9}),
+        (130, {"local": 20, "first": 3}),
+        (200, {"selection_stride": 4, "first": 17}),
+        (256, {"open_next": True}),
+        (600, {}),
+    ):
+        found = select_blocks(suffix, key, count, block_size=block_size, **options)
+        assert_equal(found, reference.select_blocks(suffix, key, count, block_size=block_size, **options))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_do_not_depend_on_chunks(dtype):
     """A call of many chunks, and calls of a few of its rows."""

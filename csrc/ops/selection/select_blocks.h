@@ -31,9 +31,17 @@ using SelectBlocksVarlen = void(const char* op, const Tensor& index_query, const
                                 const Documents& documents, const BlockOptions& options,
                                 const BlockLists& lists);
 SelectBlocks select_blocks_cpu, select_blocks_cuda;
-// The same for layers of blocks at once: lists[i] are those of blocks of block_size * rate^i tokens.
-void select_block_layers_cpu(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
-                             int64_t rate, const std::vector<BlockLists>& lists);
+// The same for layers of blocks at once, from scores that are computed once: layers[i] are the lists of blocks of block_size *
+// rate^i tokens. Those of leaders before token first_token, which
+// no layer above has smaller, stay as they are. CUDA leaves out scores that are undefined.
+struct BlockLayer {
+  BlockLists lists;
+  int64_t first_token = 0;
+};
+using SelectBlockLayers = void(const Tensor& index_query, const Tensor& index_key,
+                               const BlockOptions& options, int64_t rate,
+                               const std::vector<BlockLayer>& layers);
+SelectBlockLayers select_block_layers_cpu, select_block_layers_cuda;
 SelectBlocksVarlen select_blocks_varlen_cpu, select_blocks_varlen_cuda;
 
 }  // namespace htree::tree_attention

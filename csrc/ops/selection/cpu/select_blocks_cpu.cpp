@@ -16,7 +16,7 @@
 namespace htree::tree_attention {
 namespace {
 
-// One call over sequences of equal length. lists[i] are those of blocks of block_size * rate^i tokens, whose scores are the
+// One call over sequences of equal length. layers[i] are those of blocks of block_size * rate^i tokens, whose scores are the
 // largest of the blocks below.
 template <typename T, typename Real>
 class BlockSelection {
@@ -24,16 +24,16 @@ class BlockSelection {
   using Stored = Storage<T>;
 
   BlockSelection(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
-                 int64_t rate, const std::vector<BlockLists>& lists)
+                 int64_t rate, const std::vector<BlockLayer>& layers)
       : loops_(loops_of<T>(HTREE_PICK_ISA(kBlockTables))),
         query_(index_query),
         key_(index_key),
         options_(options),
         rate_(rate),
-        lists_(lists),
+        layers_(layers),
         heads_(index_query.size(2)),
         d_(index_query.size(3)),
-        leaders_(std::get<0>(lists[0]).size(1)),
+        leaders_(std::get<0>(layers[0].lists).size(1)),
         first_token_(index_key.size(1) - index_query.size(1)),
         chunks_(block_chunks(index_query.size(0) * heads_, diagonal(leaders_ - 1), leaders_,
                              options.block_size, d_, loops_.width, loops_.rows, sizeof(Real))),
@@ -144,12 +144,15 @@ class BlockSelection {
             const int64_t slot = i / rows, row = i % rows, leader = begin + row;
             Real* const scores = scores_of(slot, row);
             int64_t own = diagonal(leader);
-            for (size_t layer = 0; layer < lists_.size(); ++layer, own /= rate_) {
-              const auto& [blocks, list_scores] = lists_[layer];
+            for (size_t layer = 0; layer < layers_.size(); ++layer, own /= rate_) {
+              if (first_token_ + leader * options_.stride < layers_[layer].first_token) {
+                break;  // so are those of the layers above
+              }
+              const auto& [blocks, list_scores] = layers_[layer].lists;
               loops_.select(scores, own + 1, options_, scratch.data(),
                             list<int32_t>(blocks, head + slot, leader),
                             list<Real>(list_scores, head + slot, leader));
-              if (layer + 1 < lists_.size()) fold(scores, own / rate_);
+              if (layer + 1 < layers_.size()) fold(scores, own / rate_);
             }
           }
         });
@@ -172,7 +175,7 @@ class BlockSelection {
   const Tensor query_, key_;
   const BlockOptions options_;
   const int64_t rate_;
-  const std::vector<BlockLists>& lists_;
+  const std::vector<BlockLayer>& layers_;
   const int64_t heads_, d_, leaders_, first_token_;
   const BlockChunks chunks_;
   std::vector<Real> packed_;                       // [heads, segment, tokens, d, width]
@@ -184,15 +187,15 @@ class BlockSelection {
 
 void select_blocks_cpu(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
                        const BlockLists& lists) {
-  select_block_layers_cpu(index_query, index_key, options, /*rate=*/1, {lists});
+  select_block_layers_cpu(index_query, index_key, options, /*rate=*/1, {{lists}});
 }
 
 void select_block_layers_cpu(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
-                             int64_t rate, const std::vector<BlockLists>& lists) {
+                             int64_t rate, const std::vector<BlockLayer>& layers) {
   dispatch_dtype("select_blocks", index_query.scalar_type(), AllFloatTypes{}, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    BlockSelection<T, Real>(index_query, index_key, options, rate, lists).run();
+    BlockSelection<T, Real>(index_query, index_key, options, rate, layers).run();
   });
 }
 

@@ -1,4 +1,4 @@
-// CUDA entry points of select_blocks: chunks of leaders, each scored by one launch and chosen from by another.
+// CUDA entry points of select_blocks: chunks of leaders, each scored by one launch and chosen from by one for each layer.
 // docs/semantics/selection.md §9
 #include <ATen/cuda/CUDAContextLight.h>
 
@@ -41,29 +41,31 @@ void launch_scores(const BlockLaunch& launch, const BlockChunk& chunk, const Ten
   }
 }
 
+// The lists of one layer and where the keys of their rows lie.
+struct ListLayer {
+  BlockListParams params;
+  int64_t blocks = 0;  // the most of a row
+  Tensor keys;
+};
+
+// layers[i]: of blocks of options.block_size * rate^i tokens.
 void run(const BlockSequences& sequences, const BlockDocumentParams& table, const Tensor& index_query,
-         const Tensor& index_key, const BlockOptions& options, const BlockLists& lists, cudaStream_t stream) {
-  const auto& [blocks, scores] = lists;
+         const Tensor& index_key, const BlockOptions& options, int64_t rate,
+         const std::vector<BlockLayer>& layers, cudaStream_t stream) {
+  const Tensor& like = std::get<0>(layers.front().lists);
   const int64_t heads = index_query.size(-2);
   const BlockKernel kernel = choose_block_kernel(index_query.element_size() == 2, options.block_size,
                                                  at::cuda::getCurrentDeviceProperties()->major);
   const BlockLaunch launch =
       block_launch(kernel, sequences.most_tokens, sequences.slots, heads, options.block_size);
   const Tensor documents =
-      device_scratch(sequences.count * static_cast<int64_t>(sizeof(BlockDocument)), blocks);
-  const Tensor chunk_scores = device_scratch(launch.bytes(), blocks);
-  Tensor keys;
+      device_scratch(sequences.count * static_cast<int64_t>(sizeof(BlockDocument)), like);
+  const Tensor chunk_scores = device_scratch(launch.bytes(), like);
   BlockDocumentParams of_documents = table;
   of_documents.documents = static_cast<BlockDocument*>(documents.mutable_data_ptr());
   C10_CUDA_CHECK(launch_block_documents(of_documents, stream));
 
-  BlockListParams params;
-  params.options = options;
-  params.blocks = output<int32_t>(blocks);
-  params.scores = output<float>(scores);
-  params.heads = static_cast<int32_t>(heads);
-  params.row_step = static_cast<int32_t>(sequences.row_step);
-  BlockChunk& chunk = params.chunk;
+  BlockChunk chunk;
   chunk.documents = of_documents.documents;
   chunk.num_documents = static_cast<int32_t>(sequences.count);
   chunk.block_size = static_cast<int32_t>(options.block_size);
@@ -71,6 +73,28 @@ void run(const BlockSequences& sequences, const BlockDocumentParams& table, cons
   chunk.unit = static_cast<int32_t>(launch.unit);
   chunk.row = launch.row;
   chunk.scores = output<float>(chunk_scores);
+  std::vector<ListLayer> lists;
+  Tensor tiles;
+  int64_t block_size = options.block_size;
+  for (const auto& [of_layer, first_token] : layers) {
+    const auto& [blocks, scores] = of_layer;
+    ListLayer layer;
+    layer.params.options = options;
+    layer.params.options.block_size = block_size;
+    layer.params.blocks = output<int32_t>(blocks);
+    layer.params.scores = scores.defined() ? output<float>(scores) : nullptr;
+    layer.params.heads = static_cast<int32_t>(heads);
+    layer.params.row_step = static_cast<int32_t>(sequences.row_step);
+    layer.params.first_token = first_token;
+    layer.params.tile_use = tile_use(launch, options, block_size);
+    layer.blocks = launch.units / (block_size / launch.unit) + 1;
+    if (layer.params.tile_use != TileUse::kNone && !tiles.defined()) {
+      tiles = device_scratch(launch.tile_bytes(), like);
+      chunk.tiles = output<float>(tiles);
+    }
+    lists.push_back(std::move(layer));
+    block_size *= rate;
+  }
   for (int64_t slot = 0; slot < sequences.slots; slot += launch.leaders) {
     chunk.first_slot = static_cast<int32_t>(slot);
     chunk.num_slots = static_cast<int32_t>(std::min(launch.leaders, sequences.slots - slot));
@@ -82,16 +106,20 @@ void run(const BlockSequences& sequences, const BlockDocumentParams& table, cons
           launch_scores<typename decltype(tag)::type>(launch, chunk, index_query, index_key, stream);
         });
       }
-      place_keys(params, launch.units / (options.block_size / launch.unit) + 1, blocks, keys);
-      C10_CUDA_CHECK(launch_block_lists(params, stream));
+      for (ListLayer& layer : lists) {
+        layer.params.chunk = chunk;
+        layer.params.chunk.block_size = static_cast<int32_t>(layer.params.options.block_size);
+        place_keys(layer.params, layer.blocks, like, layer.keys);
+        C10_CUDA_CHECK(launch_block_lists(layer.params, stream));
+      }
     }
   }
 }
 
 }  // namespace
 
-void select_blocks_cuda(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
-                        const BlockLists& lists) {
+void select_block_layers_cuda(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
+                              int64_t rate, const std::vector<BlockLayer>& layers) {
   const LaunchScope scope(index_query);
   BlockDocumentParams table;
   table.num_documents = static_cast<int32_t>(index_query.size(0));
@@ -100,12 +128,17 @@ void select_blocks_cuda(const Tensor& index_query, const Tensor& index_key, cons
   table.stride = static_cast<int32_t>(options.stride);
   table.query_step = index_query.stride(0);
   table.key_step = index_key.stride(0);
-  const int64_t slots = index_query.size(0) * std::get<0>(lists).size(1);
+  const int64_t slots = index_query.size(0) * std::get<0>(layers.front().lists).size(1);
   TORCH_CHECK_VALUE(slots < kIndexLimit,
                     "select_blocks: index_query must have less than 2^31 lists a head, got ", slots, " in ",
                     index_query.sizes());
   run({index_query.size(0), index_key.size(1), slots, /*row_step=*/1}, table, index_query, index_key, options,
-      lists, scope.stream());
+      rate, layers, scope.stream());
+}
+
+void select_blocks_cuda(const Tensor& index_query, const Tensor& index_key, const BlockOptions& options,
+                        const BlockLists& lists) {
+  select_block_layers_cuda(index_query, index_key, options, /*rate=*/1, {{lists}});
 }
 
 void select_blocks_varlen_cuda(const char* /*op*/, const Tensor& index_query, const Tensor& index_key,
@@ -136,8 +169,8 @@ void select_blocks_varlen_cuda(const char* /*op*/, const Tensor& index_query, co
   table.query_step = index_query.stride(0);
   table.key_step = index_key.stride(0);
   const int64_t slots = std::min(num_queries, num_queries / options.stride + count);
-  run({count, max_k, slots, /*row_step=*/options.stride}, table, index_query, index_key, options, lists,
-      scope.stream());
+  run({count, max_k, slots, /*row_step=*/options.stride}, table, index_query, index_key, options,
+      /*rate=*/1, {{lists}}, scope.stream());
 }
 
 }  // namespace htree::tree_attention

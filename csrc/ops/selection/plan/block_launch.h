@@ -22,6 +22,13 @@ inline std::string describe(BlockKernel kernel) {
 constexpr int64_t kUnitTokens = 16;
 // Rows of scores hold whole tiles of units, and a place for the diagonal block.
 constexpr int64_t kTileUnits = 8;
+// Floats of the tiles of a row of scores: whole groups of 16 bytes.
+constexpr int64_t tile_row(int64_t row) {
+  return (row / kTileUnits + 3) / 4 * 4;
+}
+// Rows of so many tiles are cut by them: of 1 048 576 tokens that leaves a quarter of the time, of 131 072 it takes a fifth
+// longer.
+constexpr int64_t kLeastTiles = 2048;
 // Leaders of a thread block of either kernel.
 constexpr int64_t kTensorCoreLeaders = 128;
 constexpr int64_t kGeneralLeaders = 8;
@@ -49,7 +56,24 @@ struct BlockLaunch {
   int64_t leaders;  // of a chunk
   int64_t splits;   // thread blocks that share the units of the same leaders
   int64_t bytes() const { return row * heads * leaders * 4; }
+  int64_t tile_bytes() const { return tile_row(row) * heads * leaders * 4; }
 };
+
+// How the choice among blocks of `block_size` tokens reads the maxima of the tiles of units: not, in the place of the units
+// where a block has whole tiles, or, where a tile has whole blocks, to leave out the tiles that no chosen block lies in.
+enum class TileUse { kNone, kUnits, kCut };
+inline TileUse tile_use(const BlockLaunch& launch, const BlockOptions& options, int64_t block_size) {
+  const int64_t tile = kTileUnits * launch.unit;
+  if (launch.kernel != BlockKernel::kTensorCore) {
+    return TileUse::kNone;
+  }
+  if (block_size % tile == 0) {
+    return TileUse::kUnits;
+  }
+  const bool long_rows =
+      launch.units >= std::max(kLeastTiles, 2 * options.count) * kTileUnits && !options.open_next;
+  return tile % block_size == 0 && long_rows ? TileUse::kCut : TileUse::kNone;
+}
 
 // `most_tokens`: of the longest sequence; `slots`: leaders of all sequences.
 inline BlockLaunch block_launch(BlockKernel kernel, int64_t most_tokens, int64_t slots, int64_t num_heads,

@@ -86,11 +86,11 @@ IndexLists index_lists_cpu(const Pools& pools, const PageLayout& layout, const I
   blocks.count = std::min(args.top_k, ceil_div(rows.length, rate));
   blocks.stride = stride;
   blocks.open_next = args.selection.open_next;
-  std::vector<tree_attention::BlockLists> found;
+  std::vector<tree_attention::BlockLayer> found;
   for (int64_t layer = 0; layer + 1 < depth; ++layer) {
     blocks.block_size = tree_attention::node_span(rate, layer + 1);
-    found.push_back(tree_attention::prepare_blocks("tree_cache_attention", query, keys, blocks));
-    lists.of_layers.push_back(std::get<0>(found.back())[0]);
+    found.push_back({tree_attention::prepare_blocks("tree_cache_attention", query, keys, blocks)});
+    lists.of_layers.push_back(std::get<0>(found.back().lists)[0]);
   }
   blocks.block_size = rate;
   tree_attention::select_block_layers_cpu(query, keys, blocks, rate, found);

@@ -36,10 +36,15 @@ __device__ __forceinline__ int32_t diagonal_block(const BlockChunk& chunk, const
   return (document.first_token + leader * chunk.stride) / chunk.block_size;
 }
 
-// The row of scores of a slot in a head of the chunk.
+// The row of scores of a slot in a head of the chunk, and that of the tiles.
+__device__ __forceinline__ int64_t row_number(const BlockChunk& chunk, int32_t head, int32_t slot) {
+  return static_cast<int64_t>(head) * chunk.num_slots + (slot - chunk.first_slot);
+}
 __device__ __forceinline__ float* score_row(const BlockChunk& chunk, int32_t head, int32_t slot) {
-  return chunk.scores +
-         (static_cast<int64_t>(head) * chunk.num_slots + (slot - chunk.first_slot)) * chunk.row;
+  return chunk.scores + row_number(chunk, head, slot) * chunk.row;
+}
+__device__ __forceinline__ float* tile_scores(const BlockChunk& chunk, int32_t head, int32_t slot) {
+  return chunk.tiles == nullptr ? nullptr : chunk.tiles + row_number(chunk, head, slot) * tile_row(chunk.row);
 }
 
 }  // namespace htree::tree_attention

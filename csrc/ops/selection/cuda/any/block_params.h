@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "ops/selection/block_options.h"
+#include "ops/selection/plan/block_launch.h"
 #include "ops/tree/cuda/any/geometry.h"
 
 namespace htree::tree_attention {
@@ -47,6 +48,9 @@ struct BlockChunk {
   int64_t row = 0;    // floats of a row of scores
   float* scores =
       nullptr;  // [num_heads, num_slots, row]: of unit i of a leader's sequence, before its diagonal block
+  // [num_heads, num_slots, tile_row(row)]: the largest score of each tile of kTileUnits units; true of the tiles that end
+  // before a leader's diagonal block. Null: not there.
+  float* tiles = nullptr;
 };
 
 template <typename T>
@@ -77,9 +81,11 @@ struct BlockListParams {
   uint32_t* keys = nullptr;
   int64_t key_capacity = 0;
   int64_t num_blocks = 0;
+  TileUse tile_use = TileUse::kNone;
 };
 // Shared memory of a thread block that chooses: the keys and places that a row is filtered to, two numbers for 32 keys,
-// and, where they are there, the keys, from a multiple of 16 bytes on.
+// and, where they are there, the keys, from a multiple of 16 bytes on. Rows are filtered by their tiles where the place of
+// the keys can hold as much.
 constexpr int64_t kFilteredKeys = 1024;
 constexpr int64_t row_shared_bytes(int64_t key_capacity, bool holds_keys) {
   return kFilteredKeys * 8 + (key_capacity + 63) / 64 * 16 + (holds_keys ? key_capacity * 4 : 0);

@@ -20,13 +20,14 @@ struct UnitScoreTraits {
   static constexpr int kMostSteps = kMostSteps_;  // of a product, 16 elements each
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * device::kWarpSize;
-  static constexpr int kRowTiles = 2;  // of a warp, 16 leaders each
+  static constexpr int kBlocks = kMostSteps <= 2 ? 4 : 2;  // on a multiprocessor
+  static constexpr int kRowTiles = 2;                      // of a warp, 16 leaders each
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kLeaders = kWarps * kRows;
   static constexpr int kUnits = static_cast<int>(kTileUnits);
   static constexpr int kTokens = kUnits * static_cast<int>(kUnitTokens);  // of a tile
   static constexpr int kStages = 2;
-  static_assert(kLeaders == kTensorCoreLeaders && kUnitsOfSplit % kUnits == 0);
+  static_assert(kLeaders == kTensorCoreLeaders && kUnitsOfSplit % (4 * kUnits) == 0);
   // Rows of a tile are an odd number of 16-byte groups apart, so that the eight rows of a matrix lie in different banks.
   static constexpr int pitch(int d) { return 2 * d + 16; }
   static constexpr int stage_bytes(int d) { return kTokens * pitch(d); }
@@ -70,18 +71,46 @@ __device__ __forceinline__ void load_queries(const BlockScoreParams<typename Tr:
   }
 }
 
-// Starts to copy the keys of a tile into a stage; keys from `num_tokens` on become zeros and are not read.
+// Copies the keys of a head into stages, tile after tile. A thread copies one pack of 8 elements of some tokens: the next
+// power of two of a token's packs share it, so that no address takes a division.
 template <typename Tr>
-__device__ __forceinline__ void copy_tile(const typename Tr::T* keys, int64_t key_row, int64_t first_token,
-                                          int64_t num_tokens, int32_t d, uint32_t stage) {
-  const int packs = d / 8;
-  for (int item = threadIdx.x; item < Tr::kTokens * packs; item += Tr::kThreads) {
-    const int token = item / packs, pack = item % packs;
-    const bool inside = first_token + token < num_tokens;
-    const auto* from = inside ? keys + (first_token + token) * key_row + pack * 8 : keys;
-    device::copy_async_16_prefix(stage + token * Tr::pitch(d) + pack * 16, from, inside ? 16 : 0);
+class TileCopies {
+ public:
+  using T = typename Tr::T;
+
+  // Of `keys` those before `num_tokens` are read; later ones become zeros.
+  __device__ __forceinline__ TileCopies(const T* keys, int64_t key_row, int64_t num_tokens, int32_t d)
+      : keys_(keys), key_row_(key_row), num_tokens_(num_tokens) {
+    const int packs = d / 8, log2 = packs > 1 ? 32 - __clz(packs - 1) : 0;
+    pack_ = static_cast<int>(threadIdx.x) & ((1 << log2) - 1);
+    token_ = static_cast<int>(threadIdx.x) >> log2;
+    step_ = Tr::kThreads >> log2;
+    takes_part_ = pack_ < packs;
+    pitch_ = Tr::pitch(d);
   }
-}
+
+  __device__ __forceinline__ void start(int64_t first_token, uint32_t stage) const {
+    if (!takes_part_) {
+      return;
+    }
+    const T* from = keys_ + (first_token + token_) * key_row_ + pack_ * 8;
+    uint32_t to = stage + token_ * pitch_ + pack_ * 16;
+    const int64_t num = num_tokens_ - first_token;
+#pragma unroll 1
+    for (int token = token_; token < Tr::kTokens; token += step_) {
+      const bool inside = token < num;
+      device::copy_async_16_prefix(to, inside ? from : keys_, inside ? 16 : 0);
+      from += step_ * key_row_;
+      to += step_ * pitch_;
+    }
+  }
+
+ private:
+  const T* keys_;
+  int64_t key_row_, num_tokens_;
+  int pack_, token_, step_, pitch_;
+  bool takes_part_;
+};
 
 // most[side][u]: the largest product of a row, as UnitRows has them, with this lane's tokens of unit u.
 template <typename Tr>
@@ -140,6 +169,12 @@ __device__ __forceinline__ float2 reduce_quad(const float (&values)[kUnits]) {
   return make_float2(pair[0], pair[1]);
 }
 
+// Of what the lanes of a quad have for a row.
+__device__ __forceinline__ float largest_of_quad(float value) {
+  value = fmaxf(value, __shfl_xor_sync(device::kFullMask, value, 1));
+  return fmaxf(value, __shfl_xor_sync(device::kFullMask, value, 2));
+}
+
 // The units [first_unit, first_unit + kUnitsOfSplit) before the diagonal blocks of leaders of one sequence.
 template <typename Tr>
 __device__ __forceinline__ void score_split(const BlockScoreParams<typename Tr::T>& params,
@@ -174,32 +209,50 @@ __device__ __forceinline__ void score_split(const BlockScoreParams<typename Tr::
 
   const auto* keys = params.key.data + document.key +
                      (chunk.first_head + static_cast<int64_t>(blockIdx.z)) * params.key.head;
-  const int64_t num_tokens = last_unit * kUnitTokens;
+  const TileCopies<Tr> copies(keys, params.key.row, last_unit * kUnitTokens, params.d);
   const uint32_t stage = device::shared_address(stages);
-  const auto start = [&](int64_t unit, int64_t number) {
+  const auto stage_of = [&](int number) {
+    return stage + static_cast<uint32_t>(number % Tr::kStages) * Tr::stage_bytes(params.d);
+  };
+  const auto start = [&](int64_t unit, int number) {
     if (unit < last_unit) {
-      copy_tile<Tr>(keys, params.key.row, unit * kUnitTokens, num_tokens, params.d,
-                    stage + static_cast<uint32_t>(number % Tr::kStages) * Tr::stage_bytes(params.d));
+      copies.start(unit * kUnitTokens, stage_of(number));
     }
     device::commit_copies();
   };
   __syncthreads();  // the stages may still be read for another sequence
   start(first_unit, 0);
-  for (int64_t unit = first_unit, number = 0; unit < last_unit; unit += Tr::kUnits, ++number) {
+  // Of the first row of this lane; the others follow, 8 rows apart.
+  float* scores = score_row(chunk, static_cast<int32_t>(blockIdx.z), rows.slot[0]);
+  float* of_tiles = tile_scores(chunk, static_cast<int32_t>(blockIdx.z), rows.slot[0]);
+  float tiles[kSides] = {};  // the largest of one tile of four, of each row
+  int number = 0;
+  for (int64_t unit = first_unit; unit < last_unit; unit += Tr::kUnits, ++number) {
     start(unit + Tr::kUnits, number + 1);
     device::wait_copies<1>();
     __syncthreads();
     if (unit < most_units) {
       float most[kSides][Tr::kUnits];
-      multiply_tile<Tr>(
-          a, params.d, stage + static_cast<uint32_t>(number % Tr::kStages) * Tr::stage_bytes(params.d), most);
+      multiply_tile<Tr>(a, params.d, stage_of(number), most);
 #pragma unroll
       for (int side = 0; side < kSides; ++side) {
         const float2 of_row = reduce_quad(most[side]);
         if (rows.valid[side]) {  // a row of scores holds whole tiles
-          float* to =
-              score_row(chunk, static_cast<int32_t>(blockIdx.z), rows.slot[side]) + unit + 2 * (lane % 4);
-          *reinterpret_cast<float2*>(to) = of_row;
+          *reinterpret_cast<float2*>(scores + 8 * side * chunk.row + unit + 2 * (lane % 4)) = of_row;
+        }
+        if (chunk.tiles != nullptr) {
+          const float largest = largest_of_quad(fmaxf(of_row.x, of_row.y));
+          tiles[side] = number % 4 == lane % 4 ? largest : tiles[side];
+        }
+      }
+    }
+    // Four tiles of a row leave together. A split has whole fours.
+    if (chunk.tiles != nullptr && (number % 4 == 3 || unit + Tr::kUnits >= last_unit) &&
+        lane % 4 <= number % 4) {
+#pragma unroll
+      for (int side = 0; side < kSides; ++side) {
+        if (rows.valid[side]) {
+          of_tiles[8 * side * tile_row(chunk.row) + unit / Tr::kUnits - number % 4 + lane % 4] = tiles[side];
         }
       }
     }
@@ -210,7 +263,7 @@ __device__ __forceinline__ void score_split(const BlockScoreParams<typename Tr::
 
 // Grid: x = splits of the units, y = tiles of leaders, z = heads.
 template <typename Tr>
-__global__ void __launch_bounds__(Tr::kThreads)
+__global__ void __launch_bounds__(Tr::kThreads, Tr::kBlocks)
     block_unit_scores_kernel(const BlockScoreParams<typename Tr::T> params) {
   extern __shared__ __align__(16) uint8_t unit_score_stages[];
   const BlockChunk& chunk = params.chunk;
