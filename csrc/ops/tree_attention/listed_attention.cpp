@@ -51,37 +51,58 @@ Tensor full_lists(const Tensor& like, int64_t start, int64_t rows, int64_t strid
   return all.masked_fill(all.gt(own.unsqueeze(1)), -1).unsqueeze(1);  // [rows, 1, width]
 }
 
-void select_into(SelectBlocks* kernel, const char* op, const Tensor& index_query, const Tensor& index_key,
-                 const BlockOptions& blocks, const Tensor& lists) {
-  const BlockLists found = prepare_blocks(op, index_query, index_key, blocks);
-  kernel(unit_last(index_query), unit_last(index_key), blocks, found);
-  lists.copy_(std::get<0>(found));
+// Lists that a kernel can write: contiguous, of the heads of the index.
+Tensor lists_to_write(const Tensor& lists, const Tensor& index_query) {
+  const int64_t heads = index_query.size(2);
+  return lists.is_contiguous() && lists.size(2) == heads
+             ? lists
+             : at::empty({lists.size(0), lists.size(1), heads, lists.size(3)}, lists.options());
 }
 
 }  // namespace
 
-void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,
-                       const Tensor& index_query, const Tensor& index_key, int64_t layer, bool is_top,
-                       const Tensor& lists) {
-  BlockOptions blocks = blocks_of_nodes(options, node_span(options.compression_rate, layer + 1));
-  blocks.count = lists.size(3);
-  const int64_t start = index_key.size(1) - index_query.size(1);
-  if (has_open_top(options)) {
-    const int64_t implied =
-        std::clamp<int64_t>((first_token_of(options, layer + 2) - start) / blocks.stride, 0, lists.size(1));
-    lists.narrow(1, 0, implied).fill_(-1);
-    if (implied < lists.size(1)) {
-      const int64_t rows = index_query.size(1) - implied * blocks.stride;
-      select_into(kernel, op, index_query.narrow(1, implied * blocks.stride, rows), index_key, blocks,
-                  lists.narrow(1, implied, lists.size(1) - implied));
+void write_index_lists(SelectBlockLayers* kernel, const char* op, const TreeOptions& options,
+                       const Tensor& index_query, const Tensor& index_key, const std::vector<Tensor>& lists) {
+  BlockOptions blocks = blocks_of_nodes(options, options.compression_rate);
+  blocks.count = lists.front().size(3);
+  const int64_t start = index_key.size(1) - index_query.size(1), rows = lists.front().size(1);
+  const auto depth = static_cast<int64_t>(lists.size());
+  // With an open top the first rows of a layer are -1, more of them from layer to layer. Else only the top is implied.
+  const auto implied_rows = [&](int64_t layer) {
+    return std::clamp<int64_t>((first_token_of(options, layer + 2) - start) / blocks.stride, 0, rows);
+  };
+  const bool open = has_open_top(options);
+  int64_t chosen = open ? 0 : depth - 1;
+  if (open) {
+    for (int64_t layer = 0; layer < depth; ++layer) {
+      lists[layer].narrow(1, 0, implied_rows(layer)).fill_(-1);
+      chosen += implied_rows(layer) < rows;
     }
-    return;
+  } else {
+    const int64_t span = node_span(options.compression_rate, depth);
+    lists.back().copy_(full_lists(lists.back(), start, rows, blocks.stride, span, blocks.count));
   }
-  if (is_top) {
-    lists.copy_(full_lists(lists, start, lists.size(1), blocks.stride, blocks.block_size, blocks.count));
-    return;
+  if (chosen == 0) return;
+  // All layers have the rows that the first one has.
+  const int64_t first = open ? implied_rows(0) : 0, num = rows - first;
+  const Tensor query =
+      index_query.narrow(1, first * blocks.stride, index_query.size(1) - first * blocks.stride);
+  check_blocks(op, query, index_key, blocks);
+  const at::ScalarType score = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  std::vector<BlockLayer> layers;
+  for (int64_t layer = 0; layer < chosen; ++layer) {
+    const Tensor found = lists_to_write(lists[layer].narrow(1, first, num), query);
+    const Tensor scores = query.is_cuda() ? Tensor() : at::empty(found.sizes(), query.options().dtype(score));
+    layers.push_back({{found, scores}, open ? start + implied_rows(layer) * blocks.stride : 0});
   }
-  select_into(kernel, op, index_query, index_key, blocks, lists);
+  kernel(unit_last(query), unit_last(index_key), blocks, options.compression_rate, layers);
+  for (int64_t layer = 0; layer < chosen; ++layer) {
+    const Tensor& found = std::get<0>(layers[layer].lists);
+    const int64_t begin = open ? implied_rows(layer) : 0;
+    if (found.data_ptr() != lists[layer].narrow(1, first, num).data_ptr()) {
+      lists[layer].narrow(1, begin, rows - begin).copy_(found.narrow(1, begin - first, rows - begin));
+    }
+  }
 }
 
 namespace {
@@ -110,7 +131,7 @@ void check_index(const TreeOptions& options, const Tensor& q, const Tensor& k, c
 }
 
 // for each layer l below the top: lists[l] = select_blocks(index_query, index_key, k, block_size=r^(l + 1), ...)[0]
-template <SelectBlocks* kKernel>
+template <SelectBlockLayers* kKernel>
 Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k, const Tensor& index_query,
                    const Tensor& index_key, c10::SymIntArrayRef starts) {
   check_index(options, q, k, index_query, index_key, starts);
@@ -125,13 +146,13 @@ Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k,
   if constexpr (kKernel != nullptr) {
     const int64_t queries = piece.expect_int(), depth = depth_of(k.sym_size(1), options);
     const int64_t rows = ceil_div(q.size(1), stride), piece_rows = ceil_div(queries, stride);
-    for (int64_t layer = 0; layer < depth && lists.numel() > 0; ++layer) {
-      for (int64_t i = 0; i < pieces; ++i) {
-        write_index_lists(kKernel, kOp, options, index_query.narrow(1, i * queries, queries),
-                          index_key.narrow(1, 0, starts[i].expect_int() + queries), layer,
-                          /*is_top=*/layer + 1 == depth,
-                          lists.narrow(1, layer * rows + i * piece_rows, piece_rows));
+    for (int64_t i = 0; i < pieces && depth > 0 && lists.numel() > 0; ++i) {
+      std::vector<Tensor> of_piece;
+      for (int64_t layer = 0; layer < depth; ++layer) {
+        of_piece.push_back(lists.narrow(1, layer * rows + i * piece_rows, piece_rows));
       }
+      write_index_lists(kKernel, kOp, options, index_query.narrow(1, i * queries, queries),
+                        index_key.narrow(1, 0, starts[i].expect_int() + queries), of_piece);
     }
     lists.slice(1, std::min(depth * rows, lists.size(1))).fill_(-1);
   }
@@ -228,7 +249,7 @@ AttentionLse listed_autograd(const TreeOptions& options, const Tensor& q, const 
   return op(options, q, k, v, lists);
 }
 
-template <SelectBlocks* kSelect, AttentionForward* kForward>
+template <SelectBlockLayers* kSelect, AttentionForward* kForward>
 void register_listed_kernels(const OpKernels& kernels) {
   kernels.impl("_index_lists", TORCH_FN(kPacked<index_lists<kSelect>>));
   kernels.impl("_listed_attention_rows", TORCH_FN(kPacked<listed_rows<kForward>>));
@@ -248,9 +269,9 @@ TORCH_LIBRARY_FRAGMENT(HTREE_NAMESPACE, library) {
   const std::string listed = "_listed_attention(Tensor q, Tensor k, Tensor v, Tensor lists, " + packed +
                              ") -> (Tensor out, Tensor lse)";
   define_ops(library, {index, rows, listed});
-  register_listed_kernels<&select_blocks_cpu, attention_over_lists_cpu>({library, DispatchKey::CPU});
+  register_listed_kernels<&select_block_layers_cpu, attention_over_lists_cpu>({library, DispatchKey::CPU});
 #if defined(HTREE_WITH_CUDA)
-  register_listed_kernels<&select_blocks_cuda, attention_over_lists_cuda>({library, DispatchKey::CUDA});
+  register_listed_kernels<&select_block_layers_cuda, attention_over_lists_cuda>({library, DispatchKey::CUDA});
 #endif
   register_listed_kernels<nullptr, nullptr>({library, DispatchKey::Meta});
   const OpKernels autograd(library, DispatchKey::Autograd);

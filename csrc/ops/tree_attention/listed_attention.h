@@ -1,6 +1,8 @@
 // The lists that an index chooses for tree attention: docs/semantics/tree_attention.md §1.17.
 #pragma once
 
+#include <vector>
+
 #include "ops/selection/select_blocks.h"
 #include "ops/tree/options.h"
 
@@ -14,11 +16,10 @@ void check_index_heads(const char* op, const char* name, const Tensor& x, const 
 // How blocks of `block_size` tokens are chosen as nodes.
 BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size);
 
-// Writes the lists of one layer, int32 [B, ceil(T_q / s), H_kv, list_width()]: of index_query [B, T_q, H_i, d] behind `start` tokens,
-// index_key [B, start + T_q, H_i, d]. The top layer's lists hold every node; with an open top
-// (segments.h), the lists of a row's top and of the layers above it are -1.
-void write_index_lists(SelectBlocks* kernel, const char* op, const TreeOptions& options,
-                       const Tensor& index_query, const Tensor& index_key, int64_t layer, bool is_top,
-                       const Tensor& lists);
+// Writes the lists of all layers from the tokens on, int32 [B, ceil(T_q / s), H_kv, list_width()] each: of index_query
+// [B, T_q, H_i, d] behind `start` tokens, index_key [B, start + T_q, H_i, d]. The top layer's lists hold every node; with an
+// open top (segments.h), the lists of a row's top and of the layers above it are -1.
+void write_index_lists(SelectBlockLayers* kernel, const char* op, const TreeOptions& options,
+                       const Tensor& index_query, const Tensor& index_key, const std::vector<Tensor>& lists);
 
 }  // namespace htree::tree_attention

@@ -47,7 +47,7 @@ struct VarlenKernels {
   AttentionForward* forward;
   AttentionForward* over_lists;
   AttentionBackward* backward;
-  SelectBlocks* select;
+  SelectBlockLayers* select;
   GatherRows* gather;
   ScatterRows* scatter;
   FillRows* fill;

@@ -51,7 +51,7 @@ void fill_rows_cpu(const Tensor& starts, const Tensor& kinds, double empty, cons
 const VarlenKernels kVarlenCpu = {attention_forward_cpu,
                                   attention_over_lists_cpu,
                                   attention_backward_cpu,
-                                  select_blocks_cpu,
+                                  select_block_layers_cpu,
                                   gather_rows_cpu,
                                   scatter_rows_cpu,
                                   fill_rows_cpu,

@@ -101,8 +101,9 @@ void fill_rows_cuda(const Tensor& starts, const Tensor& kinds, double empty, con
   C10_CUDA_CHECK(launch_fill_rows(params, scope.stream()));
 }
 
-const VarlenKernels kVarlenCuda = {attention_forward_cuda, attention_over_lists_cuda, attention_backward_cuda,
-                                   select_blocks_cuda,     gather_rows_cuda,          scatter_rows_cuda,
-                                   fill_rows_cuda,         records_graph_cuda,        false};
+const VarlenKernels kVarlenCuda = {
+    attention_forward_cuda,   attention_over_lists_cuda, attention_backward_cuda,
+    select_block_layers_cuda, gather_rows_cuda,          scatter_rows_cuda,
+    fill_rows_cuda,           records_graph_cuda,        false};
 
 }  // namespace htree::tree_attention

@@ -85,9 +85,8 @@ std::vector<Tensor> group_lists(const VarlenKernels& kernels, const char* op, co
     lists.push_back(at::empty(
         {group.count, ceil_div(group.num_queries, options.selection_stride), inputs.key.size(1), width},
         query.options().dtype(at::kInt)));
-    write_index_lists(kernels.select, op, options, query, key, layer, /*is_top=*/layer + 1 == depth,
-                      lists.back());
   }
+  write_index_lists(kernels.select, op, options, query, key, lists);
   return lists;
 }
 
