@@ -1,8 +1,8 @@
 """A step of decoding from a tree cache whose nodes an index chooses, beside dense attention of the same run.
 
 Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--case REGEX`` takes some settings,
-``--quick`` the first alone. bf16, random normal inputs and an index of 32 numbers for each K/V head; each call is
-replayed in a CUDA graph. "attend" is the attention of one token for each sequence, "step" appends that token too,
+``--quick`` the first alone. bf16, nothing is rotated (own positions), random normal inputs and an index of 32 numbers
+for each K/V head; each call is replayed in a CUDA graph. "attend" is the attention of one token for each sequence, "step" appends that token too,
 "mean" is "attend" of the same cache without an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN
 over all tokens. Figures are reported, never asserted.
 """
@@ -84,6 +84,7 @@ def filled(setting: Setting, index_dim: int) -> TreeKVCache:
         setting.T + SPARE,
         top_k=setting.k,
         max_top_nodes=setting.M,
+        rope_base=None,
         index_dim=index_dim,
         index_dtype=setting.index_dtype if index_dim else None,
         device="cuda",
