@@ -2,9 +2,9 @@
 
 Run: ``python -m benchmarks.tree_index_decode --csv PATH`` on a GPU with 80 GB; ``--case REGEX`` takes some settings,
 ``--quick`` the first alone. bf16, nothing is rotated (own positions), random normal inputs and an index of 32 numbers
-for each K/V head; each call is replayed in a CUDA graph. "attend" is the attention of one token for each sequence, "step" appends that token too,
-"mean" is "attend" of the same cache without an index. Dense attention is ``scaled_dot_product_attention`` by cuDNN
-over all tokens. Figures are reported, never asserted.
+for each K/V head; each call is replayed in a CUDA graph. "attend" is the attention of one token for each sequence,
+"step" appends that token too, "mean" is "attend" of the same cache without an index. Dense attention is
+``scaled_dot_product_attention`` by cuDNN over all tokens. Figures are reported, never asserted.
 """
 
 from __future__ import annotations
