@@ -556,6 +556,12 @@ TREE_CACHE: Table = [
         {"T": HALF_TYPES, "D": (64, 128), "S": (NODES, SPANS)},
     ),
     Cuda(
+        "tree_cache_listed_{T}",
+        "ops/tree_cache/decode/listed.cuh",
+        [f"launch_listed<{{T}}, {dim}>(const AttendParams<{{T}}>&, int64_t)" for dim in (64, 128)],
+        {"T": HALF_TYPES},
+    ),
+    Cuda(
         "tree_cache_top_spans_{T}",
         "ops/tree_cache/decode/sm90/top_spans.cuh",
         [f"launch_top_spans<{{T}}, {dim}>(const AttendParams<{{T}}>&, int)" for dim in (64, 128)],

@@ -601,7 +601,9 @@ def served_cache(batch: int, capacity: int, **others: Any) -> TreeKVCache:
 @pytest.mark.parametrize("index_heads", [1, 2])
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("leaf_bits", [None, 8])
+@pytest.mark.parametrize("rope_base", [10_000.0, None])
 def test_decode_kernels_take_the_lists_of_an_index(
+    rope_base,
     leaf_bits,
     stride,
     index_heads,
@@ -610,6 +612,7 @@ def test_decode_kernels_take_the_lists_of_an_index(
 ):
     """Three layers; steps of one row and of several, beside the general kernels and the whole sequence."""
     options = {"selection_stride": stride, "index_heads": index_heads, "index_dtype": index_dtype}
+    options["rope_base"] = rope_base
     cache, general = (served_cache(2, 6144, leaf_bits=leaf_bits, **options) for _ in range(2))
     rows, index = tokens(cache, 5000, heads=8)
     parts = [4900, 1, 1, 7, 1, 64, 1, 25]
@@ -625,21 +628,23 @@ def test_decode_kernels_take_the_lists_of_an_index(
 
 
 @pytest.mark.gpu
-def test_rows_of_an_index_depend_on_their_sequence_alone():
+@pytest.mark.parametrize("rope_base", [10_000.0, None])
+def test_rows_of_an_index_depend_on_their_sequence_alone(rope_base):
     """Bit for bit, whatever the batch, the pages and the calls."""
-    cache = served_cache(3, 6144)
+    cache = served_cache(3, 6144, rope_base=rope_base)
     rows, index = tokens(cache, 5000, heads=8)
     out = served(cache, rows, index, [4990, 1, 9])[:, 4990:]
     for b in range(3):
-        alone = served_cache(1, 5120)
+        alone = served_cache(1, 5120, rope_base=rope_base)
         single = tuple(x[b : b + 1] for x in rows), tuple(x[b : b + 1] for x in index)
         assert torch.equal(served(alone, *single, [4990, 3, 7])[:, 4990:], out[b : b + 1])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rope_base", [10_000.0, None])
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_captured_step_with_an_index(stride):
-    cache, eager = (served_cache(2, 6144, selection_stride=stride) for _ in range(2))
+def test_a_captured_step_with_an_index(stride, rope_base):
+    cache, eager = (served_cache(2, 6144, selection_stride=stride, rope_base=rope_base) for _ in range(2))
     rows, index = tokens(cache, 5000, heads=8)
     for one in (cache, eager):
         served(one, rows, index, [4960])
@@ -656,3 +661,42 @@ def test_a_captured_step_with_an_index(stride):
         cache.advance()
         assert torch.equal(out, eager.decode(*piece[:3], index=piece[3:]))
     cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("top_k", "max_top_nodes"), [(8, 128), (3, 40), (5, 700), (40, 8192)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group"),
+    [(torch.bfloat16, 128, 8), (torch.float16, 64, 1), (torch.bfloat16, 64, 16), (torch.float16, 128, 11)],
+    ids=str,
+)
+def test_rows_without_rotations_in_parts(dtype, head_dim, group, top_k, max_top_nodes, monkeypatch):
+    """Sequences of all depths, one of them empty, beside the general kernels; what they open reaches no row above."""
+    options = {
+        "compression_rate": 16,
+        "top_k": top_k,
+        "max_top_nodes": max_top_nodes,
+        "page_size": 64,
+        "rope_base": None,
+    }
+    cache = make("cuda", 6, 12_800, head_dim, dtype=dtype, **options)
+    (q, k, v), (query, key) = tokens(cache, 12_000, heads=2 * group)
+    lengths = [12_000, 1, 0, 16, 511, 4097]
+    cache.append(k, v, lengths, index_key=key)
+    rows, drafts = q[:, :3], [3, 1, 0, 2, 3, 3]
+
+    def attend() -> tuple[Tensor, ...]:
+        return cache.attend(rows, drafts, index_query=query[:, :3], return_lse=True)
+
+    out, lse = attend()
+    monkeypatch.setenv("HTREE_TREE_DECODE", "general")
+    for ours, theirs in zip((out, lse), attend(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
+    monkeypatch.delenv("HTREE_TREE_DECODE")
+    for b in (0, 4, 5):  # a row alone has the same bits
+        one = make("cuda", 1, 12_032, head_dim, dtype=dtype, **options)
+        one.append(
+            k[b : b + 1, : lengths[b]], v[b : b + 1, : lengths[b]], index_key=key[b : b + 1, : lengths[b]]
+        )
+        alone = one.attend(rows[b : b + 1], index_query=query[b : b + 1, :3])
+        assert torch.equal(alone, out[b : b + 1])

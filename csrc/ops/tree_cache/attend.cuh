@@ -608,10 +608,7 @@ cudaError_t launch_attend(const AttendParams<T>& params, cudaStream_t stream) {
   if (error != cudaSuccess) {
     return error;
   }
-  const int64_t capacity = most_candidates(params.layout, params.options);
-  const dim3 merge_grid(rows, static_cast<unsigned>(params.group));
-  error = launch_kernel(merge_parts_kernel<T>, {.grid = merge_grid, .threads = kRowThreads}, stream, params,
-                        num_splits(capacity));
+  error = launch_merge(params, /*pdl=*/false, stream);
   return error != cudaSuccess || params.options.lists_given ? error : launch_store_ring(params, stream);
 }
 

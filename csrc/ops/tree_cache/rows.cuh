@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/numeric.cuh"
+#include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/walk.cuh"
 
@@ -81,6 +82,12 @@ __device__ __forceinline__ WalkRow find_row(const AttendParams<T>& params, int64
   }
   walk.query = describe_row(params, walk.row, max(begun - 1, 0));
   return walk;
+}
+
+// The same, by its description where rows have one.
+template <int kThreads, typename T>
+__device__ __forceinline__ WalkRow row_or_described(const AttendParams<T>& params, int64_t at) {
+  return params.chunk.rows != nullptr ? walk_row(params, at) : find_row<kThreads>(params, at);
 }
 
 // One thread per query of the whole call.
@@ -206,7 +213,8 @@ cudaError_t launch_store_ring(const AttendParams<T>& params, cudaStream_t stream
 // and in the order of the candidates.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendParams<T> params, int splits) {
-  const WalkRow walk = walk_row(params, blockIdx.x);
+  const WalkRow walk = row_or_described<kRowThreads>(params, blockIdx.x);
+  device::pdl_wait();
   const int64_t group = params.group, value_dim = params.value_dim;
   const int64_t head = walk.head * group + blockIdx.y;
   const int64_t out_row = walk.row * params.layout.num_kv_heads * group + head;
@@ -253,6 +261,14 @@ __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendPa
   if (threadIdx.x == 0) {
     params.lse[out_row] = maximum + logf(sum);
   }
+}
+
+template <typename T>
+cudaError_t launch_merge(const AttendParams<T>& params, bool pdl, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(params.chunk.num * params.layout.num_kv_heads),
+                  static_cast<unsigned>(params.group));
+  return launch_kernel(merge_parts_kernel<T>, {.grid = grid, .threads = kRowThreads, .pdl = pdl}, stream,
+                       params, num_splits(most_candidates(params.layout, params.options)));
 }
 
 template <typename T>

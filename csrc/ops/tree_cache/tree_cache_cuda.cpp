@@ -13,6 +13,7 @@
 #include "host/op_handle.h"
 #include "ops/tree/cuda/any/cuda_tensors.h"
 #include "ops/tree/cuda/cuda_tree.h"
+#include "ops/tree_cache/decode/listed_plan.h"
 #include "ops/tree_cache/index/index_keys.h"
 #include "ops/tree_cache/index/index_lists_cuda.h"
 #include "ops/tree_cache/index/index_params.h"
@@ -125,11 +126,8 @@ LeafPools leaf_pools(const char* op, const PackedLeaves& leaves, int64_t key_dim
           leaf_format(key_dim, leaves.k_codes.size(3)).bits};
 }
 
-// Whether and how the decode kernel takes `rows` rows of the call.
 template <typename T>
-DecodePlans decode_plans(const AttendParams<T>& params, int64_t rows) {
-  const DecodeChoice choice = decode_choice();
-  if (!choice.allowed || !has_hopper_kernels()) return {};
+DecodeProblem decode_problem(const AttendParams<T>& params, int64_t rows) {
   DecodeProblem problem;
   problem.rows = rows * params.layout.num_kv_heads;
   problem.group = params.group;
@@ -147,8 +145,33 @@ DecodePlans decode_plans(const AttendParams<T>& params, int64_t rows) {
                              params.options.sin,  leaves.keys.codes,   leaves.keys.scales,
                              leaves.values.codes, leaves.values.scales};
   problem.aligned = std::all_of(std::begin(all), std::end(all), to_16_bytes);  // null is
-  return plan_decode(problem, at::cuda::getCurrentDeviceProperties()->multiProcessorCount, clusters_at_once(),
+  return problem;
+}
+
+// Whether and how the decode kernel takes `rows` rows of the call.
+template <typename T>
+DecodePlans decode_plans(const AttendParams<T>& params, int64_t rows) {
+  const DecodeChoice choice = decode_choice();
+  if (!choice.allowed || !has_hopper_kernels()) return {};
+  return plan_decode(decode_problem(params, rows),
+                     at::cuda::getCurrentDeviceProperties()->multiProcessorCount, clusters_at_once(),
                      choice.cluster);
+}
+
+// The parts of a row where its lists are given and the kernel of decode/listed.cuh takes the call; else 0.
+template <typename T>
+int64_t parts_of_listed(const AttendParams<T>& params) {
+  ListedProblem listed;
+  listed.capacity = params.layout.capacity();
+  listed.max_top_nodes = params.options.max_top_nodes;
+  listed.top_k = params.options.top_k;
+  listed.layers = params.layout.num_layers;
+  listed.rotates = params.options.cos != nullptr;
+  listed.packed = params.leaves.bits > 0;
+  const bool taken =
+      params.options.lists_given && decode_choice().allowed &&
+      takes_listed(decode_problem(params, 1), listed, at::cuda::getCurrentDeviceProperties()->major);
+  return taken ? listed_parts(listed) : 0;
 }
 
 template <typename T, int kDim, bool kSpans>
@@ -159,8 +182,13 @@ cudaError_t launch_decode_chunk(const AttendParams<T>& params, const DecodePlans
 }
 
 template <typename T>
-cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlans& plans, cudaStream_t stream) {
+cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlans& plans, int64_t listed_parts,
+                         cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
+    if (listed_parts > 0) {
+      return params.key_dim == 64 ? launch_listed<T, 64>(params, listed_parts, stream)
+                                  : launch_listed<T, 128>(params, listed_parts, stream);
+    }
     if (plans.taken() && params.layout.span == 0) {
       return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, plans, stream)
                                   : launch_decode_chunk<T, 128, false>(params, plans, stream);
@@ -179,26 +207,31 @@ void attend_chunks(AttendParams<T> params, const std::optional<IndexInputs>& ind
                    cudaStream_t stream) {
   const int64_t heads = params.layout.num_kv_heads;
   const int64_t total = params.chunk.total;
-  DecodePlans plans = decode_plans(params, total);
+  params.options.lists_given = index.has_value();
+  const int64_t listed_parts = parts_of_listed(params);
+  DecodePlans plans = listed_parts > 0 ? DecodePlans{} : decode_plans(params, total);
   const DecodeChoice wanted = decode_choice();
   const auto plan_index = [&](int64_t rows) {
     return index.has_value() && wanted.allowed
                ? index_choice_plan(*index, params.layout, params.options, rows, wanted.cluster)
                : ChoicePlan{};
   };
-  const bool general = !plans.taken(), at_once = plan_index(total).taken();
+  const bool general = !plans.taken() && listed_parts == 0, at_once = plan_index(total).taken();
   // The ring is filled from descriptions of rows.
   const bool described = general || (index.has_value() && (!at_once || params.sequences.ring > 0));
-  params.options.lists_given = index.has_value();
   RowScratch scratch = row_scratch(params);
-  if (!general) {
+  if (listed_parts > 0) {
+    scratch = {.lists = scratch.lists, .parts = scratch.parts, .outs = scratch.outs};
+  } else if (!general) {
     const int64_t span_scores = most_candidates(params.layout, params.options) * padded_heads(params.group);
     scratch = {.span_scores = params.layout.span > 0 ? span_scores : 0,
                .lists = params.options.stride > 1 || index.has_value() ? scratch.lists : 0};
   }
   const int64_t index_bytes =
       !index.has_value() || at_once ? 0 : 4 * index->pool.keys.size(1) * index_score_row(params.layout);
-  const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (kShares * heads));
+  // Blocks of a row and K/V head, whatever the plan.
+  const int64_t most_blocks = std::max<int64_t>(kShares, listed_parts);
+  const int64_t most = general ? total : std::min(total, (int64_t{1} << 30) / (most_blocks * heads));
   const int64_t rows =
       std::clamp<int64_t>(kScratchBytes / std::max<int64_t>(scratch.bytes() * heads + index_bytes, 1),
                           params.options.stride, std::max<int64_t>(most, params.options.stride));
@@ -222,7 +255,7 @@ void attend_chunks(AttendParams<T> params, const std::optional<IndexInputs>& ind
   C10_CUDA_CHECK(launch_rows(params, stream));
   for (chunk.first = 0; chunk.first < total; chunk.first += rows) {
     chunk.num = std::min(rows, total - chunk.first);
-    if (!general && chunk.num < total) {
+    if (plans.taken() && chunk.num < total) {
       plans = decode_plans(params, chunk.num);
     }
     if (at_once) {
@@ -233,13 +266,14 @@ void attend_chunks(AttendParams<T> params, const std::optional<IndexInputs>& ind
       call.chunk = chunk;
       choose_in_one_launch(*index, call, plan_index(chunk.num), stream);
       // The walk may begin beside the choice where both find space.
+      const int64_t blocks_of_row = plans.taken() ? plans.plan.cluster : listed_parts;
       params.options.lists_follow =
-          plans.taken() && plans.num_last == 0 && chunk.num * heads * plans.plan.cluster <= most_pdl_blocks();
+          !general && plans.num_last == 0 && chunk.num * heads * blocks_of_row <= most_pdl_blocks();
     } else if (index.has_value()) {
       choose_by_index(*index, params.layout, params.sequences, params.options, chunk, stream);
       C10_CUDA_CHECK(launch_top_lists(params, stream));  // the index does not know where a leader's top is
     }
-    C10_CUDA_CHECK(launch_chunk(params, plans, stream));
+    C10_CUDA_CHECK(launch_chunk(params, plans, listed_parts, stream));
     if (index.has_value()) {
       C10_CUDA_CHECK(launch_store_ring(params, stream));
     }
