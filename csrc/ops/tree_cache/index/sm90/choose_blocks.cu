@@ -88,27 +88,33 @@ struct ChoiceBlock {
 // for queries.
 constexpr int kChannels = 32, kOwnChannels = 8, kMostChunks = kMostIndexDim / kChannels;
 
+// Rows of kDims channels, or of any number where kDims is 0. The usual number has instructions of its own: they are a
+// quarter fewer for each token, and nobody has fetched them before.
+constexpr int kUsualDims = 32;
+template <int kDims>
+constexpr int kChunksOf = kDims > 0 ? kDims / kChannels : kMostChunks;
+
 // Codes are exact in fp16.
 template <typename Key>
 using Factor = std::conditional_t<std::is_same_v<Key, IndexCode>, __half, Key>;
 
 // A lane's channels of the query, as factors of products. Beside codes they are fp16 numbers times a power of two that takes
 // the largest to 2^6: what is rounded is below 2^-30 of that one.
-template <typename Key>
+template <typename Key, int kDims>
 struct QueryFactors {
-  uint32_t pairs[kMostChunks][kOwnChannels / 2];
+  uint32_t pairs[kChunksOf<kDims>][kOwnChannels / 2];
   float undone = 1.0f;  // the inverse of that power
 
   __device__ __forceinline__ QueryFactors(const IndexRows<Key>& index, int64_t row, int head) {
     const auto* given = index.query + row * index.query_row + head * index.query_head;
     const int begin = static_cast<int>(threadIdx.x % 4) * kOwnChannels;
-    float numbers[kMostChunks][kOwnChannels], largest = 0.0f;
+    float numbers[kChunksOf<kDims>][kOwnChannels], largest = 0.0f;
 #pragma unroll
-    for (int c = 0; c < kMostChunks; ++c) {
+    for (int c = 0; c < kChunksOf<kDims>; ++c) {
 #pragma unroll
       for (int e = 0; e < kOwnChannels; ++e) {
         const int channel = c * kChannels + begin + e;
-        numbers[c][e] = channel < index.d ? device::to_acc(given[channel]) : 0.0f;
+        numbers[c][e] = kDims > 0 || channel < index.d ? device::to_acc(given[channel]) : 0.0f;
         largest = fmaxf(largest, fabsf(numbers[c][e]));
       }
     }
@@ -122,7 +128,7 @@ struct QueryFactors {
       undone = scale_value(static_cast<uint8_t>(127 - 6 + exponent));
     }
 #pragma unroll
-    for (int c = 0; c < kMostChunks; ++c) {
+    for (int c = 0; c < kChunksOf<kDims>; ++c) {
 #pragma unroll
       for (int e = 0; e < kOwnChannels; e += 2) {
         pairs[c][e / 2] = device::pack_pair<Factor<Key>>(numbers[c][e] * factor, numbers[c][e + 1] * factor);
@@ -171,7 +177,7 @@ struct alignas(128) ChoiceStage {
 static_assert(sizeof(ChoiceStage) == kStageBytes);
 
 // The units of this block that a warp has in its turns: those from `first` on, in steps of all warps.
-template <typename Key>
+template <typename Key, int kDims>
 struct WarpUnits {
   const ChoiceBlock<Key>& block;
   LayerShare units;
@@ -205,7 +211,8 @@ struct WarpUnits {
   __device__ __forceinline__ uint32_t load(int64_t place, ChoiceStage& stage,
                                            device::Barrier* barrier) const {
     const auto& index = block.params.index;
-    const uint32_t unit_bytes = kUnit * index.d * sizeof(Key), scale_bytes = sizeof(Key) == 1 ? kUnit : 0;
+    const uint32_t unit_bytes = kUnit * (kDims > 0 ? kDims : index.d) * sizeof(Key),
+                   scale_bytes = sizeof(Key) == 1 ? kUnit : 0;
     const int run = block.params.plan.run;
     if (lane == 0) {
       device::barrier_arrive_expect(barrier, at_once * (unit_bytes + scale_bytes));
@@ -226,20 +233,24 @@ struct WarpUnits {
 };
 
 // Scores the units [quad, quad + 4) of a stage, those that it has: lane t of the first four returns that of unit quad + t.
-template <typename Key>
-__device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, const ChoiceStage& stage,
-                                            int quad, int num, int d) {
+template <typename Key, int kDims>
+__device__ __forceinline__ float score_quad(const QueryFactors<Key, kDims>& query, const ChoiceStage& stage,
+                                            int quad, int num, int given_d) {
+  const int d = kDims > 0 ? kDims : given_d;
+  // A stage has whole quads of the usual rows.
+  const auto unit_of = [&](int i) { return kDims > 0 ? quad + i : min(quad + i, num - 1); };
   const int token = static_cast<int>(threadIdx.x) % 32 / 4,
             begin = static_cast<int>(threadIdx.x) % 4 * kOwnChannels;
   float sums[4][4] = {};
 #pragma unroll
-  for (int c = 0; c < kMostChunks; ++c) {
+  for (int c = 0; c < kChunksOf<kDims>; ++c) {
     if (c * kChannels < d) {
-      const bool has = c * kChannels + begin < d;  // half of the lanes have none of the last 16 channels
+      const bool has =
+          kDims > 0 || c * kChannels + begin < d;  // half of the lanes have none of the last 16 channels
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto* keys = reinterpret_cast<const Key*>(stage.keys) +
-                           (min(quad + i, num - 1) * kUnit + token) * d + (has ? c * kChannels + begin : 0);
+        const auto* keys = reinterpret_cast<const Key*>(stage.keys) + (unit_of(i) * kUnit + token) * d +
+                           (has ? c * kChannels + begin : 0);
         RawChannels<Key> raw[2] = {*reinterpret_cast<const RawChannels<Key>*>(keys),
                                    *reinterpret_cast<const RawChannels<Key>*>(keys + 8 * d)};
         uint32_t tokens[2][kOwnChannels / 2];
@@ -259,7 +270,7 @@ __device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, cons
   for (int i = 0; i < 4; ++i) {
     float products[2] = {sums[i][0], sums[i][2]};
     if constexpr (sizeof(Key) == 1) {
-      const uint8_t* scales = stage.scales + min(quad + i, num - 1) * kUnit + token;
+      const uint8_t* scales = stage.scales + unit_of(i) * kUnit + token;
       products[0] *= scale_value(scales[0]);
       products[1] *= scale_value(scales[8]);
     }
@@ -270,11 +281,11 @@ __device__ __forceinline__ float score_quad(const QueryFactors<Key>& query, cons
 }
 
 // Fills the keys of this block's units. The diagonal unit stands above all.
-template <typename Key>
+template <int kDims, typename Key>
 __device__ __forceinline__ void score_units(const ChoiceBlock<Key>& block, ChoiceStage* ring,
                                             device::Barrier* barriers) {
   static_assert(kChoiceStages == 2);
-  const WarpUnits<Key> units(block);
+  const WarpUnits<Key, kDims> units(block);
   const int lane = units.lane, diagonal = units.units.num - 1, run_log2 = __ffs(block.params.plan.run) - 1;
   uint32_t found[2] = {};  // the runs of this turn and of the next
 #pragma unroll
@@ -283,7 +294,7 @@ __device__ __forceinline__ void score_units(const ChoiceBlock<Key>& block, Choic
       found[turn] = units.load(units.find(turn), ring[turn], &barriers[turn]);
     }
   }
-  const QueryFactors<Key> query(block.params.index, block.walk.row, block.walk.head);
+  const QueryFactors<Key, kDims> query(block.params.index, block.walk.row, block.walk.head);
   for (int turn = 0; units.has(turn); ++turn) {
     const bool goes_on = units.has(turn + 2);
     const int64_t ahead = goes_on ? units.find(turn + 2) : -1;  // on its way while this turn is scored
@@ -393,7 +404,7 @@ __device__ __forceinline__ void choose_row(const ChoiceBlock<Key>& block) {
 }
 
 // Cluster (row of the chunk and index head).
-template <typename Key>
+template <typename Key, int kDims>
 __global__ void __launch_bounds__(kChoiceThreads)
     choose_blocks_kernel(const __grid_constant__ IndexChoiceParams<Key> params,
                          const __grid_constant__ device::FastDivisor page_size) {
@@ -430,7 +441,7 @@ __global__ void __launch_bounds__(kChoiceThreads)
   __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   auto* ring = reinterpret_cast<ChoiceStage*>(dynamic + params.plan.ring) + warp * kChoiceStages;
-  score_units(block, ring, barriers[warp]);
+  score_units<kDims>(block, ring, barriers[warp]);
   __syncthreads();
   raise_keys(block);
   if (cluster > 1) {  // the rings of all blocks are free for what they choose
@@ -447,7 +458,10 @@ __global__ void __launch_bounds__(kChoiceThreads)
 template <typename Key>
 cudaError_t launch_index_choice(const IndexChoiceParams<Key>& params, cudaStream_t stream) {
   const int64_t rows = params.call.chunk.num * params.index.heads;
-  return launch_kernel(choose_blocks_kernel<Key>,
+  static_assert(kStageKeyBytes / (kUnit * kUsualDims * static_cast<int>(sizeof(Key))) >= 4);
+  const auto kernel =
+      params.index.d == kUsualDims ? choose_blocks_kernel<Key, kUsualDims> : choose_blocks_kernel<Key, 0>;
+  return launch_kernel(kernel,
                        {.grid = static_cast<unsigned>(rows * params.plan.cluster),
                         .threads = kChoiceThreads,
                         .shared_bytes = params.plan.bytes,
