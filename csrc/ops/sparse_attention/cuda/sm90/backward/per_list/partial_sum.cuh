@@ -11,6 +11,7 @@
 
 #include "device/mma.cuh"
 #include "device/shared_memory.cuh"
+#include "device/sm90/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/gradients.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
@@ -131,12 +132,15 @@ struct SumShape {
   static constexpr int kRotationOffset = 1024;
   static constexpr int kFactorOffset = kRotationOffset + 128;
   static constexpr int kStageBytes = kFactorOffset + 16;
-  static constexpr int kStages = kDim == 128 ? 5 : 8;
-  static constexpr int kWarpBytes = kStages * kStageBytes;
-  static_assert(kWarps * kWarpBytes <= 48 * 1024);
+  // Copies come and are added in pairs: what one waits for, the other hides.
+  static constexpr int kPairs = 3;
+  static constexpr int kPairBytes = 2 * kStageBytes;
+  static constexpr int kWarpBytes = kPairs * kPairBytes;
+  static constexpr int kBytes = kWarps * kWarpBytes;
 };
 
-template <int kDim>
+// kValue: for dV, else for dK.
+template <int kDim, bool kValue>
 class PartialSum {
  public:
   using Shape = SumShape<kDim>;
@@ -144,11 +148,7 @@ class PartialSum {
 
   // `ring`: shared address of the warp's kWarpBytes.
   __device__ __forceinline__ PartialSum(const PartialSumParams& params, uint32_t ring)
-      : params_(params),
-        ring_(ring),
-        lane_(threadIdx.x % 32),
-        share_(threadIdx.x / 32 % kShares),
-        is_value_(threadIdx.x / 32 >= kShares) {
+      : params_(params), ring_(ring), lane_(threadIdx.x % 32), share_(threadIdx.x / 32 % kShares) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       low_[i] = high_[i] = 0.f;
@@ -158,28 +158,40 @@ class PartialSum {
   // All lanes of a warp call. Returns whether there was a partial sum.
   __device__ __forceinline__ bool run(PartialPlaces& places) {
     unsigned here;
-    int on_their_way = 0;
-    bool any = false;
+    int pairs = 0;  // on their way
+    bool any = false, half = false;
     while (places.next(here)) {
       for (; here; here &= here - 1) {
         const int from = __ffs(here) - 1;
-        if (params_.keys && params_.values) {
-          __syncthreads();  // warps in step read whole pages of memory
+        if (!half && params_.keys && params_.values) {
+          device::named_barrier_sync(1, Shape::kWarps * 32);  // warps in step read whole pages of memory
         }
-        issue(__shfl_sync(device::kFullMask, places.place, from),
+        issue(half, __shfl_sync(device::kFullMask, places.place, from),
               __shfl_sync(device::kFullMask, places.slot, from),
               __shfl_sync(device::kFullMask, places.factor, from));
         any = true;
-        if (++on_their_way > kAhead) {
+        half = !half;
+        if (half) {
+          continue;
+        }
+        end_pair();
+        if (++pairs > kAhead) {
           device::wait_copies<kAhead>();
-          add();
-          --on_their_way;
+          add_pair();
+          --pairs;
         }
       }
     }
+    if (half) {
+      end_pair();
+    }
     device::wait_copies<0>();
-    for (; on_their_way > 0; --on_their_way) {
-      add();
+    for (; pairs > 0; --pairs) {
+      add_pair();
+    }
+    if (half) {
+      __syncwarp();
+      add(load(ring_ + read_));
     }
     return any;
   }
@@ -187,10 +199,10 @@ class PartialSum {
   // Adds the result to the running sums in memory. dK is rotated back by the child's place under its parent.
   template <typename T>
   __device__ __forceinline__ void store(int head_index, int parent) const {
-    float* sums = is_value_ ? params_.values : params_.keys;
+    float* sums = kValue ? params_.values : params_.keys;
     const GatherParams& p = params_.tasks.gather;
     const int64_t first_row = (int64_t{head_index} * p.num_parents + parent) * kParentRows;
-    const float factor = is_value_ && OperandPowers<T>::kWeightShift != 0.f ? 0x1p-14f : 1.f;
+    const float factor = kValue && OperandPowers<T>::kWeightShift != 0.f ? 0x1p-14f : 1.f;
     // All loads come before the first store, which might go to the same address.
     float4 rotation[2][2];
     float2 old[2][2][2];
@@ -205,7 +217,7 @@ class PartialSum {
         old[i][half][0] = sum_of(i, half)[0];
         old[i][half][1] = sum_of(i, half)[kDim / 4];
         rotation[i][half] = make_float4(1.f, 0.f, 1.f, 0.f);
-        if (!is_value_) {
+        if constexpr (!kValue) {
           const int dim = (share_ * 2 + i) * 8 + lane_ % 4 * 2, row = lane_ / 4 + 8 * half;
           rotation[i][half] = *reinterpret_cast<const float4*>(p.rope + row * (kDim / 2) + dim);
         }
@@ -233,60 +245,84 @@ class PartialSum {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   }
 
-  // While one stage is added, the newest copy may already go into the stage that was added before it.
-  static constexpr int kAhead = Shape::kStages - 2;
+  // While one pair is added, the newest copies may already go into the stages of the pair that was added before it.
+  static constexpr int kAhead = Shape::kPairs - 2;
 
-  __device__ __forceinline__ static uint32_t following(uint32_t stage) {
-    return stage == (Shape::kStages - 1) * Shape::kStageBytes ? 0 : stage + Shape::kStageBytes;
+  __device__ __forceinline__ static uint32_t following(uint32_t pair) {
+    return pair == (Shape::kPairs - 1) * Shape::kPairBytes ? 0 : pair + Shape::kPairBytes;
   }
 
-  __device__ __forceinline__ void issue(uint32_t place, uint32_t slot, float factor) {
-    const uint32_t to = ring_ + write_ + lane_ * 16;
+  // Asks for a partial sum, the second of a pair or the first.
+  __device__ __forceinline__ void issue(bool second, uint32_t place, uint32_t slot, float factor) {
+    const uint32_t stage = ring_ + write_ + (second ? Shape::kStageBytes : 0);
+    const uint32_t to = stage + lane_ * 16;
     const char* from = params_.tasks.run.partials + place * int64_t{2 * Shape::kMatrixBytes} +
-                       (is_value_ ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
+                       (kValue ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
     device::copy_async_16(to, from);
     device::copy_async_16(to + Shape::kHighOffset, from + kShares * 512);
-    if (!is_value_ && lane_ < 8) {
+    if (!kValue && lane_ < 8) {
       device::copy_async_16(
           to + Shape::kRotationOffset,
           params_.tasks.gather.rope + int64_t{slot} * (kParentRows * kDim / 2) + share_ * 16 + lane_ * 2);
     }
-    if (!is_value_ && lane_ == 0) {
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(ring_ + write_ + Shape::kFactorOffset), "f"(factor)
-                   : "memory");
+    if (!kValue && lane_ == 0) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(stage + Shape::kFactorOffset), "f"(factor) : "memory");
     }
+  }
+  __device__ __forceinline__ void end_pair() {
     device::commit_copies();
     write_ = following(write_);
   }
 
-  // Adds the oldest of the copies on their way, which has arrived.
-  __device__ __forceinline__ void add() {
+  // This lane's part of a partial sum that has arrived.
+  struct Part {
+    uint4 low, high, rotations[2];
+    float factor;
+  };
+  __device__ __forceinline__ Part load(uint32_t stage) const {
+    Part part;
+    part.low = device::load_shared_16(stage + lane_ * 16);
+    part.high = device::load_shared_16(stage + Shape::kHighOffset + lane_ * 16);
+    if constexpr (!kValue) {
+      const uint32_t rotations = stage + Shape::kRotationOffset + lane_ % 4 * 16;
+      part.rotations[0] = device::load_shared_16(rotations);
+      part.rotations[1] = device::load_shared_16(rotations + 64);
+      asm volatile("ld.shared.f32 %0, [%1];"
+                   : "=f"(part.factor)
+                   : "r"(stage + Shape::kFactorOffset)
+                   : "memory");
+    }
+    return part;
+  }
+
+  // Adds the oldest pair of the copies on their way, which has arrived, in its order.
+  __device__ __forceinline__ void add_pair() {
     __syncwarp();
     const uint32_t stage = ring_ + read_;
     read_ = following(read_);
-    const uint4 low_bits = device::load_shared_16(stage + lane_ * 16);
-    const uint4 high_bits = device::load_shared_16(stage + Shape::kHighOffset + lane_ * 16);
-    const uint32_t low[4] = {low_bits.x, low_bits.y, low_bits.z, low_bits.w};
-    const uint32_t high[4] = {high_bits.x, high_bits.y, high_bits.z, high_bits.w};
-    const uint32_t rotations = stage + Shape::kRotationOffset + lane_ % 4 * 16;
-    float factor = 1.f;
-    if (!is_value_) {
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(factor) : "r"(stage + Shape::kFactorOffset) : "memory");
-    }
+    const Part first = load(stage), second = load(stage + Shape::kStageBytes);
+    add(first);
+    add(second);
+  }
+  __device__ __forceinline__ void add(const Part& part) {
+    const uint32_t low[4] = {part.low.x, part.low.y, part.low.z, part.low.w};
+    const uint32_t high[4] = {part.high.x, part.high.y, part.high.z, part.high.w};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint4 rotation = {};
-      if (!is_value_) {
-        rotation = device::load_shared_16(rotations + i * 64);
+      float cos[2], sin[2];
+      if constexpr (!kValue) {
+        const uint4 rotation = part.rotations[i];
+        cos[0] = __uint_as_float(rotation.x) * part.factor;
+        cos[1] = __uint_as_float(rotation.z) * part.factor;
+        sin[0] = __uint_as_float(rotation.y) * part.factor;
+        sin[1] = __uint_as_float(rotation.w) * part.factor;
       }
-      const float cos[2] = {__uint_as_float(rotation.x) * factor, __uint_as_float(rotation.z) * factor};
-      const float sin[2] = {__uint_as_float(rotation.y) * factor, __uint_as_float(rotation.w) * factor};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 x = unpack(low[2 * i + j]), y = unpack(high[2 * i + j]);
         float* x_sum = low_ + 4 * i + 2 * j;
         float* y_sum = high_ + 4 * i + 2 * j;
-        if (is_value_) {
+        if constexpr (kValue) {
           x_sum[0] += x.x, x_sum[1] += x.y, y_sum[0] += y.x, y_sum[1] += y.y;
         } else {
           x_sum[0] += x.x * cos[0] + y.x * sin[0];
@@ -301,7 +337,6 @@ class PartialSum {
   const PartialSumParams& params_;
   uint32_t ring_, read_ = 0, write_ = 0;
   int lane_, share_;
-  bool is_value_;
   float low_[8], high_[8];  // lower dims and their partners in the upper half
 };
 
@@ -310,7 +345,7 @@ template <typename T, int kDim>
 __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
     partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
   using Shape = SumShape<kDim>;
-  __shared__ __align__(128) char rings[Shape::kWarps * Shape::kWarpBytes];
+  extern __shared__ __align__(128) char rings[];
   const GatherParams& p = params.tasks.gather;
   const int first_head = static_cast<int>(params.tasks.run.first_task /
                                           (static_cast<uint32_t>(p.num_lists) * tasks_per_list(p)));
@@ -320,9 +355,16 @@ __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
     return;
   }
   PartialPlaces places(params, head_index, parent);
-  PartialSum<kDim> sum(params, device::shared_address(rings) + warp * Shape::kWarpBytes);
-  if (sum.run(places)) {
-    sum.template store<T>(head_index, parent);
+  const uint32_t ring = device::shared_address(rings) + warp * Shape::kWarpBytes;
+  const auto add = [&](auto sum) {
+    if (sum.run(places)) {
+      sum.template store<T>(head_index, parent);
+    }
+  };
+  if (warp >= Shape::kShares) {
+    add(PartialSum<kDim, true>(params, ring));
+  } else {
+    add(PartialSum<kDim, false>(params, ring));
   }
 }
 
@@ -337,8 +379,10 @@ cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t str
       heads > 1 ? b.gather.num_parents
                 : (b.gather.t0 - b.lead + last_list * b.gather.stride) / b.gather.node_span / kParentRows + 1;
   const dim3 grid(static_cast<unsigned>(reached), static_cast<unsigned>(heads));
-  return launch_kernel(partial_sum_kernel<T, kDim>, {.grid = grid, .threads = SumShape<kDim>::kWarps * 32},
-                       stream, params);
+  return launch_kernel(
+      partial_sum_kernel<T, kDim>,
+      {.grid = grid, .threads = SumShape<kDim>::kWarps * 32, .shared_bytes = SumShape<kDim>::kBytes}, stream,
+      params);
 }
 
 }  // namespace htree::tree_attention
