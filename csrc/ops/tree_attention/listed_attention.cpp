@@ -31,10 +31,10 @@ void check_index_heads(const char* op, const char* name, const Tensor& x, const 
                     " must have 1 or H_kv = ", kv_heads, " heads, got ", heads, " in ", x.sym_sizes());
 }
 
-BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size) {
+BlockOptions blocks_of_nodes(const TreeOptions& options) {
   BlockOptions blocks;
   blocks.count = options.top_k;
-  blocks.block_size = block_size;
+  blocks.block_size = options.compression_rate;
   blocks.stride = options.selection_stride;
   blocks.open_next = options.open_next;
   return blocks;
@@ -63,15 +63,16 @@ Tensor lists_to_write(const Tensor& lists, const Tensor& index_query) {
 
 void write_index_lists(SelectBlockLayers* kernel, const char* op, const TreeOptions& options,
                        const Tensor& index_query, const Tensor& index_key, const std::vector<Tensor>& lists) {
-  BlockOptions blocks = blocks_of_nodes(options, options.compression_rate);
+  BlockOptions blocks = blocks_of_nodes(options);
   blocks.count = lists.front().size(3);
   const int64_t start = index_key.size(1) - index_query.size(1), rows = lists.front().size(1);
   const auto depth = static_cast<int64_t>(lists.size());
+  const bool open = has_open_top(options);
   // With an open top the first rows of a layer are -1, more of them from layer to layer. Else only the top is implied.
-  const auto implied_rows = [&](int64_t layer) {
+  const auto implied_rows = [&](int64_t layer) -> int64_t {
+    if (!open) return 0;
     return std::clamp<int64_t>((first_token_of(options, layer + 2) - start) / blocks.stride, 0, rows);
   };
-  const bool open = has_open_top(options);
   int64_t chosen = open ? 0 : depth - 1;
   if (open) {
     for (int64_t layer = 0; layer < depth; ++layer) {
@@ -84,7 +85,7 @@ void write_index_lists(SelectBlockLayers* kernel, const char* op, const TreeOpti
   }
   if (chosen == 0) return;
   // All layers have the rows that the first one has.
-  const int64_t first = open ? implied_rows(0) : 0, num = rows - first;
+  const int64_t first = implied_rows(0), num = rows - first;
   const Tensor query =
       index_query.narrow(1, first * blocks.stride, index_query.size(1) - first * blocks.stride);
   check_blocks(op, query, index_key, blocks);
@@ -98,7 +99,7 @@ void write_index_lists(SelectBlockLayers* kernel, const char* op, const TreeOpti
   kernel(unit_last(query), unit_last(index_key), blocks, options.compression_rate, layers);
   for (int64_t layer = 0; layer < chosen; ++layer) {
     const Tensor& found = std::get<0>(layers[layer].lists);
-    const int64_t begin = open ? implied_rows(layer) : 0;
+    const int64_t begin = implied_rows(layer);
     if (found.data_ptr() != lists[layer].narrow(1, first, num).data_ptr()) {
       lists[layer].narrow(1, begin, rows - begin).copy_(found.narrow(1, begin - first, rows - begin));
     }
@@ -137,7 +138,7 @@ Tensor index_lists(const TreeOptions& options, const Tensor& q, const Tensor& k,
   check_index(options, q, k, index_query, index_key, starts);
   const int64_t pieces = static_cast<int64_t>(starts.size()), stride = options.selection_stride;
   const SymInt piece = q.sym_size(1) / pieces;
-  const BlockOptions blocks = blocks_of_nodes(options, options.compression_rate);
+  const BlockOptions blocks = blocks_of_nodes(options);
   for (int64_t i = 0; i < pieces; ++i) {
     check_blocks(kOp, index_query.narrow_symint(1, piece * i, piece),
                  index_key.narrow_symint(1, 0, starts[i] + piece), blocks);

@@ -13,8 +13,8 @@ void check_index_options(const char* op, const TreeOptions& options);
 // Raises unless there is one index head, or one for each K/V head.
 void check_index_heads(const char* op, const char* name, const Tensor& x, const SymInt& heads,
                        const SymInt& kv_heads);
-// How blocks of `block_size` tokens are chosen as nodes.
-BlockOptions blocks_of_nodes(const TreeOptions& options, int64_t block_size);
+// How nodes above the tokens are chosen as blocks.
+BlockOptions blocks_of_nodes(const TreeOptions& options);
 
 // Writes the lists of all layers from the tokens on, int32 [B, ceil(T_q / s), H_kv, list_width()] each: of index_query
 // [B, T_q, H_i, d] behind `start` tokens, index_key [B, start + T_q, H_i, d]. The top layer's lists hold every node; with an

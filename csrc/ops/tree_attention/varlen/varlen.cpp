@@ -25,8 +25,7 @@ void check_packed_index(const char* op, const PackedInputs& inputs, const Docume
   check_size(op, "index_query", index_query, 0, query.sym_size(0), "N of query");
   check_size(op, "index_key", index_key, 0, key.sym_size(0), "N_k of key");
   check_index_heads(op, "index_query", index_query, index_query.sym_size(1), key.sym_size(1));
-  check_blocks_varlen(op, index_query, index_key, documents,
-                      blocks_of_nodes(options, options.compression_rate));
+  check_blocks_varlen(op, index_query, index_key, documents, blocks_of_nodes(options));
 }
 
 }  // namespace
