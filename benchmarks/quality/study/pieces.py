@@ -106,12 +106,13 @@ def train_on_text(
     model: LanguageModel,
     after: Callable[[Progress, str], None] | None = None,
     between: Training | None = None,
+    first: int = 0,
 ) -> None:
     """Trains with one attention on texts with planted strings and evaluates it on the way.
 
     Args:
         after: called before the row of the end is written. between: the texts of every other step, and the budget of a
-            tree there; None for the same.
+            tree there; None for the same. first: so many steps at the beginning have the texts of ``between`` too.
     """
     texts = held_out_texts(session, setup.size)
 
@@ -130,7 +131,7 @@ def train_on_text(
         text_loss(session, model, setup.size, setup.seed, lambda _: setup.attention),
         text_loss(session, model, between or setup.size, setup.seed, lambda _: there),
     ]
-    train(session, setup, model, lambda step: losses[step % 2](step), measure)
+    train(session, setup, model, lambda step: losses[1 if step < first else step % 2](step), measure)
 
 
 def shorter(size: Training, short: Training) -> Training:
@@ -484,7 +485,7 @@ def needle(settings: Settings) -> Callable[[Scale], list[Run]]:
 
 
 def large_run(scale: Scale, attention: Attention) -> Run:
-    """(h) A larger model, every other step on shorter texts; the dense one gets an index at the end."""
+    """(h) A larger model, first on shorter texts, then every other step; the dense one gets an index at the end."""
     size, name = scale.large, f"{attention.label}, seed 0"
 
     def work(session: Session) -> None:
@@ -506,7 +507,9 @@ def large_run(scale: Scale, attention: Attention) -> Run:
                 found = evaluation.measure_texts(session, model, other, held_out_texts(session, size))
                 session.write(converted, status, fitting, **found)
 
-        train_on_text(session, setup, model, after, shorter(size, scale.conversion))
+        train_on_text(
+            session, setup, model, after, shorter(size, scale.conversion), first=size.steps * 3 // 5
+        )
 
     return Run(name, work)
 
