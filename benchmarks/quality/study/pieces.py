@@ -24,6 +24,7 @@ from .training import train
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
 INDEXER_BYTES = 2**15  # of a step of ``fit_index``, at most
+LONGER_FIT = 4  # times its usual steps, to see what more of them give
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
 
 
@@ -242,10 +243,11 @@ def conversion_long(scale: Scale) -> list[Run]:
 
 
 def give_index(
-    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int
+    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int, times: int = 1
 ) -> tuple[Progress, str]:
-    """Fits the index of a dense model; what it took, and a note on the loss."""
-    steps, batch = session.scale.indexer_steps, min(4, size.batch, INDEXER_BYTES // size.context)
+    """Fits the index of a dense model, in ``times`` as many steps as usual; what it took, and a note on the loss."""
+    steps = session.scale.indexer_steps * times
+    batch = min(4, size.batch, INDEXER_BYTES // size.context)
 
     def batches() -> Iterator[dict[str, object]]:
         for step in range(steps):
@@ -292,6 +294,10 @@ def index_run(scale: Scale, seed: int) -> Run:
                 of_dense = found
         if seed == 0:
             lists.write(session, setup_of(model, "lists", fitted), model, texts)
+        progress, note = give_index(session, model, size, fitted, seed, LONGER_FIT)
+        found = evaluation.measure_texts(session, model, fitted, texts)
+        run = f"evaluated: {fitted.label}, {LONGER_FIT} times the steps more, seed {seed}"
+        session.write(setup_of(model, run, fitted, note), "final", progress, **found)
         return of_dense
 
     def work(session: Session) -> None:
