@@ -558,7 +558,7 @@ TREE_CACHE: Table = [
     Cuda(
         "tree_cache_listed_{T}",
         "ops/tree_cache/decode/listed.cuh",
-        [f"launch_listed<{{T}}, {dim}>(const AttendParams<{{T}}>&, int64_t)" for dim in (64, 128)],
+        [f"launch_listed<{{T}}, {dim}>(const AttendParams<{{T}}>&, int64_t, bool)" for dim in (64, 128)],
         {"T": HALF_TYPES},
     ),
     Cuda(

@@ -210,7 +210,8 @@ cudaError_t launch_store_ring(const AttendParams<T>& params, cudaStream_t stream
 }
 
 // Block (query, kv head; query head of the group): merges all parts of the softmax, from the top layer down
-// and in the order of the candidates.
+// and in the order of the candidates. What is read before the wait was there before the kernel that it waits for, or before
+// the one that chose, which begins after all that came before it.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendParams<T> params, int splits) {
   const WalkRow walk = row_or_described<kRowThreads>(params, blockIdx.x);

@@ -186,8 +186,9 @@ cudaError_t launch_chunk(const AttendParams<T>& params, const DecodePlans& plans
                          cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     if (listed_parts > 0) {
-      return params.key_dim == 64 ? launch_listed<T, 64>(params, listed_parts, stream)
-                                  : launch_listed<T, 128>(params, listed_parts, stream);
+      const bool pdl = has_hopper_kernels();
+      return params.key_dim == 64 ? launch_listed<T, 64>(params, listed_parts, pdl, stream)
+                                  : launch_listed<T, 128>(params, listed_parts, pdl, stream);
     }
     if (plans.taken() && params.layout.span == 0) {
       return params.key_dim == 64 ? launch_decode_chunk<T, 64, false>(params, plans, stream)

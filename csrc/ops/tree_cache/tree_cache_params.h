@@ -184,9 +184,9 @@ template <typename T, int kDim, bool kSpans>
 cudaError_t launch_decode_packed(const AttendParams<T>& params, const DecodePlans& plans,
                                  cudaStream_t stream);
 // Rows whose lists are given, without rotations, span means or packed tokens, in `parts` parts each, and the merge of these.
-// Rows need no description. K = V = kDim.
+// Rows need no description. K = V = kDim. `pdl`: the merge may begin early; not in code that would not wait, hopper.h.
 template <typename T, int kDim>
-cudaError_t launch_listed(const AttendParams<T>& params, int64_t parts, cudaStream_t stream);
+cudaError_t launch_listed(const AttendParams<T>& params, int64_t parts, bool pdl, cudaStream_t stream);
 // Scores of span means in the layer where a leader first chooses, in chunk.span_scores.
 // `blocks` share a row and K/V head.
 template <typename T, int kDim>

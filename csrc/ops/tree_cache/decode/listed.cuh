@@ -3,7 +3,7 @@
 // children of 32 parents in one layer; its warps keep a softmax each over their tiles of 16 children, which come through a
 // ring of their own. Parts are merged by merge_parts_kernel. docs/semantics/tree_cache.md §7.7
 //
-// Products are as exact as fp32: queries and keys are multiplied as they are, and scaled behind.
+// Scores are as exact as fp32: queries and keys are multiplied as they are, and scaled behind. Weights are rounded to T.
 #pragma once
 
 #include "device/mma.cuh"
@@ -411,12 +411,12 @@ cudaError_t launch_listed_rows(const ListedParams<typename Tr::T>& params, cudaS
 }
 
 template <typename T, int kDim>
-cudaError_t launch_listed(const AttendParams<T>& attend, int64_t parts, cudaStream_t stream) {
+cudaError_t launch_listed(const AttendParams<T>& attend, int64_t parts, bool pdl, cudaStream_t stream) {
   ListedParams<T> params{attend, static_cast<int>(parts)};
   params.splits = num_splits(most_candidates(attend.layout, attend.options));
   const cudaError_t error = attend.group <= 8 ? launch_listed_rows<ListedTraits<T, kDim, 1>>(params, stream)
                                               : launch_listed_rows<ListedTraits<T, kDim, 2>>(params, stream);
-  return error != cudaSuccess ? error : launch_merge(attend, /*pdl=*/true, stream);
+  return error != cudaSuccess ? error : launch_merge(attend, pdl, stream);
 }
 
 }  // namespace htree::tree_cache
