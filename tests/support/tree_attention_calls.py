@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from htree_ops.ops.tree_attention.options import DEFAULTS
 from htree_ops.reference import tree_attention as reference
 from tests.support.cases import normal
 from tests.support.opcheck import opcheck
@@ -99,7 +100,8 @@ def calls(case: TreeAttentionCase, device: str | torch.device, seed: int = 0) ->
     span: dict[str, Any] = {} if case.selection_span is None else {"selection_span": case.selection_span}
     following: dict[str, Any] = {"open_next": True} if case.open_next else {}
     given: dict[str, Any] = {} if case.inv_freq is None else {"inv_freq": list(case.inv_freq)}
-    later = span | given | following
+    named = list(case.keywords().items())[len(shared) :]
+    later = {name: value for name, value in named if value != getattr(DEFAULTS, name)}
     packed, mask = case.packed(), [True] * 3
     means = reference.span_means(k, case.selection_span or 2)
     layer_span = (span and {"span_k": means, **span}) | following
