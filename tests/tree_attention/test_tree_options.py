@@ -113,6 +113,13 @@ def test_python_packs_as_the_library_does(options):
     assert TreeOptions.from_packed(*options.packed()) == replace(options, **left_out)
 
 
+def with_number(ints: list[int], number: int, **option: object) -> list[int]:
+    """The packed integers with ``number`` in the place of an option, found by another value of it."""
+    other = TreeOptions(**({"inv_freq": (1.0, 0.5)} | option)).packed()[0]
+    place = next(i for i, (a, b) in enumerate(zip(ints, other, strict=True)) if a != b)
+    return [*ints[:place], number, *ints[place + 1 :]]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -120,9 +127,9 @@ def test_python_packs_as_the_library_does(options):
         lambda ints, floats: ([*ints, 0], floats),
         lambda ints, floats: (ints, floats[:-1]),
         lambda ints, floats: (ints, [*floats, 0.0]),
-        lambda ints, floats: ([*ints[:-1], 2], floats),  # open_next
-        lambda ints, floats: ([*ints[:5], 3, *ints[6:]], floats),  # importance
-        lambda ints, floats: ([*ints[:-2], -1, ints[-1]], floats),
+        lambda ints, floats: (with_number(ints, 2, open_next=True), floats),
+        lambda ints, floats: (with_number(ints, 3, importance="lse"), floats),
+        lambda ints, floats: (with_number(ints, -1, inv_freq=(1.0,)), floats),
         lambda ints, floats: ([], []),
     ],
 )
