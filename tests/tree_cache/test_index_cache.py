@@ -672,13 +672,8 @@ def test_a_captured_step_with_an_index(stride, rope_base):
 )
 def test_rows_without_rotations_in_parts(dtype, head_dim, group, top_k, max_top_nodes, monkeypatch):
     """Sequences of all depths, one of them empty, beside the general kernels; what they open reaches no row above."""
-    options = {
-        "compression_rate": 16,
-        "top_k": top_k,
-        "max_top_nodes": max_top_nodes,
-        "page_size": 64,
-        "rope_base": None,
-    }
+    options = {"compression_rate": 16, "page_size": 64, "rope_base": None}
+    options |= {"top_k": top_k, "max_top_nodes": max_top_nodes}
     cache = make("cuda", 6, 12_800, head_dim, dtype=dtype, **options)
     (q, k, v), (query, key) = tokens(cache, 12_000, heads=2 * group)
     lengths = [12_000, 1, 0, 16, 511, 4097]
