@@ -273,7 +273,7 @@ def index_run(scale: Scale, seed: int) -> Run:
     """
     size, name = scale.conversion, f"train: dense, seed {seed}"
     half = size.top_k // 2
-    settings = [dense(), size.by_index(), size.by_index(top_k=half), size.by_index(4)]
+    settings = [size.by_index(), size.by_index(top_k=half), size.by_index(4)]
     settings += [size.tree(span) for span in (2, 1)]
 
     def setup_of(model: LanguageModel, run: str, attention: Attention, note: str = "") -> Setup:
@@ -283,21 +283,23 @@ def index_run(scale: Scale, seed: int) -> Run:
     def evaluate(session: Session, model: LanguageModel) -> dict[str, Any]:
         """What the dense model has."""
         texts, fitted = held_out_texts(session, size), size.by_index()
-        for number, attention in enumerate(settings):
-            if number == 1:  # the dense model is as it was
-                progress, note = give_index(session, model, size, fitted, seed)
+
+        def measure(
+            attention: Attention, progress: Progress, note: str = "", more: str = ""
+        ) -> dict[str, Any]:
             found = evaluation.measure_texts(session, model, attention, texts)
-            said = (progress, note) if attention.index_dim else (Progress(), "")
-            run = f"evaluated: {attention.label}, seed {seed}"
-            session.write(setup_of(model, run, attention, said[1]), "final", said[0], **found)
-            if attention.kind == "dense":
-                of_dense = found
+            run = f"evaluated: {attention.label}{more}, seed {seed}"
+            session.write(setup_of(model, run, attention, note), "final", progress, **found)
+            return found
+
+        of_dense = measure(dense(), Progress())  # as it was, without an index
+        progress, note = give_index(session, model, size, fitted, seed)
+        for attention in settings:
+            measure(attention, *((progress, note) if attention.index_dim else (Progress(), "")))
         if seed == 0:
             lists.write(session, setup_of(model, "lists", fitted), model, texts)
-        progress, note = give_index(session, model, size, fitted, seed, LONGER_FIT)
-        found = evaluation.measure_texts(session, model, fitted, texts)
-        run = f"evaluated: {fitted.label}, {LONGER_FIT} times the steps more, seed {seed}"
-        session.write(setup_of(model, run, fitted, note), "final", progress, **found)
+        longer = give_index(session, model, size, fitted, seed, LONGER_FIT)
+        measure(fitted, *longer, more=f", {LONGER_FIT} times the steps more")
         return of_dense
 
     def work(session: Session) -> None:
