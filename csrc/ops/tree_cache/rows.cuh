@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/numeric.cuh"
+#include "device/reduce.cuh"
 #include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/tree_cache/walk.cuh"
@@ -209,18 +210,54 @@ cudaError_t launch_store_ring(const AttendParams<T>& params, cudaStream_t stream
   return launch_kernel(store_ring_kernel<T>, {.grid = rows, .threads = kRowThreads}, stream, params);
 }
 
-// Block (query, kv head; query head of the group): merges all parts of the softmax, from the top layer down
-// and in the order of the candidates. What is read before the wait was there before the kernel that it waits for, or before
-// the one that chose, which begins after all that came before it.
+// The parts of the softmax of a row, from the top layer down and in the order of the candidates.
+struct RowParts {
+  const PageLayout& layout;
+  const QueryRow& query;
+  int top_k, splits;
+
+  __device__ __forceinline__ int of_layer(int layer) const {
+    const int num = num_candidates(layout, query, top_k, layer);
+    return merges(layer, num, top_k) ? (num + kSplit - 1) / kSplit : 0;
+  }
+  __device__ __forceinline__ int count() const {
+    int sum = 0;
+    for (int layer = query.top; layer >= 0; --layer) {
+      sum += of_layer(layer);
+    }
+    return sum;
+  }
+  // Layer and split of part i as one number: layer * splits + split.
+  __device__ __forceinline__ int64_t place(int i) const {
+    int layer = query.top;
+    for (int here; layer > 0 && i >= (here = of_layer(layer)); --layer) {
+      i -= here;
+    }
+    return int64_t{layer} * splits + i;
+  }
+};
+
+// A part as the threads of a block read it.
+struct MergedPart {
+  int64_t at;  // in part_max
+  float sum, weight;
+  bool empty;  // its sums were not written
+};
+
+// Block (query, kv head; query head of the group): merges all parts of the softmax in their order. What is read before the
+// wait was there before the kernel that it waits for, or before the one that chose, which begins after all that came
+// before it.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendParams<T> params, int splits) {
+  __shared__ MergedPart parts[kRowThreads];
+  __shared__ float scratch[kRowThreads / device::kWarpSize];
   const WalkRow walk = row_or_described<kRowThreads>(params, blockIdx.x);
-  device::pdl_wait();
   const int64_t group = params.group, value_dim = params.value_dim;
   const int64_t head = walk.head * group + blockIdx.y;
   const int64_t out_row = walk.row * params.layout.num_kv_heads * group + head;
   T* out = params.out + out_row * value_dim;
   if (!counts(walk.query)) {
+    device::pdl_wait();
     const float nothing = walk.query.token >= 0 ? nanf("") : 0.0f;
     for (int64_t d = threadIdx.x; d < value_dim; d += kRowThreads) {
       out[d] = device::from_acc<T>(nothing);
@@ -230,37 +267,46 @@ __global__ void __launch_bounds__(kRowThreads) merge_parts_kernel(const AttendPa
     }
     return;
   }
-  const int64_t layers = params.layout.num_layers;
-  // Calls f(index of the part in part_max) for every part that is not empty.
-  const auto for_each_part = [&](auto&& f) {
-    for (int layer = walk.query.top; layer >= 0; --layer) {
-      const int num = num_candidates(params.layout, walk.query, params.options.top_k, layer);
-      if (!merges(layer, num, params.options.top_k)) {
-        continue;
+  const RowParts row{params.layout, walk.query, params.options.top_k, splits};
+  const int num = row.count();
+  const int64_t first = walk.at * params.layout.num_layers * splits;
+  const auto at = [&](int i) { return (first + row.place(i)) * group + blockIdx.y; };
+  device::pdl_wait();
+  float maximum = device::negative_infinity<float>();
+  for (int i = threadIdx.x; i < num; i += kRowThreads) {
+    const int64_t part = at(i);
+    const float sum = params.chunk.part_sum[part], max = params.chunk.part_max[part];
+    maximum = sum != 0.0f ? fmaxf(maximum, max) : maximum;
+  }
+  maximum = device::block_reduce<kRowThreads, device::Max>(maximum, scratch);
+  const float base = maximum == device::negative_infinity<float>() ? 0.0f : maximum;
+  for (int64_t column = 0; column < value_dim; column += kRowThreads) {
+    const int64_t d = column + threadIdx.x;
+    const float* values = params.chunk.part_out + min(d, value_dim - 1);
+    float sum = 0.0f, total = 0.0f;
+    for (int tile = 0; tile < num; tile += kRowThreads) {
+      __syncthreads();
+      if (const int i = tile + static_cast<int>(threadIdx.x); i < num) {
+        const int64_t part = at(i);
+        const float own = params.chunk.part_sum[part];
+        const bool empty = own == 0.0f;
+        parts[threadIdx.x] = {part, own, empty ? 0.0f : expf(params.chunk.part_max[part] - base), empty};
       }
-      for (int split = 0; split * kSplit < num; ++split) {
-        const int64_t part = ((walk.at * layers + layer) * splits + split) * group + blockIdx.y;
-        if (params.chunk.part_sum[part] != 0.0f) {
-          f(part);
-        }
+      __syncthreads();
+#pragma unroll 8
+      for (int i = 0; i < min(kRowThreads, num - tile); ++i) {
+        const MergedPart part = parts[i];
+        const float value = values[part.at * value_dim];
+        sum = part.empty ? sum : sum + part.sum * part.weight;
+        total = part.empty ? total : total + value * part.weight;
       }
     }
-  };
-  float maximum = device::negative_infinity<float>();
-  for_each_part([&](int64_t part) { maximum = fmaxf(maximum, params.chunk.part_max[part]); });
-  const float base = maximum == device::negative_infinity<float>() ? 0.0f : maximum;
-  float sum = 0.0f;
-  for_each_part(
-      [&](int64_t part) { sum += params.chunk.part_sum[part] * expf(params.chunk.part_max[part] - base); });
-  for (int64_t d = threadIdx.x; d < value_dim; d += kRowThreads) {
-    float total = 0.0f;
-    for_each_part([&](int64_t part) {
-      total += params.chunk.part_out[part * value_dim + d] * expf(params.chunk.part_max[part] - base);
-    });
-    out[d] = device::from_acc<T>(total / sum);
-  }
-  if (threadIdx.x == 0) {
-    params.lse[out_row] = maximum + logf(sum);
+    if (d < value_dim) {
+      out[d] = device::from_acc<T>(total / sum);
+    }
+    if (d == 0) {
+      params.lse[out_row] = maximum + logf(sum);
+    }
   }
 }
 
