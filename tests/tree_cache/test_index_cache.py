@@ -601,18 +601,22 @@ def served_cache(batch: int, capacity: int, **others: Any) -> TreeKVCache:
 @pytest.mark.parametrize("index_heads", [1, 2])
 @pytest.mark.parametrize("stride", [1, 4, 16])
 @pytest.mark.parametrize("leaf_bits", [None, 8])
-@pytest.mark.parametrize("rope_base", [10_000.0, None])
+@pytest.mark.parametrize(("rope_base", "top_k"), [(10_000.0, 8), (None, 8), (None, 40)])
 def test_decode_kernels_take_the_lists_of_an_index(
     rope_base,
+    top_k,
     leaf_bits,
     stride,
     index_heads,
     index_dtype,
     monkeypatch,
 ):
-    """Three layers; steps of one row and of several, beside the general kernels and the whole sequence."""
+    """Three layers, of which a list of 40 nodes has two parts; steps of one row and of several.
+
+    Beside the general kernels and the whole sequence.
+    """
     options = {"selection_stride": stride, "index_heads": index_heads, "index_dtype": index_dtype}
-    options["rope_base"] = rope_base
+    options |= {"rope_base": rope_base, "top_k": top_k}
     cache, general = (served_cache(2, 6144, leaf_bits=leaf_bits, **options) for _ in range(2))
     rows, index = tokens(cache, 5000, heads=8)
     parts = [4900, 1, 1, 7, 1, 64, 1, 25]
@@ -641,19 +645,24 @@ def test_rows_of_an_index_depend_on_their_sequence_alone(rope_base):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rope_base", [10_000.0, None])
+@pytest.mark.parametrize(
+    ("rope_base", "begin", "max_top_nodes"),
+    [(10_000.0, 4960, 128), (None, 4960, 128), (None, 490, 4096), (None, 4080, 4096)],
+)
 @pytest.mark.parametrize("stride", [1, 4])
-def test_a_captured_step_with_an_index(stride, rope_base):
-    cache, eager = (served_cache(2, 6144, selection_stride=stride, rope_base=rope_base) for _ in range(2))
-    rows, index = tokens(cache, 5000, heads=8)
+def test_a_captured_step_with_an_index(stride, rope_base, begin, max_top_nodes):
+    """Also where a sequence grows by a part, and where it gets another top."""
+    options = {"selection_stride": stride, "rope_base": rope_base, "max_top_nodes": max_top_nodes}
+    cache, eager = (served_cache(2, 6144, **options) for _ in range(2))
+    rows, index = tokens(cache, begin + 40, heads=8)
     for one in (cache, eager):
-        served(one, rows, index, [4960])
+        served(one, rows, index, [begin])
     held = [x[:, :1].clone() for x in (*rows, *index)]
     state = cache.state_dict()
     on_another_stream(lambda: cache.decode(*held[:3], index=held[3:]))
     cache.load_state_dict(state)
     graph, out = capture(lambda: cache.decode(*held[:3], index=held[3:]))
-    for step in range(4960, 5000):
+    for step in range(begin, begin + 40):
         piece = [x[:, step : step + 1] for x in (*rows, *index)]
         for to, x in zip(held, piece, strict=True):
             to.copy_(x)
@@ -685,8 +694,11 @@ def test_rows_without_rotations_in_parts(dtype, head_dim, group, top_k, max_top_
 
     out, lse = attend()
     monkeypatch.setenv("HTREE_TREE_DECODE", "general")
-    for ours, theirs in zip((out, lse), attend(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=3e-2)
+    others, other_lse = attend()
+    # A token of mean weight that is left out moves the lse by 2e-4 and more.
+    torch.testing.assert_close(lse, other_lse, atol=5e-5, rtol=0)
+    near = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(out, others, atol=near, rtol=near)
     monkeypatch.delenv("HTREE_TREE_DECODE")
     for b in (0, 4, 5):  # a row alone has the same bits
         one = make("cuda", 1, 12_032, head_dim, dtype=dtype, **options)

@@ -132,9 +132,14 @@ def test_every_step_of_a_cache():
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
 )
 @pytest.mark.parametrize(("stride", "index_heads"), [(1, 2), (4, 1)])
-def test_an_index_chooses_from_pages(stride, index_heads, dtype, index_dtype):
-    """A prompt, and steps of one row and of several, in three layers; fp32 takes the general kernels."""
-    options = {"top_k": 4, "max_top_nodes": 32, "selection_stride": stride, "page_size": 32}
+@pytest.mark.parametrize(("rope_base", "max_top_nodes"), [(10_000.0, 32), (None, 32), (None, 640)])
+def test_an_index_chooses_from_pages(rope_base, max_top_nodes, stride, index_heads, dtype, index_dtype):
+    """A prompt, and steps of one row and of several; fp32 takes the general kernels.
+
+    In three layers, or with a top of tokens in two parts.
+    """
+    options = {"top_k": 4, "max_top_nodes": max_top_nodes, "selection_stride": stride, "page_size": 32}
+    options["rope_base"] = rope_base
     cache = TreeKVCache(
         2,
         2,
