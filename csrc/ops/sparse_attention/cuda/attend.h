@@ -12,7 +12,8 @@ namespace htree::tree_attention {
 // are in log2 units; the last layer converts them and writes the output.
 struct AttendParams {
   GatherParams gather;
-  const __half2* rotations = nullptr;  // table of list_width + 1 slots, for shared_gather/ and per_list/
+  // Table of list_width + 1 slots, for shared_gather/ and per_list/; null: nothing is rotated.
+  const __half2* rotations = nullptr;
   const uint32_t* selected = nullptr;  // bit p: candidate p is selected; null at the bottom
   int64_t selected_batch = 0;
   int64_t mask_words = 0;

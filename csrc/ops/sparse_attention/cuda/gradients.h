@@ -126,7 +126,7 @@ cudaError_t launch_query_gradient(const QueryGradientParams& params, cudaStream_
 
 // ---- dQ, where neighbouring queries share a gather: Hopper (sm_90a), G <= kMaxSharedGatherGroup
 
-// `rotations`: table of list_width + 1 slots, RotationOrder::kFragments.
+// `rotations`: table of list_width + 1 slots, RotationOrder::kFragments; null: nothing is rotated.
 struct SharedGatherGradientParams {
   QueryGradientParams query;
   const __half2* rotations = nullptr;
@@ -144,7 +144,8 @@ struct KeyGradientParams {
   float* keys = nullptr;    // [num_batches, H_kv, 16 num_parents, K]; null: not wanted
   float* values = nullptr;  // [num_batches, H_kv, 16 num_parents, V]
   bool add = false;         // adds to what is there, else replaces it
-  // Read by launch_parent_gradient alone: a window of lists, and the fp16 rotations of every position.
+  // Read by launch_parent_gradient alone: a window of lists, and the fp16 rotations of every position,
+  // null where nothing is rotated.
   uint32_t first_list = 0, end_list = 0;
   const __half2* rotations = nullptr;
 };
@@ -191,7 +192,7 @@ struct PerListRun {
 // One layer of a chunk of queries. A task is a (batch * kv head, list, block of rows), the last fastest.
 struct PerListGradientParams {
   GatherParams gather;
-  const __half2* rotations = nullptr;  // table of list_width slots, RotationOrder::kDims
+  const __half2* rotations = nullptr;  // table of list_width slots, RotationOrder::kDims; or null
   TensorView gradients;                // dO [B, T_q, H, V], from the first query of the chunk
   const RowMeta* meta = nullptr;       // [B, H_kv, num_queries, G]
   const TaskPowers* powers = nullptr;  // [B, H_kv, num_lists, tasks of a list]

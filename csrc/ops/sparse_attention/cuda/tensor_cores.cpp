@@ -251,7 +251,7 @@ class ListedGradients {
  private:
   bool keys_wanted() const { return key_sums_.defined() || value_sums_.defined(); }
 
-  // The bounds of all keys and values, and the rotations, which are none.
+  // The bounds of all keys and values.
   void prepare() {
     const TreeLayer& layer = c_.tree.layers.front();
     PackParams rows = layer_params<PackParams>(c_.tree, layer);
@@ -260,10 +260,6 @@ class ListedGradients {
       return launch_key_bounds<typename decltype(type)::type, dim.value>(
           rows, {at_.node_bounds, at_.parent_bounds, nullptr}, c_.stream);
     });
-    if (c_.config.parent_warps && keys_wanted()) {
-      C10_CUDA_CHECK(launch_position_rotations(c_.tree.rope, static_cast<__half2*>(at_.rotations),
-                                               c_.tree.rope_rows(), static_cast<int>(p_.key_dim), c_.stream));
-    }
   }
 
   LayerBounds bounds_of(int64_t batch) const {
@@ -321,7 +317,6 @@ class ListedGradients {
     PerListGradientParams& tasks = runs.sums.tasks;
     tasks.gather = gather;
     tasks.mask_stride = gather.stride;
-    tasks.rotations = c_.tree.dim_rotations;
     tasks.gradients = gradients;
     tasks.meta = at_.meta;
     tasks.powers = at_.task_powers;
@@ -356,7 +351,7 @@ class ListedGradients {
       query.gradient = query_gradient(chunk);
       query.gradient_batch = p_.num_queries * p_.num_heads * p_.key_dim;
       query.masked_end = c_.masked_end(chunk);
-      run_query_gradient(c_.tree.shape, c_.config, query, c_.tree.fragment_rotations, c_.stream);
+      run_query_gradient(c_.tree.shape, c_.config, query, /*rotations=*/nullptr, c_.stream);
     }
     if (keys_wanted()) {
       KeyGradientParams key;
@@ -367,7 +362,6 @@ class ListedGradients {
       key.keys = sums_from(key_sums_, p_.key_dim, chunk);
       key.values = sums_from(value_sums_, p_.value_dim, chunk);
       key.add = true;
-      key.rotations = static_cast<__half2*>(at_.rotations);
       run_key_gradient(c_.tree.shape, c_.config, key, c_.stream);
     }
   }
@@ -447,7 +441,6 @@ void sparse_forward_tensor_cores(const SparseCall& call, const Tensor& out, cons
     const int64_t row = (chunk.batch * p.num_queries + chunk.query) * p.num_heads;
     AttendParams params;
     params.gather = c.gather(chunk, memory.lists);
-    params.rotations = c.config.dim_rotations ? c.tree.dim_rotations : c.tree.fragment_rotations;
     params.first = params.last = true;
     params.max = lse.mutable_data_ptr<float>() + row;
     params.sum = sums.mutable_data_ptr<float>() + row;

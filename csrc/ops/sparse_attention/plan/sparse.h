@@ -137,8 +137,6 @@ inline SparseConfig choose_sparse(const AttentionProblem& p, const DeviceFacts& 
 inline SparseConfig choose_sparse_forward(const AttentionProblem& p, const DeviceFacts& device,
                                           GatherChoice choice) {
   SparseConfig config = choose_sparse(p, device, choice);
-  config.fragment_rotations = config.gather == GatherKernel::kSharedGather;
-  config.dim_rotations = config.gather == GatherKernel::kPerList;
   set_chunks(config, p, p.num_kv_heads * (p.args.top_k + 1) * 4 + mark_bytes_of_list(p, config),
              mark_bytes_of_batch(p, config), kSparseScratchBytes, kTensorCoreRate * device.num_sms);
   return config;
@@ -155,8 +153,6 @@ inline int64_t sparse_tasks_of_list(const AttentionProblem& p) {
 inline SparseConfig choose_sparse_backward(const AttentionProblem& p, const DeviceFacts& device,
                                            GatherChoice choice) {
   SparseConfig config = choose_sparse(p, device, choice);
-  config.fragment_rotations = config.shared_gather_queries;
-  config.dim_rotations = config.per_list;
   const int64_t stride = p.args.selection_stride;
   const MaskedGradientCost masked = masked_gradient_cost(p, config);
   const int64_t list = std::max(stride * p.num_kv_heads * gradient_record_bytes(p, config), masked.list) +
@@ -191,7 +187,6 @@ inline SparseForwardMemory lay_out_sparse_forward(Workspace& space, const Attent
 struct SparseGradientMemory {
   SparseListMemory lists;
   KeyBound *node_bounds, *parent_bounds;  // of the call
-  void* rotations;                        // of every position, in fp16
   QueryBounds* query_bounds;              // of a chunk, as are all that follow
   KeyBound* list_bounds;
   TaskPowers* task_powers;
@@ -212,8 +207,6 @@ inline SparseGradientMemory lay_out_sparse_gradients(Workspace& space, const Att
   memory.lists = lay_out_lists(space, p, c);
   memory.node_bounds = space.take<KeyBound>(nodes, kKeyBoundBytes);
   memory.parent_bounds = space.take<KeyBound>(nodes / kTensorCoreRate, kKeyBoundBytes);
-  memory.rotations =
-      space.take<char>(c.parent_warps ? (p.args.top_k * kTensorCoreRate + 1) * p.key_dim * 2 : 0);
   memory.query_bounds = space.take<QueryBounds>(heads, kQueryBoundsBytes);
   memory.list_bounds = space.take<KeyBound>(lists, kKeyBoundBytes);
   memory.task_powers = space.take<TaskPowers>(lists * sparse_tasks_of_list(p), kTaskPowersBytes);

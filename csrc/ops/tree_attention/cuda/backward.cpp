@@ -71,7 +71,7 @@ class BackwardRun {
       zero(buffers_.key_sums, p_.key_dim);
       zero(buffers_.value_sums, p_.value_dim);
     }
-    if (config_.parent_warps && keys_wanted() && walks(p_, config_)) {
+    if (config_.parent_warps && keys_wanted() && walks(p_, config_) && p_.args.rotate) {
       C10_CUDA_CHECK(launch_position_rotations(call_.rope, static_cast<__half2*>(at_.rotations),
                                                call_.rope_rows(), static_cast<int>(p_.key_dim), stream_));
     }
@@ -337,7 +337,7 @@ class BackwardRun {
     }
     sums_of(layer_idx, chunk, key.keys, key.values);
     key.add = chunk.query > 0 || sums_are_zeroed();
-    key.rotations = static_cast<__half2*>(at_.rotations);
+    key.rotations = p_.args.rotate ? static_cast<__half2*>(at_.rotations) : nullptr;
     run_key_gradient(call_.shape, config_, key, stream_);
   }
 

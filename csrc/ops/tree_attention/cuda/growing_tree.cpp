@@ -35,8 +35,10 @@ TreeCall growing_tree_call(const AttentionProblem& problem, const TreeConfig& co
   call.shape = {dtype, static_cast<int>(problem.key_dim), static_cast<int>(problem.value_dim)};
   call.inv_freq = problem.args.inv_freq.empty() ? nullptr : at.inv_freq;
   call.rope = reinterpret_cast<float2*>(at.rope);
-  call.fragment_rotations = reinterpret_cast<__half2*>(at.fragment_rotations);
-  call.dim_rotations = reinterpret_cast<__half2*>(at.dim_rotations);
+  if (problem.args.rotate) {
+    call.fragment_rotations = reinterpret_cast<__half2*>(at.fragment_rotations);
+    call.dim_rotations = reinterpret_cast<__half2*>(at.dim_rotations);
+  }
   for (int64_t i = 0; i < problem.layers(); ++i) {
     TreeLayer layer;
     layer.num_nodes = problem.nodes(i);

@@ -66,8 +66,8 @@ inline BackwardConfig choose_backward_config(const AttentionProblem& p, const De
                         kGradientRun * group >= kMinTopGradientRows;
   config.halves = tensor_cores && gather != GatherChoice::kPerQuery && hopper_kernels(device) &&
                   walks(p, config) && !by_list && group > kMaxSharedGatherGroup && group % 2 == 0;
-  config.fragment_rotations = config.shared_gather_queries && walks(p, config);
-  config.dim_rotations = (by_list || config.per_list_top) && walks(p, config);
+  config.fragment_rotations = config.shared_gather_queries && walks(p, config) && p.args.rotate;
+  config.dim_rotations = (by_list || config.per_list_top) && walks(p, config) && p.args.rotate;
   const int64_t record = ceil_div(gradient_record_bytes(p, config), group);  // of a head
   const int64_t shared = by_list ? kPartialSumBytes : config.per_list_top ? kTopSumBytes : kScoreBytes;
   const int64_t scratch =

@@ -85,8 +85,9 @@ inline ForwardConfig choose_forward_config(const AttentionProblem& p, const Devi
     config.gather = choose_gather(p, device, gather);
     config.dense_rows = choose_dense_rows(p, device, gather);
     config.masked_rows = choose_masked_rows(p, device, gather);
-    config.fragment_rotations = config.gather == GatherKernel::kSharedGather && walks(p, config);
-    config.dim_rotations = config.gather == GatherKernel::kPerList && walks(p, config);
+    config.fragment_rotations =
+        config.gather == GatherKernel::kSharedGather && walks(p, config) && p.args.rotate;
+    config.dim_rotations = config.gather == GatherKernel::kPerList && walks(p, config) && p.args.rotate;
     config.dense_top = hopper_kernels(device) && dense_top_shape(p) && walks(p, config);
   }
   const int64_t stride = p.args.selection_stride;

@@ -13,6 +13,7 @@
 #include "device/shared_memory.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/rotations.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
 #include "ops/tree/cuda/sm80/gather.cuh"
 #include "ops/tree/cuda/sm80/rotated_query.cuh"
@@ -74,7 +75,7 @@ struct InvertedListWindow {
 };
 
 // Copies queries [begin, end) of an inverted list for one warp. Lane i knows query begin + 32 j + i.
-template <int kDim>
+template <int kDim, bool kRotates>
 class QueryStream {
  public:
   using Stage = QueryStage<kDim>;
@@ -88,7 +89,7 @@ class QueryStream {
         begin_(begin),
         end_(end),
         lane_(threadIdx.x % 32),
-        rest_lane_(min(lane_, kRecordRows + kDim / 8 - 1)),
+        rest_lane_(min(lane_, kRecordRows + (kRotates ? kDim / 8 : 0) - 1)),
         ring_(ring),
         next_(begin) {
     const GatherParams& p = params.common.gather;
@@ -248,7 +249,7 @@ struct QueryRows {
   uint32_t record, rotations, present;
 };
 
-template <typename T, int kDim>
+template <typename T, int kDim, bool kRotates>
 class ParentGradient {
  public:
   using Block = PackedParent<kDim, kDim>;
@@ -295,7 +296,9 @@ class ParentGradient {
       for (int i = 0; i < kChunks; i += 4) {
         load_four_chunks<kDim>(reinterpret_cast<uint32_t(&)[4]>(q[i_query][i]), queries[i_query].record, i);
       }
-      rotate_query<kDim>(q[i_query], queries[i_query].rotations);
+      if constexpr (kRotates) {
+        rotate_query<kDim>(q[i_query], queries[i_query].rotations);
+      }
     }
     // The even and the odd steps of each sum are chains of their own: one hides the latency of the others.
     float dp[2][2][4] = {}, s[2][2][4] = {};
@@ -470,7 +473,7 @@ class ParentGradient {
 // Grid: x = parents, y = batch * kv head. The warps of a block share the inverted list of its parent in equal runs,
 // whose sums are added in the order of the warps. A block has several warps where few parents have long inverted lists
 // each, as at the top. Elsewhere it has one, so that no warp waits for one whose parent has a longer one.
-template <typename T, int kDim, int kWarps>
+template <typename T, int kDim, int kWarps, bool kRotates>
 __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
   using Stage = QueryStage<kDim>;
   extern __shared__ __align__(128) char shared[];
@@ -488,10 +491,10 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   const uint32_t run = (window.num_queries + kWarps - 1) / kWarps;
   const uint32_t begin = min(warp * run, window.num_queries);
   const uint32_t end = min(begin + run, window.num_queries);
-  ParentGradient<T, kDim> sums;
+  ParentGradient<T, kDim, kRotates> sums;
   sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
             ring);
-  QueryStream<kDim> stream(params, window, parent, begin, end, ring);
+  QueryStream<kDim, kRotates> stream(params, window, parent, begin, end, ring);
   for (uint32_t index = begin; index < end; index += 2) {
     const uint32_t stage = stream.wait();
     const bool alone = index + 1 == end;
@@ -526,7 +529,9 @@ cudaError_t launch_parent_gradient_warps(const KeyGradientParams& params, cudaSt
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
                           .threads = kWarps * 32,
                           .shared_bytes = kWarps * QueryStage<kDim>::kWarpBytes};
-  return launch_kernel(parent_gradient_kernel<T, kDim, kWarps>, shape, stream, params);
+  return dispatch_rotations(params.rotations, [&](auto rotates) {
+    return launch_kernel(parent_gradient_kernel<T, kDim, kWarps, rotates.value>, shape, stream, params);
+  });
 }
 
 template <typename T, int kDim>

@@ -12,6 +12,7 @@
 #include "device/sizes.h"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/rotations.h"
 #include "ops/sparse_attention/cuda/sm90/backward/per_list/consumer.cuh"
 #include "ops/sparse_attention/cuda/sm90/backward/per_list/producer.cuh"
 
@@ -32,7 +33,7 @@ __device__ __forceinline__ void init_gradient_barriers(GradientShared<Tile>& sha
 }
 
 // Grid: at most one block per SM; a block takes every gridDim.x-th task.
-template <typename T, typename Tile>
+template <typename T, typename Tile, bool kRotates>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     per_list_gradient_kernel(const __grid_constant__ PerListGradientParams params) {
 #if HTREE_SM90A
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     device::lower_registers<Tile::kProducerRegisters>();
-    GradientProducer<T, Tile>(params, shared).run();
+    GradientProducer<T, Tile, kRotates>(params, shared).run();
   } else {
     device::raise_registers<Tile::kConsumerRegisters>();
     GradientConsumer<T, Tile>(params, shared).run();
@@ -66,7 +67,9 @@ cudaError_t launch_per_list_gradient(const PerListGradientParams& params, cudaSt
   const LaunchShape shape{.grid = static_cast<unsigned>(std::min<int64_t>(params.run.num_tasks, num_sms)),
                           .threads = Tile::kThreads,
                           .shared_bytes = sizeof(GradientShared<Tile>)};
-  return launch_kernel(per_list_gradient_kernel<T, Tile>, shape, stream, params);
+  return dispatch_rotations(params.rotations, [&](auto rotates) {
+    return launch_kernel(per_list_gradient_kernel<T, Tile, rotates.value>, shape, stream, params);
+  });
 }
 
 }  // namespace htree::tree_attention

@@ -14,6 +14,7 @@
 #include "device/sm90/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/rotations.h"
 #include "ops/sparse_attention/cuda/sm80/backward/gradient_rows.cuh"
 #include "ops/sparse_attention/cuda/sm90/backward/per_list/task.cuh"
 
@@ -139,8 +140,8 @@ struct SumShape {
   static constexpr int kBytes = kWarps * kWarpBytes;
 };
 
-// kValue: for dV, else for dK.
-template <int kDim, bool kValue>
+// kValue: for dV, else for dK, whose parts are rotated back where keys were rotated.
+template <int kDim, bool kValue, bool kRotates>
 class PartialSum {
  public:
   using Shape = SumShape<kDim>;
@@ -260,7 +261,7 @@ class PartialSum {
                        (kValue ? Shape::kMatrixBytes : 0) + (share_ * 32 + lane_) * 16;
     device::copy_async_16(to, from);
     device::copy_async_16(to + Shape::kHighOffset, from + kShares * 512);
-    if (!kValue && lane_ < 8) {
+    if (kRotates && !kValue && lane_ < 8) {
       device::copy_async_16(
           to + Shape::kRotationOffset,
           params_.tasks.gather.rope + int64_t{slot} * (kParentRows * kDim / 2) + share_ * 16 + lane_ * 2);
@@ -283,10 +284,12 @@ class PartialSum {
     Part part;
     part.low = device::load_shared_16(stage + lane_ * 16);
     part.high = device::load_shared_16(stage + Shape::kHighOffset + lane_ * 16);
-    if constexpr (!kValue) {
+    if constexpr (!kValue && kRotates) {
       const uint32_t rotations = stage + Shape::kRotationOffset + lane_ % 4 * 16;
       part.rotations[0] = device::load_shared_16(rotations);
       part.rotations[1] = device::load_shared_16(rotations + 64);
+    }
+    if constexpr (!kValue) {
       asm volatile("ld.shared.f32 %0, [%1];"
                    : "=f"(part.factor)
                    : "r"(stage + Shape::kFactorOffset)
@@ -310,7 +313,7 @@ class PartialSum {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float cos[2], sin[2];
-      if constexpr (!kValue) {
+      if constexpr (!kValue && kRotates) {
         const uint4 rotation = part.rotations[i];
         cos[0] = __uint_as_float(rotation.x) * part.factor;
         cos[1] = __uint_as_float(rotation.z) * part.factor;
@@ -324,6 +327,10 @@ class PartialSum {
         float* y_sum = high_ + 4 * i + 2 * j;
         if constexpr (kValue) {
           x_sum[0] += x.x, x_sum[1] += x.y, y_sum[0] += y.x, y_sum[1] += y.y;
+        } else if constexpr (!kRotates) {
+          // As with a rotation by nothing: the product is rounded, then the sum.
+          x_sum[0] += __fmul_rn(x.x, part.factor), x_sum[1] += __fmul_rn(x.y, part.factor);
+          y_sum[0] += __fmul_rn(y.x, part.factor), y_sum[1] += __fmul_rn(y.y, part.factor);
         } else {
           x_sum[0] += x.x * cos[0] + y.x * sin[0];
           x_sum[1] += x.y * cos[1] + y.y * sin[1];
@@ -341,7 +348,7 @@ class PartialSum {
 };
 
 // Grid: x = parents, y = the heads that the tasks touch.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kRotates>
 __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
     partial_sum_kernel(const __grid_constant__ PartialSumParams params) {
   using Shape = SumShape<kDim>;
@@ -362,9 +369,9 @@ __global__ void __launch_bounds__(SumShape<kDim>::kWarps * 32)
     }
   };
   if (warp >= Shape::kShares) {
-    add(PartialSum<kDim, true>(params, ring));
+    add(PartialSum<kDim, true, kRotates>(params, ring));
   } else {
-    add(PartialSum<kDim, false>(params, ring));
+    add(PartialSum<kDim, false, kRotates>(params, ring));
   }
 }
 
@@ -379,10 +386,11 @@ cudaError_t launch_partial_sums(const PartialSumParams& params, cudaStream_t str
       heads > 1 ? b.gather.num_parents
                 : (b.gather.t0 - b.lead + last_list * b.gather.stride) / b.gather.node_span / kParentRows + 1;
   const dim3 grid(static_cast<unsigned>(reached), static_cast<unsigned>(heads));
-  return launch_kernel(
-      partial_sum_kernel<T, kDim>,
-      {.grid = grid, .threads = SumShape<kDim>::kWarps * 32, .shared_bytes = SumShape<kDim>::kBytes}, stream,
-      params);
+  const LaunchShape shape{
+      .grid = grid, .threads = SumShape<kDim>::kWarps * 32, .shared_bytes = SumShape<kDim>::kBytes};
+  return dispatch_rotations(b.rotations, [&](auto rotates) {
+    return launch_kernel(partial_sum_kernel<T, kDim, rotates.value>, shape, stream, params);
+  });
 }
 
 }  // namespace htree::tree_attention

@@ -146,7 +146,7 @@ class PairWalk {
   uint32_t bits_;
 };
 
-template <typename T, typename Tile>
+template <typename T, typename Tile, bool kRotates>
 class GradientProducer {
  public:
   using Block = PackedParent<Tile::kDim, Tile::kDim>;
@@ -176,6 +176,13 @@ class GradientProducer {
     return params_.gather.packed + int64_t{pair.parent[i]} * Block::kBytes;
   }
   __device__ __forceinline__ int slot_offset(int i) const { return (2 * warp_ + i) * Tile::kSlotBytes; }
+  __device__ __forceinline__ SlotRotation load_rotation(int slot) const {
+    if constexpr (kRotates) {
+      return Rotation::load(params_.rotations, max(slot, 0));
+    } else {
+      return {};
+    }
+  }
 
   __device__ __forceinline__ void load_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
@@ -195,7 +202,7 @@ class GradientProducer {
 
   __device__ __forceinline__ void rotate_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
-    SlotRotation rotation = Rotation::load(params_.rotations, max(pair.slot, 0));
+    SlotRotation rotation = load_rotation(pair.slot);
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));
     // Brings the keys to the task's common power of two. It exceeds 1 for no key that takes part, but may overflow for a
     // later one, whose row is cleared.
@@ -213,11 +220,13 @@ class GradientProducer {
           scale_rows(keys, scale, i);
           __syncwarp();
         }
-        Rotation::run(device::shared_address(keys), rotation);
+        if constexpr (kRotates) {
+          Rotation::run(device::shared_address(keys), rotation);
+        }
       } else {
         clear(keys);
       }
-      rotation = Rotation::load(params_.rotations, max(pair.slot - 1, 0));
+      rotation = load_rotation(pair.slot - 1);
     }
     if (lane_ == 0) {
       shared_.slots[stage][2 * warp_] = pair.bits[0];

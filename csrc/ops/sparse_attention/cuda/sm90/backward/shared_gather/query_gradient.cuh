@@ -9,6 +9,7 @@
 
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/gradients.h"
+#include "ops/sparse_attention/cuda/rotations.h"
 #include "ops/sparse_attention/cuda/sm80/backward/per_query/query_gradient.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/shared_gather/attend.cuh"
 #include "ops/tree/cuda/launch_params.h"
@@ -30,7 +31,7 @@ struct SharedGatherGradientShape {
 };
 
 // The query of one warp, on its way along its list.
-template <typename T, int kDim, bool kSelected>
+template <typename T, int kDim, bool kSelected, bool kRotates>
 class SharedGatherGradientQuery {
  public:
   using Block = PackedParent<kDim, kDim>;
@@ -41,7 +42,7 @@ class SharedGatherGradientQuery {
                                                        const GatherTask& task, int64_t query,
                                                        int64_t rightmost, const uint16_t* selected)
       : sum_(params.query.common.gather.rope),
-        rotations_(params.rotations + RotationFactors<kDim>::lane_offset()),
+        rotations_(kRotates ? params.rotations + RotationFactors<kDim>::lane_offset() : nullptr),
         selected_(selected),
         rows_left_(task.num_candidates - (kSelected ? 1 : 0)),  // its diagonal block is always selected
         rightmost_(static_cast<int>(rightmost)) {
@@ -75,7 +76,9 @@ class SharedGatherGradientQuery {
       q_.unscale[0][i] *= meta.unscale;
       power_[i] = score_gradient_scale(meta.gradient_norm, meta.delta, bound.value, bound.unscale).scale;
     }
-    factors_.load(rotations_);
+    if constexpr (kRotates) {
+      factors_.load(rotations_);
+    }
     if constexpr (kSelected) {
       next_selected_ = selected_[0];
     }
@@ -91,16 +94,17 @@ class SharedGatherGradientQuery {
       present &= ~next_selected_;
     }
     float s[1][4];
-    q_.scores(factors_, at_, block, s);
-    // Factors for the next slot; the table has one slot more than the longest list.
+    q_.template scores<kRotates>(factors_, at_, block, s);
     rows_left_ -= kParentRows;
-    rotations_ += RotationSlots<kDim>::kSlotPairs;
-    factors_.load(rotations_);
     if constexpr (kSelected) {
       ++selected_;
       next_selected_ = rows_left_ > 0 ? *selected_ : 0;
     }
-    sum_.step_back();
+    if constexpr (kRotates) {  // factors for the next slot; the table has one slot more than the longest list
+      rotations_ += RotationSlots<kDim>::kSlotPairs;
+      factors_.load(rotations_);
+      sum_.step_back();
+    }
     if (present == 0) {
       return;
     }
@@ -229,7 +233,7 @@ class SharedGatherGradientQuery {
 };
 
 // Grid: x = runs of kWarps queries, the longest lists first, y = batch * kv head.
-template <typename T, int kDim, bool kSelected>
+template <typename T, int kDim, bool kSelected, bool kRotates>
 __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
     shared_gather_gradient_kernel(const __grid_constant__ SharedGatherGradientParams params) {
 #if HTREE_SM90A
@@ -274,7 +278,8 @@ __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
   if (!exists) {
     task.num_slots = 0;
   }
-  SharedGatherGradientQuery<T, kDim, kSelected> own(params, task, query, node_of(p, task.token), selected);
+  SharedGatherGradientQuery<T, kDim, kSelected, kRotates> own(params, task, query, node_of(p, task.token),
+                                                              selected);
   walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
               [&](uint32_t block, int parent) { own.take(block, parent); });
   if (exists && (task.num_slots > 0 || gradient.first || gradient.last)) {
@@ -293,7 +298,10 @@ cudaError_t launch_shared_gather_gradient_as(const SharedGatherGradientParams& p
       .grid = dim3(num_blocks(p.num_queries, Shape::kWarps), p.num_batches * p.num_kv_heads),
       .threads = Shape::kThreads,
       .shared_bytes = sizeof(typename Shape::Shared)};
-  return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected>, shape, stream, params);
+  return dispatch_rotations(params.rotations, [&](auto rotates) {
+    return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected, rotates.value>, shape, stream,
+                         params);
+  });
 }
 
 template <typename T, int kDim>

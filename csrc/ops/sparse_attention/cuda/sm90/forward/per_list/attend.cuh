@@ -12,6 +12,7 @@
 #include "device/sm90/pdl.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/attend.h"
+#include "ops/sparse_attention/cuda/rotations.h"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/consumer.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/per_list/producer.cuh"
 
@@ -33,7 +34,7 @@ __device__ __forceinline__ void init_barriers(PerListShared<Tile>& shared) {
 }
 
 // Grid: at most one block per SM; a block takes every gridDim.x-th task.
-template <typename T, typename Tile>
+template <typename T, typename Tile, bool kRotates>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     per_list_attend_kernel(const __grid_constant__ AttendParams params) {
 #if HTREE_SM90A
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   if (threadIdx.x < 128 * Tile::kProducerGroups) {
     device::lower_registers<Tile::kProducerRegisters>();
-    PerListProducer<Tile>(params, shared).template run<T>();
+    PerListProducer<Tile, kRotates>(params, shared).template run<T>();
   } else {
     device::raise_registers<Tile::kConsumerRegisters>();
     PerListConsumer<T, Tile>(params, shared).run();
@@ -72,7 +73,9 @@ cudaError_t launch_per_list_rows(const AttendParams& params, cudaStream_t stream
                           .threads = Tile::kThreads,
                           .shared_bytes = sizeof(PerListShared<Tile>),
                           .pdl = true};
-  return launch_kernel(per_list_attend_kernel<T, Tile>, shape, stream, params);
+  return dispatch_rotations(params.rotations, [&](auto rotates) {
+    return launch_kernel(per_list_attend_kernel<T, Tile, rotates.value>, shape, stream, params);
+  });
 }
 
 template <typename T, int kDim>

@@ -160,7 +160,7 @@ class SlotWalk {
   uint32_t parents_, present_;
 };
 
-template <typename Tile>
+template <typename Tile, bool kRotates>
 class PerListProducer {
  public:
   using Block = PackedParent<Tile::kKeyDim, Tile::kValueDim>;
@@ -195,12 +195,12 @@ class PerListProducer {
     }
     // These come from memory and are asked for one tile ahead. Further ahead would not help: handing such a
     // value from variable to variable waits for it.
-    SlotRotation rotation = Rotation::load(params_.rotations, ahead[0].slot);
+    SlotRotation rotation = load_rotation(ahead[0]);
     float scale = load_scale(ahead[0]);
     for (unsigned tile_idx = 0; ahead[0].in_tile(); ++tile_idx) {
       rotate_keys(ahead[0], rotation, scale, tile_idx);
       if (ahead[1].in_tile()) {
-        rotation = Rotation::load(params_.rotations, ahead[1].slot);
+        rotation = load_rotation(ahead[1]);
         scale = load_scale(ahead[1]);
       }
       load_values<T>(ahead[0], tile_idx);
@@ -215,6 +215,14 @@ class PerListProducer {
  private:
   __device__ __forceinline__ const char* block_of(const SlotSource& source) const {
     return params_.gather.packed + int64_t{source.parent} * Block::kBytes;
+  }
+
+  __device__ __forceinline__ SlotRotation load_rotation(const SlotSource& source) const {
+    if constexpr (kRotates) {
+      return Rotation::load(params_.rotations, source.slot);
+    } else {
+      return {};
+    }
   }
 
   // Lane c < 16 gets what undoes the power of two of child c, other lanes get 1.
@@ -248,7 +256,7 @@ class PerListProducer {
       note.slots[warp_] = (source.bits & TileNote::kAll) | (scaled ? TileNote::kScaled : 0);
     }
     device::barrier_wait(&shared_.keys_landed[stage][warp_], phase_of<Tile>(tile_idx));
-    if (source.exists()) {
+    if (kRotates && source.exists()) {
       Rotation::run(device::shared_address(shared_.keys[stage]) + warp_ * Tile::kSlotKeyBytes, rotation);
       device::fence_async_shared();
     }

@@ -11,6 +11,7 @@
 #include "device/sm90/wgmma.cuh"
 #include "host/cuda/kernel_launch.h"
 #include "ops/sparse_attention/cuda/attend.h"
+#include "ops/sparse_attention/cuda/rotations.h"
 #include "ops/sparse_attention/cuda/sm80/forward/running_softmax.cuh"
 #include "ops/sparse_attention/cuda/sm80/masked_lists.cuh"
 #include "ops/sparse_attention/cuda/sm90/forward/shared_gather/parent_union.cuh"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void add_values(RunningSoftmax<kValueDim, kTiles>& st
 }
 
 // The query of one warp, on its way along its list.
-template <typename T, int kKeyDim, int kValueDim, int kTiles, bool kSelected>
+template <typename T, int kKeyDim, int kValueDim, int kTiles, bool kSelected, bool kRotates>
 class SharedGatherQuery {
  public:
   RunningSoftmax<kValueDim, kTiles> state;
@@ -60,7 +61,7 @@ class SharedGatherQuery {
   // `selected`: 16 bits per slot of the list.
   __device__ __forceinline__ SharedGatherQuery(const AttendParams& params, const GatherTask& task,
                                                int64_t query, const uint16_t* selected)
-      : rotations_(params.rotations + RotationFactors<kKeyDim>::lane_offset()),
+      : rotations_(kRotates ? params.rotations + RotationFactors<kKeyDim>::lane_offset() : nullptr),
         selected_(selected),
         rows_left_(task.num_candidates - (kSelected ? 1 : 0)) {  // its diagonal block is always selected
     if (task.num_slots == 0) {
@@ -68,7 +69,9 @@ class SharedGatherQuery {
     }
     q_.load(query_rows<T>(params.gather, task, query), params.gather.queries.head, params.gather.group,
             params.gather.score_scale, params.gather.rope, task.num_candidates - 1);
-    factors_.load(rotations_);
+    if constexpr (kRotates) {
+      factors_.load(rotations_);
+    }
     if constexpr (kSelected) {
       next_selected_ = selected_[0];
     }
@@ -83,11 +86,12 @@ class SharedGatherQuery {
       present &= ~next_selected_;
     }
     float s[kTiles][4];
-    q_.scores(factors_, key_at_, block, s);
-    // Factors for the next slot; the table has one slot more than the longest list.
+    q_.template scores<kRotates>(factors_, key_at_, block, s);
     rows_left_ -= kParentRows;
-    rotations_ += RotationSlots<kKeyDim>::kSlotPairs;
-    factors_.load(rotations_);
+    if constexpr (kRotates) {  // factors for the next slot; the table has one slot more than the longest list
+      rotations_ += RotationSlots<kKeyDim>::kSlotPairs;
+      factors_.load(rotations_);
+    }
     if constexpr (kSelected) {
       ++selected_;
       next_selected_ = rows_left_ > 0 ? *selected_ : 0;
@@ -123,7 +127,7 @@ class SharedGatherQuery {
 };
 
 // Grid: x = runs of kWarps queries, the longest lists first, y = batch * kv head.
-template <typename T, int kKeyDim, int kValueDim, int kTiles, bool kSelected>
+template <typename T, int kKeyDim, int kValueDim, int kTiles, bool kSelected, bool kRotates>
 __global__ void __launch_bounds__(SharedGatherShape<kKeyDim, kValueDim, kTiles>::kThreads, 1)
     shared_gather_attend_kernel(AttendParams params) {
 #if HTREE_SM90A
@@ -168,7 +172,7 @@ __global__ void __launch_bounds__(SharedGatherShape<kKeyDim, kValueDim, kTiles>:
   if (!exists) {
     task.num_slots = 0;
   }
-  SharedGatherQuery<T, kKeyDim, kValueDim, kTiles, kSelected> own(params, task, query, selected);
+  SharedGatherQuery<T, kKeyDim, kValueDim, kTiles, kSelected, kRotates> own(params, task, query, selected);
   walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
               [&](uint32_t block, int) { own.take(block); });
   if (!exists || (task.num_slots == 0 && !params.first && !params.last)) {
@@ -189,7 +193,10 @@ cudaError_t launch_shared_gather_tiles(const AttendParams& params, cudaStream_t 
       .grid = dim3(num_blocks(p.num_queries, Shape::kWarps), p.num_batches * p.num_kv_heads),
       .threads = Shape::kThreads,
       .shared_bytes = sizeof(typename Shape::Shared)};
-  return launch_kernel(shared_gather_attend_kernel<T, kDim, kDim, kTiles, kSelected>, shape, stream, params);
+  return dispatch_rotations(params.rotations, [&](auto rotates) {
+    return launch_kernel(shared_gather_attend_kernel<T, kDim, kDim, kTiles, kSelected, rotates.value>, shape,
+                         stream, params);
+  });
 }
 
 template <typename T, int kDim>

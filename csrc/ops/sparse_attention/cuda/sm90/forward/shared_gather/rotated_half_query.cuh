@@ -96,7 +96,8 @@ struct RotatedHalfQuery {
   }
 
   // Scores of the 16 children of a slot in log2 units, laid out as in slot_scores(), for the query rotated
-  // `by` the factors of the slot. Even and odd steps have an accumulator each, which halves the latency.
+  // `by` the factors of the slot, where it is. Even and odd steps have an accumulator each, which halves the latency.
+  template <bool kRotates>
   __device__ __forceinline__ void scores(const RotationFactors<kKeyDim>& by, const StepOffsets<kKeyDim>& at,
                                          uint32_t block, float (&s)[kTiles][4]) const {
     constexpr int kSteps = kKeyDim / 16, kLowSteps = kSteps / 2;
@@ -105,10 +106,14 @@ struct RotatedHalfQuery {
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const __half2 x = as_half2(low[tile][i]), y = as_half2(high[tile][i]);
-        const __half2 c = as_half2(by.cos[i]), s = as_half2(by.sin[i]);
-        rotated_low[tile][i] = as_bits(__hfma2(x, c, __hmul2(y, s)));
-        rotated_high[tile][i] = as_bits(__hfma2(y, c, __hneg2(__hmul2(x, s))));
+        rotated_low[tile][i] = low[tile][i];
+        rotated_high[tile][i] = high[tile][i];
+        if constexpr (kRotates) {
+          const __half2 x = as_half2(low[tile][i]), y = as_half2(high[tile][i]);
+          const __half2 c = as_half2(by.cos[i]), s = as_half2(by.sin[i]);
+          rotated_low[tile][i] = as_bits(__hfma2(x, c, __hmul2(y, s)));
+          rotated_high[tile][i] = as_bits(__hfma2(y, c, __hneg2(__hmul2(x, s))));
+        }
       }
     }
     float odd[kTiles][4];
