@@ -199,7 +199,7 @@ FULL = Scale(
     ),
     large=Training(
         16_384, 4, 2000, 10, strings=48, letters=48, top_k=64, max_top_nodes=1024, evaluate_every=250, texts=16,
-        width=1024, heads=16, kv_heads=4, learning_rate=7.5e-4, seen=4,
+        width=1024, heads=16, kv_heads=4, learning_rate=1e-3, seen=4,
     ),
     pairs=(4, 8, 16, 32, 64, 128, 256),
     needle_lengths=tuple(2**n for n in range(14, 21)),
