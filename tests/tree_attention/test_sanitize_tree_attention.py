@@ -32,6 +32,8 @@ TENSOR_CORE = [
     tensor_core("group16", torch.bfloat16, H=16, K=128, V=128),
     tensor_core("stride16", torch.bfloat16, K=128, V=128, selection_stride=16),
     tensor_core("stride4", torch.float16, K=64, V=64, selection_stride=4),
+    tensor_core("stride4_unrotated", torch.float16, rope_base=None, K=64, V=64, selection_stride=4),
+    tensor_core("stride16_unrotated", torch.bfloat16, rope_base=None, K=128, V=128, selection_stride=16),
     tensor_core("stride8", torch.bfloat16, K=32, V=32, selection_stride=8),
     tensor_core("group2_stride16", torch.bfloat16, H=2, K=64, V=64, selection_stride=16),
     tensor_core("ragged_suffix", torch.bfloat16, T=297, num_queries=37, K=64, V=64, selection_stride=4),

@@ -62,6 +62,7 @@ def test_keys_of_mixed_size(stride, nan_memory):
 FAMILIES = {
     "per_list": (model(selection_stride=16), False),
     "per_list_stride4": (model(selection_stride=4), False),
+    "per_list_unrotated": (model(selection_stride=16, rope_base=None), False),
     "per_list_group16": (model(H=32, selection_stride=8), False),
     "shared_gather_parent_gradient": (model(), False),
     "shared_gather_stride2_group4": (model(H=8, selection_stride=2), False),

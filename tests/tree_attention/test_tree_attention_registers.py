@@ -23,8 +23,11 @@ KERNEL = re.compile(
 @pytest.mark.parametrize(
     ("instance", "num_kernels"),
     [
-        ("sparse_attention_forward_per_list_attend_bfloat16_d128", 2),  # of 64 and of 128 rows
-        ("sparse_attention_forward_per_list_attend_half_d64", 2),
+        (
+            "sparse_attention_forward_per_list_attend_bfloat16_d128",
+            4,
+        ),  # of 64 and of 128 rows, rotated or not
+        ("sparse_attention_forward_per_list_attend_half_d64", 4),
         ("sparse_attention_forward_dense_rows_attend_bfloat16_d128", 1),
         ("sparse_attention_forward_dense_rows_attend_half_d64", 1),
         ("sparse_attention_forward_masked_rows_attend_bfloat16_d128", 1),

@@ -32,7 +32,7 @@ struct TreeCall {
   double* inv_freq = nullptr;  // [K/2] where the call has frequencies of its own
   float2* rope = nullptr;      // [rope_rows(), K/2]
   // Rotation tables of rotation_slots() slots, one per RotationOrder; those that `config`
-  // asks for are filled.
+  // asks for are filled. Null where nothing is rotated.
   __half2* fragment_rotations = nullptr;
   __half2* dim_rotations = nullptr;
   // The copies are those of a growing tree, which has space for the tokens' packed copy beside their tiles.

@@ -82,7 +82,7 @@ inline int64_t rope_positions(const AttentionProblem& p) {
 }
 
 // Where the copies of all sequences lie in one allocation, copy by copy. The tables depend on the options alone; those
-// of both orders are there, because HTREE_TREE_GATHER may choose another kernel for the next chunk.
+// of both orders have their place, because HTREE_TREE_GATHER may choose another kernel for the next chunk.
 struct GrowingMemory {
   double* inv_freq = nullptr;  // [K/2]
   char* rope = nullptr;        // [rope_positions(), K/2] pairs of floats

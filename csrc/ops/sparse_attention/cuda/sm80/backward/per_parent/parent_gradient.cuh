@@ -33,7 +33,8 @@ struct QueryStage {
   static constexpr int kMetaOffset = Record::kMetaOffset;
   static constexpr int kRotationOffset =
       Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
-  // The last copy of a query takes 16 bytes of each lane: the numbers of its rows, the rotation, and what nobody reads.
+  // The last copy of a query takes 16 bytes of each lane: the numbers of its rows, the rotation where there is
+  // one, and what nobody reads.
   static constexpr int kPresentOffset = kMetaOffset + 32 * 16;
   static_assert(kRotationOffset + kRowBytes <= kPresentOffset);
   static constexpr int kBytes = (kPresentOffset + 16 + 127) / 128 * 128;
@@ -95,7 +96,7 @@ class QueryStream {
     const GatherParams& p = params.common.gather;
     records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
     rest_ = rest_lane_ < kRecordRows
-                ? records_ + Record::kMetaOffset
+                ? records_ + (rest_lane_ - lane_) * 16 + Record::kMetaOffset
                 : reinterpret_cast<const char*>(params.rotations) + (rest_lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
 #pragma unroll 1

@@ -1,5 +1,6 @@
 // The producer warps of gradient.cuh. Warp w brings parents 2 w and 2 w + 1 of every tile into shared memory
-// and rotates their keys to their places in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
+// and, with positions by the list, rotates their keys to their places in it, R_{16 slot} K'
+// (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include "device/sm90/tma.cuh"
@@ -166,7 +167,7 @@ class GradientProducer {
       const SlotPair pair = walk.pair();
       load_keys(pair, tile_idx);
       load_values(pair, tile_idx);
-      rotate_keys(pair, tile_idx);
+      finish_keys(pair, tile_idx);
       walk.advance();
     }
   }
@@ -200,7 +201,7 @@ class GradientProducer {
     }
   }
 
-  __device__ __forceinline__ void rotate_keys(const SlotPair& pair, unsigned tile_idx) {
+  __device__ __forceinline__ void finish_keys(const SlotPair& pair, unsigned tile_idx) {
     const int stage = gradient_stage<Tile>(tile_idx);
     SlotRotation rotation = load_rotation(pair.slot);
     device::barrier_wait(&shared_.keys_landed[stage][warp_], gradient_phase<Tile>(tile_idx));

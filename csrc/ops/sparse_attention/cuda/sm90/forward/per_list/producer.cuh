@@ -1,5 +1,5 @@
-// The producer warps of attend.cuh. Warp w brings parent w of every tile into shared memory and rotates its
-// keys to their place in the list, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
+// The producer warps of attend.cuh. Warp w brings parent w of every tile into shared memory and, with positions by the list,
+// rotates its keys to their place in it, R_{16 slot} K' (docs/semantics/tree_attention.md §1.4).
 #pragma once
 
 #include <type_traits>
