@@ -10,6 +10,7 @@
 #include "device/reduce.cuh"
 #include "device/shared_memory.cuh"
 #include "device/sm90/pdl.cuh"
+#include "ops/sparse_attention/cuda/sm80/forward/running_softmax.cuh"
 #include "ops/tree_cache/decode/listed_plan.h"
 #include "ops/tree_cache/rows.cuh"
 
@@ -120,8 +121,8 @@ __device__ __forceinline__ int listed_offset(int row, int chunk) {
   return row * Tr::kRowBytes + (chunk ^ (row & 7)) * 16;
 }
 
-// A warp and its softmax. Lane i has scores of children i / 4 and 8 further on, for heads 2 * (i % 4) and the next of
-// each tile, and of the sums for these heads columns 16 m + i / 4 and 8 further on.
+// A warp and its softmax. Lane i has scores of children i / 4 and 8 further on, and of the sums columns 16 m + i / 4 and 8
+// further on.
 template <class Tr>
 class ListedWarp {
  public:
@@ -137,21 +138,6 @@ class ListedWarp {
         keys_(reinterpret_cast<const char*>(attend.keys) + lane_ % Tr::kChunks * 16),
         values_(reinterpret_cast<const char*>(attend.values) + lane_ % Tr::kChunks * 16) {
     load_queries(walk);
-#pragma unroll
-    for (int tile = 0; tile < Tr::kHeadTiles; ++tile) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        max_[tile][j] = -INFINITY;
-        sum_[tile][j] = 0.0f;
-      }
-#pragma unroll
-      for (int m = 0; m < Tr::kDim / 16; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          out_[m][tile][i] = 0.0f;
-        }
-      }
-    }
   }
 
   // Takes the warp's slots of the part.
@@ -171,6 +157,7 @@ class ListedWarp {
   // Leaves the sums in the place of the ring. A __syncthreads has to follow.
   __device__ __forceinline__ void leave() {
     static_assert(Tr::kHeads * Tr::kMergeStride * 4 <= Tr::kStages * Tr::kStageBytes);
+    softmax_.finish();
     __syncwarp();
     float* to = sums_of(shared_, warp_);
 #pragma unroll
@@ -178,19 +165,14 @@ class ListedWarp {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int head = tile * 8 + lane_ % 4 * 2 + j;
-        float sum = sum_[tile][j];
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) {
-          sum += __shfl_xor_sync(device::kFullMask, sum, offset);
-        }
         if (lane_ < 4) {
-          shared_.max[warp_][head] = max_[tile][j];
-          shared_.sum[warp_][head] = sum;
+          shared_.max[warp_][head] = softmax_.largest[tile][j];
+          shared_.sum[warp_][head] = softmax_.sum[tile][j];
         }
 #pragma unroll
         for (int m = 0; m < Tr::kDim / 16; ++m) {
-          to[head * Tr::kMergeStride + 16 * m + lane_ / 4] = out_[m][tile][j];
-          to[head * Tr::kMergeStride + 16 * m + lane_ / 4 + 8] = out_[m][tile][2 + j];
+          to[head * Tr::kMergeStride + 16 * m + lane_ / 4] = softmax_.out[tile][m][j];
+          to[head * Tr::kMergeStride + 16 * m + lane_ / 4 + 8] = softmax_.out[tile][m][2 + j];
         }
       }
     }
@@ -249,12 +231,10 @@ class ListedWarp {
   // Adds the tile of a slot.
   __device__ __forceinline__ void add(int slot, int stage) {
     const uint32_t keys = stage_address(stage), values = keys + Tr::kTileBytes;
-    bool here[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      here[i] = shared_.rows[slot * kDecodeRate + lane_ / 4 + 8 * i] != kNoRow;
-    }
-    if (!__any_sync(device::kFullMask, here[0] || here[1])) {
+    const unsigned present = __ballot_sync(
+        device::kFullMask,
+        lane_ < kDecodeRate && shared_.rows[slot * kDecodeRate + lane_ % kDecodeRate] != kNoRow);
+    if (present == 0) {
       return;
     }
     float scores[Tr::kHeadTiles][4] = {};
@@ -269,10 +249,18 @@ class ListedWarp {
         device::mma_16x8x16<T>(scores[tile], a, queries_[tile][2 * step], queries_[tile][2 * step + 1]);
       }
     }
+#pragma unroll
+    for (int tile = 0; tile < Tr::kHeadTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[tile][i] *= scale_;
+      }
+    }
+    tree_attention::hide_rows(scores, present);
+    softmax_.weigh(scores);
     uint32_t weights[Tr::kHeadTiles][2];
 #pragma unroll
     for (int tile = 0; tile < Tr::kHeadTiles; ++tile) {
-      weigh(scores[tile], here, tile);
       device::pack_transposed<T>(scores[tile], weights[tile]);
     }
     // Matrix i of four: children 8 (i / 2) and the next seven, columns 8 (i % 2) and the next seven.
@@ -283,40 +271,7 @@ class ListedWarp {
           columns, values + listed_offset<Tr>(lane_ % 8 + matrix / 2 * 8, 2 * m + matrix % 2));
 #pragma unroll
       for (int tile = 0; tile < Tr::kHeadTiles; ++tile) {
-        device::mma_16x8x16<T>(out_[m][tile], columns, weights[tile][0], weights[tile][1]);
-      }
-    }
-  }
-
-  // Turns products into weights relative to the largest score so far, to which it brings what was summed before.
-  __device__ __forceinline__ void weigh(float (&scores)[4], const bool (&here)[2], int tile) {
-    float factors[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float& first = scores[j];
-      float& second = scores[2 + j];
-      first = here[0] ? first * scale_ : -INFINITY;
-      second = here[1] ? second * scale_ : -INFINITY;
-      float max = fmaxf(first, second);
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        max = fmaxf(max, __shfl_xor_sync(device::kFullMask, max, offset));
-      }
-      max = fmaxf(max, max_[tile][j]);
-      const float base = max == -INFINITY ? 0.0f : max;
-      factors[j] = device::exp2_flushed(max_[tile][j] - base);
-      first = device::exp2_flushed(first - base);
-      second = device::exp2_flushed(second - base);
-      sum_[tile][j] = sum_[tile][j] * factors[j] + (first + second);
-      max_[tile][j] = max;
-    }
-    if (__any_sync(device::kFullMask, factors[0] != 1.0f || factors[1] != 1.0f)) {
-#pragma unroll
-      for (int m = 0; m < Tr::kDim / 16; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          out_[m][tile][i] *= factors[i % 2];
-        }
+        device::mma_16x8x16<T>(softmax_.out[tile][m], columns, weights[tile][0], weights[tile][1]);
       }
     }
   }
@@ -327,8 +282,7 @@ class ListedWarp {
   const float scale_;           // to units of log2
   const char *keys_, *values_;  // this lane's chunk of row 0 of the pools
   uint32_t queries_[Tr::kHeadTiles][Tr::kDim / 8];
-  float max_[Tr::kHeadTiles][2], sum_[Tr::kHeadTiles][2];
-  float out_[Tr::kDim / 16][Tr::kHeadTiles][4];
+  tree_attention::RunningSoftmax<Tr::kDim, Tr::kHeadTiles> softmax_;
 };
 
 // Merges the warps in their order and stores the part.
