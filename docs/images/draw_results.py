@@ -49,8 +49,9 @@ def settings(results: readme_table.Results, path: Path, theme: str) -> Path:
     axes.set_yscale("log", base=2)
     ticks = [2**power for power in range(8, 21)]
     axes.set_xticks(ticks, [str(n) if n < 1024 else f"{n // 1024}k" for n in ticks])
-    axes.set_yticks([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4], ["1/16", "1/8", "1/4", "1/2", "1", "2", "4"])
-    axes.set_ylim(1 / 32, 4)
+    marks = [2.0**power for power in range(-5, 3)]
+    axes.set_yticks(marks, [f"{mark:g}" if mark >= 1 else f"1/{1 / mark:g}" for mark in marks])
+    axes.set_ylim(1 / 64, 4)
     axes.set_xlabel("sequence length in tokens (1k = 1024)")
     axes.set_ylabel("time of a forward, of dense attention's")
     axes.legend(loc="lower left", fontsize=9.5, markerscale=0.7)
