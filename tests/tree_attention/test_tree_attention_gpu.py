@@ -181,6 +181,21 @@ def test_scores_with_steps_of_many_powers_of_two(dtype, stride, size):
     assert out.abs().max() <= v.abs().max() * (1 + 2**-6)
 
 
+@pytest.mark.parametrize("M", [64, 4096], ids=["gathered", "dense"])
+@pytest.mark.parametrize("stride", [1, 4, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_one_step_beyond_another(dtype, stride, M):
+    """Floats from 2^27 on lie 16 apart: a reference that stays one step behind leaves weights of 2^16."""
+    case = model("step", dtype, T=1100, M=M, selection_stride=stride, rope_base=None)
+    q, k, v = case.make_qkv("cuda")
+    q[:], k[:] = 0, 0
+    q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
+    k[..., 1] = torch.arange(case.T, device="cuda")[:, None] // 64
+    out = op.attention(q, k, v, **{**case.reference_options(), "scale": 16 / math.log2(math.e)})
+    assert out.isfinite().all()
+    assert out.abs().max() <= v.abs().max() * (1 + 2**-6)
+
+
 def test_mixed_sizes_of_keys_and_queries():
     """Rows of q and of k stand next to rows of far different sizes."""
     case = model("mixed", T=3000, K=128, V=128, top_k=16, M=256)

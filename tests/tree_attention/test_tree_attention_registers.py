@@ -23,10 +23,8 @@ KERNEL = re.compile(
 @pytest.mark.parametrize(
     ("instance", "num_kernels"),
     [
-        (
-            "sparse_attention_forward_per_list_attend_bfloat16_d128",
-            4,
-        ),  # of 64 and of 128 rows, rotated or not
+        # of 64 and of 128 rows, rotated or not
+        ("sparse_attention_forward_per_list_attend_bfloat16_d128", 4),
         ("sparse_attention_forward_per_list_attend_half_d64", 4),
         ("sparse_attention_forward_dense_rows_attend_bfloat16_d128", 1),
         ("sparse_attention_forward_dense_rows_attend_half_d64", 1),

@@ -4,6 +4,7 @@ Index rows are small whole numbers: products are exact in every order of sums, s
 on every device, and scores tie. All of it stands here, from a row to a cache, because each test needs those numbers.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -685,6 +686,7 @@ def test_rows_without_rotations_in_parts(dtype, head_dim, group, top_k, max_top_
     options |= {"top_k": top_k, "max_top_nodes": max_top_nodes}
     cache = make("cuda", 6, 12_800, head_dim, dtype=dtype, **options)
     (q, k, v), (query, key) = tokens(cache, 12_000, heads=2 * group)
+    q[4] *= 4  # tiles of keys weigh more than all before them
     lengths = [12_000, 1, 0, 16, 511, 4097]
     cache.append(k, v, lengths, index_key=key)
     rows, drafts = q[:, :3], [3, 1, 0, 2, 3, 3]
@@ -707,3 +709,19 @@ def test_rows_without_rotations_in_parts(dtype, head_dim, group, top_k, max_top_
         )
         alone = one.attend(rows[b : b + 1], index_query=query[b : b + 1, :3])
         assert torch.equal(alone, out[b : b + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_one_step_beyond_another(device, dtype):
+    """Floats from 2^27 on lie 16 apart: a reference that stays one step behind leaves weights of 2^16."""
+    options = {"compression_rate": 16, "page_size": 64, "rope_base": None, "top_k": 8, "max_top_nodes": 2048}
+    cache = make(device, 1, 1280, 64, dtype=dtype, scale=16 / math.log2(math.e), **options)
+    (q, k, v), (query, key) = tokens(cache, 1100, heads=8)
+    q[:], k[:] = 0, 0
+    q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
+    k[..., 1] = torch.arange(1100, device=device)[:, None] // 64
+    cache.append(k, v, [1100], index_key=key)
+    out = cache.attend(q[:, -1:], index_query=query[:, -1:])
+    expected = v[:, 1088:].float().mean(1, keepdim=True).repeat_interleave(4, 2)
+    near = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(out.float(), expected, atol=near, rtol=near)

@@ -241,7 +241,7 @@ struct RowParts {
 struct MergedPart {
   int64_t at;  // in part_max
   float sum, weight;
-  bool empty;  // its sums were not written
+  bool empty;  // its sum is 0: no candidate counts, and its values may be anything
 };
 
 // Block (query, kv head; query head of the group): merges all parts of the softmax in their order. What is read before the

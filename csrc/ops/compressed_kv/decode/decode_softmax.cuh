@@ -81,7 +81,8 @@ __device__ __forceinline__ void raise_max(const float (&score)[2][kHeadPairs], W
     const float raised = fmaxf(before, largest);
     factor[i] = raised == kMinusInfinity ? 1.0f : device::exp2_flushed(before - raised);
     first = first && before == kMinusInfinity;
-    state.limit[i] = raised + kSlack;
+    // Rounded down: where floats lie 16 apart, rounding up would leave a weight of 2^16, beyond fp16.
+    state.limit[i] = __fadd_rd(raised, kSlack);
     state.base[i] = raised == kMinusInfinity ? 0.0f : raised;
     state.sum[i] *= factor[i];
   }

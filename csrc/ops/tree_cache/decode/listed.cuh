@@ -121,7 +121,7 @@ __device__ __forceinline__ int listed_offset(int row, int chunk) {
   return row * Tr::kRowBytes + (chunk ^ (row & 7)) * 16;
 }
 
-// A warp and its softmax. Lane i has scores of children i / 4 and 8 further on, and of the sums columns 16 m + i / 4 and 8
+// A warp and its softmax. Lane i has scores of children i / 4 and 8 further on, and of the sums dims 16 m + i / 4 and 8
 // further on.
 template <class Tr>
 class ListedWarp {
@@ -253,7 +253,7 @@ class ListedWarp {
     for (int tile = 0; tile < Tr::kHeadTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores[tile][i] *= scale_;
+        scores[tile][i] = __fmul_rn(scores[tile][i], scale_);  // the largest has to equal its reference
       }
     }
     tree_attention::hide_rows(scores, present);

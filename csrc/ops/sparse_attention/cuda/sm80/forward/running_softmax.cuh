@@ -79,7 +79,8 @@ struct RunningSoftmax {
       for (int i = 0; i < 2; ++i) {
         const float top = fmaxf(s[tile][i], s[tile][i + 2]);
         largest[tile][i] = fmaxf(largest[tile][i], top);
-        grows |= top > reference[tile][i] + kSlack;
+        // Rounded down: where floats lie 16 apart, rounding up would leave a weight of 2^16, beyond fp16.
+        grows |= top > __fadd_rd(reference[tile][i], kSlack);
       }
     }
     if (__any_sync(device::kFullMask, grows)) {

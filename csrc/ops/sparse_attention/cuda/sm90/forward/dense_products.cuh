@@ -75,19 +75,24 @@ struct AttendState : RowSums {
     for (int row = 0; row < 2; ++row) {
       most[row][0] = fmaxf(most[row][0], most[row][1]);
       largest[row] = fmaxf(largest[row], most[row][0]);
-      grows |= most[row][0] > reference[row] + kSlack;
+      grows |= most[row][0] > most_below(row);
     }
     moved = __any_sync(device::kFullMask, grows);
     if (moved) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const float top = row_max(most[row][0]);
-        const float next = top > reference[row] + kSlack ? top : reference[row];
+        const float next = top > most_below(row) ? top : reference[row];
         factor[row] = device::exp2_flushed(reference[row] - next);
         sum[row] *= factor[row];
         reference[row] = next;
       }
     }
+  }
+  // The largest score that leaves the reference of a row where it is. Rounded down: where floats lie 16 apart, rounding up
+  // would leave a weight of 2^16, beyond fp16.
+  __device__ __forceinline__ float most_below(int row) const {
+    return __fadd_rd(reference[row], kSlack);
   }
   // from(i) is the reference of element i.
   template <typename From>
