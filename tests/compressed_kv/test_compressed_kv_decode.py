@@ -412,6 +412,30 @@ def test_large_scores_do_not_overflow(device):
     assert_close_spec(out, expected, 0.0, 2e-2)  # scores of some thousands carry an fp32 error of 1e-3
 
 
+class Steps(DecodeCase):
+    """Scores from 2^27 on in powers of two, where floats lie 16 apart; each is one such step above those before."""
+
+    def dense(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().dense(device, seed)
+        q[:], k[:] = 0, 0
+        q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
+        k[..., 1] = torch.arange(k.shape[2], device=device) // 8
+        return q, k, v
+
+
+@pytest.mark.parametrize("v_bits", [16, 8, 4])
+def test_scores_one_step_beyond_another(v_bits, device):
+    """A maximum that stays one step behind leaves weights of 2^16, which is beyond float16."""
+    case = Steps(
+        name="steps", dtype=torch.float16, scale=16 / math.log2(math.e), k_bits=16, v_bits=v_bits, W=0
+    )
+    inputs = case.make_inputs(device, seed=14)
+    out, lse = run(case, inputs)
+    assert lse.isfinite().all()
+    expected, _ = reference.kv_decode_attention(*inputs, **case.options())
+    assert_close_spec(out, expected, 2e-3, 2e-3)
+
+
 def test_any_layout_of_the_window_and_the_query(device):
     case = DecodeCase(name="strides", dtype=torch.float16)
     inputs = list(case.make_inputs(device, seed=13))
