@@ -16,7 +16,7 @@ import htree_ops
 import htree_ops.compat
 from htree_ops.reference import compressed_kv as reference
 from htree_ops.reference.hadamard import grouped_hadamard
-from tests.support.cases import case_id, normal
+from tests.support.cases import STEP_SCALE, case_id, normal, one_step_apart
 from tests.support.compare import assert_close_spec
 from tests.support.compressed_kv_cases import (
     DECODE_CASES,
@@ -417,18 +417,14 @@ class Steps(DecodeCase):
 
     def dense(self, device: str | torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().dense(device, seed)
-        q[:], k[:] = 0, 0
-        q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
-        k[..., 1] = torch.arange(k.shape[2], device=device) // 8
+        one_step_apart(q, k, dim=2, run=8)
         return q, k, v
 
 
 @pytest.mark.parametrize("v_bits", [16, 8, 4])
 def test_scores_one_step_beyond_another(v_bits, device):
     """A maximum that stays one step behind leaves weights of 2^16, which is beyond float16."""
-    case = Steps(
-        name="steps", dtype=torch.float16, scale=16 / math.log2(math.e), k_bits=16, v_bits=v_bits, W=0
-    )
+    case = Steps(name="steps", dtype=torch.float16, scale=STEP_SCALE, k_bits=16, v_bits=v_bits, W=0)
     inputs = case.make_inputs(device, seed=14)
     out, lse = run(case, inputs)
     assert lse.isfinite().all()

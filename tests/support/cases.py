@@ -1,6 +1,7 @@
 """The common base of case lists: a family's list feeds its tests, opcheck and benchmarks."""
 
 import abc
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,3 +60,15 @@ def normal(
     drawn_as = torch.float64 if dtype == torch.float64 else torch.float32
     values = torch.randn(shape, dtype=drawn_as, device=device, generator=generator)
     return values.mul_(scale).to(dtype)
+
+
+#: The scale with which :func:`one_step_apart` gives scores of 2^27 + 16 n, in powers of two.
+STEP_SCALE = 16 / math.log2(math.e)
+
+
+def one_step_apart(q: torch.Tensor, k: torch.Tensor, dim: int, run: int) -> None:
+    """Fills q and k so that every ``run`` of tokens, along ``dim`` of k, scores one float above the run before."""
+    q[:], k[:] = 0, 0
+    q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
+    steps = torch.arange(k.shape[dim], device=k.device) // run
+    k[..., 1] = steps.view([-1 if i == dim else 1 for i in range(k.dim() - 1)])

@@ -13,7 +13,7 @@ from tree_attention_fast import (
 )
 
 import htree_ops  # noqa: F401
-from tests.support.cases import case_id
+from tests.support.cases import STEP_SCALE, case_id, one_step_apart
 from tests.support.compare import assert_close_spec
 from tests.support.graphs import assert_stream_and_graph
 from tests.support.tree_attention_cases import frequencies
@@ -188,10 +188,8 @@ def test_scores_one_step_beyond_another(dtype, stride, M):
     """Floats from 2^27 on lie 16 apart: a reference that stays one step behind leaves weights of 2^16."""
     case = model("step", dtype, T=1100, M=M, selection_stride=stride, rope_base=None)
     q, k, v = case.make_qkv("cuda")
-    q[:], k[:] = 0, 0
-    q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
-    k[..., 1] = torch.arange(case.T, device="cuda")[:, None] // 64
-    out = op.attention(q, k, v, **{**case.reference_options(), "scale": 16 / math.log2(math.e)})
+    one_step_apart(q, k, dim=1, run=64)
+    out = op.attention(q, k, v, **{**case.reference_options(), "scale": STEP_SCALE})
     assert out.isfinite().all()
     assert out.abs().max() <= v.abs().max() * (1 + 2**-6)
 

@@ -4,7 +4,6 @@ Index rows are small whole numbers: products are exact in every order of sums, s
 on every device, and scores tie. All of it stands here, from a row to a cache, because each test needs those numbers.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 from htree_ops import TreeKVCache, tree_attention
 from htree_ops.errors import ShapeMismatchError, UnsupportedDtypeError
 from htree_ops.ops.tree_cache.functions import tree_cache_attention
-from tests.support.cases import normal
+from tests.support.cases import STEP_SCALE, normal, one_step_apart
 from tests.support.graphs import capture, on_another_stream
 from tests.support.opcheck import opcheck
 
@@ -715,11 +714,9 @@ def test_rows_without_rotations_in_parts(dtype, head_dim, group, top_k, max_top_
 def test_scores_one_step_beyond_another(device, dtype):
     """Floats from 2^27 on lie 16 apart: a reference that stays one step behind leaves weights of 2^16."""
     options = {"compression_rate": 16, "page_size": 64, "rope_base": None, "top_k": 8, "max_top_nodes": 2048}
-    cache = make(device, 1, 1280, 64, dtype=dtype, scale=16 / math.log2(math.e), **options)
+    cache = make(device, 1, 1280, 64, dtype=dtype, scale=STEP_SCALE, **options)
     (q, k, v), (query, key) = tokens(cache, 1100, heads=8)
-    q[:], k[:] = 0, 0
-    q[..., 0], q[..., 1], k[..., 0] = 4096, 1, 2048
-    k[..., 1] = torch.arange(1100, device=device)[:, None] // 64
+    one_step_apart(q, k, dim=1, run=64)
     cache.append(k, v, [1100], index_key=key)
     out = cache.attend(q[:, -1:], index_query=query[:, -1:])
     expected = v[:, 1088:].float().mean(1, keepdim=True).repeat_interleave(4, 2)
