@@ -75,6 +75,14 @@ def test_a_dense_model_gets_an_index(study, whole):
     assert fitted.bits_per_byte not in (dense.bits_per_byte, of_conversion["evaluated: mean, s=1, k=2, own"])
     assert (fitted.index_dim, fitted.step, fitted.steps) == (16, 3, 3)
     assert "nats from the masses of the blocks" in fitted.note
+    others = {name: row for name, row in rows.items() if ", learning rate " in name}
+    assert [*others] == [
+        f"evaluated: index 16, s=1, k=2, own, learning rate {rate}, seed 0"
+        for rate in ("0.001", "0.01", "0.03")
+    ]
+    assert len({row.bits_per_byte for row in (fitted, *others.values())}) == 4
+    shown = study.tables.index([*rows.values()])
+    assert "| tree, index 16, s=1, learning rate 0.01 | 32 | 0 |" in shown
     unions = rows["lists"].series
     assert len(unions) == 6
     assert 1.0 <= unions[0] <= min(2.0, *unions[1:])

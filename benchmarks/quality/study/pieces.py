@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from .training import train
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
 INDEXER_BYTES = 2**15  # of a step of ``fit_index``, at most
-LONGER_FIT = 4  # times its usual steps, to see what more of them give
+OTHER_RATES = (1e-3, 1e-2, 3e-2)  # of ``fit_index``, beside the one that it has by default
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
 
 
@@ -243,10 +244,10 @@ def conversion_long(scale: Scale) -> list[Run]:
 
 
 def give_index(
-    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int, times: int = 1
+    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int, **rate: float
 ) -> tuple[Progress, str]:
-    """Fits the index of a dense model, in ``times`` as many steps as usual; what it took, and a note on the loss."""
-    steps = session.scale.indexer_steps * times
+    """Fits the index of a dense model, by another ``learning_rate`` if one is given: what it took, a note."""
+    steps = session.scale.indexer_steps
     batch = min(4, size.batch, INDEXER_BYTES // size.context)
 
     def batches() -> Iterator[dict[str, object]]:
@@ -260,7 +261,7 @@ def give_index(
     torch.manual_seed(seed)
     begin, rows = time.monotonic(), session.scale.indexer_queries
     with session.precision():
-        nats = fit_index(model, batches(), steps=steps, rows=rows, index_dim=attention.index_dim)
+        nats = fit_index(model, batches(), steps=steps, rows=rows, index_dim=attention.index_dim, **rate)
     seconds = time.monotonic() - begin
     note = f"{sum(nats) / len(nats):.4f} nats from the masses of the blocks"
     return Progress(steps, steps, steps * batch * size.context, seconds), note
@@ -285,21 +286,28 @@ def index_run(scale: Scale, seed: int) -> Run:
         texts, fitted = held_out_texts(session, size), size.by_index()
 
         def measure(
-            attention: Attention, progress: Progress, note: str = "", more: str = ""
+            attention: Attention,
+            progress: Progress,
+            note: str = "",
+            of: LanguageModel = model,
+            rate: str = "",
         ) -> dict[str, Any]:
-            found = evaluation.measure_texts(session, model, attention, texts)
-            run = f"evaluated: {attention.label}{more}, seed {seed}"
-            session.write(setup_of(model, run, attention, note), "final", progress, **found)
+            found = evaluation.measure_texts(session, of, attention, texts)
+            run = f"evaluated: {attention.label}{rate}, seed {seed}"
+            session.write(setup_of(of, run, attention, note), "final", progress, **found)
             return found
 
         of_dense = measure(dense(), Progress())  # as it was, without an index
+        without = copy.deepcopy(model)
         progress, note = give_index(session, model, size, fitted, seed)
         for attention in settings:
             measure(attention, *((progress, note) if attention.index_dim else (Progress(), "")))
         if seed == 0:
             lists.write(session, setup_of(model, "lists", fitted), model, texts)
-        longer = give_index(session, model, size, fitted, seed, LONGER_FIT)
-        measure(fitted, *longer, more=f", {LONGER_FIT} times the steps more")
+        for rate in OTHER_RATES:
+            other = copy.deepcopy(without)
+            fit = give_index(session, other, size, fitted, seed, learning_rate=rate)
+            measure(fitted, *fit, other, f"{record.FITTED_AT}{rate:g}")
         return of_dense
 
     def work(session: Session) -> None:

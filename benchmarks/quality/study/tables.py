@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.harness.plots import place
 
-from .record import DONE, LARGE, NEEDLES, Row
+from .record import DONE, FITTED_AT, LARGE, NEEDLES, Row
 from .settings import RATE
 
 SWAPPED = ", evaluated: "  # in the name of a row whose model was trained with another attention
@@ -163,7 +163,8 @@ def index_of(used: Sequence[Row]) -> str:
         beyond = f"{(row.bits_per_byte or 0.0) - (other.bits_per_byte or 0.0):+.4f}"
         budget, took = str(row.top_k * row.compression_rate or row.context), f"{row.train_seconds:.0f}"
         cells = [budget, str(row.seed), bits(row.bits_per_byte), beyond, found(row), share]
-        lines.append([label(row), *cells, took if row.index_dim else ""])
+        rate = "".join(row.run.partition(FITTED_AT)[1:]).rpartition(",")[0]
+        lines.append([label(row) + rate, *cells, took if row.index_dim else ""])
     head = (
         "attention", "tokens per query", "model", "bits per byte", "beyond dense", "copies found", "of the dense ones",
         "fit, s",
