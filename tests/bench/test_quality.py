@@ -105,10 +105,14 @@ def test_a_larger_model(study, whole):
     last = {row.run: row for row in rows if row.status == "final"}
     names = [f"index 16, s={stride}, k=4, own" for stride in (1, 4)]
     fitted = [f"dense, seed 0, evaluated: {name}" for name in names]
+    short = {run: row for run, row in last.items() if ", texts of 256 bytes" in run}
+    last = {run: row for run, row in last.items() if run not in short}
     assert set(last) == {"dense, seed 0", f"{names[0]}, seed 0", *fitted}
+    assert {run.partition(", texts of")[0] for run in short} == set(last)
+    assert {(row.context, row.max_top_nodes) for row in short.values()} == {(256, 0), (256, 16)}
     assert {last[run].tokens for run in ("dense, seed 0", f"{names[0]}, seed 0")} == {12 * 2 * 512}
     assert {row.step for row in rows if row.run in fitted} == {3}
-    assert len({last[run].bits_per_byte for run in last}) == 4
+    assert len({row.bits_per_byte for row in (*last.values(), *short.values())}) == 8
     for run in last:
         needles = [row for row in rows if row.run == run and row.series_of == study.record.NEEDLES]
         assert [row.context for row in needles] == [512, 1024]

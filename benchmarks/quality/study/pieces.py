@@ -501,15 +501,28 @@ def needle(settings: Settings) -> Callable[[Scale], list[Run]]:
 
 
 def large_run(scale: Scale, attention: Attention) -> Run:
-    """(h) A larger model, first on shorter texts, then every other step; the dense one gets an index at the end."""
+    """(h) A larger model, first on shorter texts, then every other step; the dense one gets an index at the end.
+
+    Copies are counted in shorter texts too, where a model learns them first.
+    """
     size, name = scale.large, f"{attention.label}, seed 0"
+    short = shorter(size, scale.conversion)
 
     def work(session: Session) -> None:
         model = session.make_model(size, index_dim=attention.index_dim)
         setup = Setup(record.LARGE, name, attention, size, parameters=model.num_parameters())
 
+        def measure_short(of: Setup, progress: Progress) -> None:
+            there = of.attention
+            if there.kind == "tree":
+                there = replace(there, top_k=short.top_k, max_top_nodes=short.max_top_nodes)
+            run = f"{of.run}{record.SHORT}{short.context} bytes"
+            found = evaluation.measure_texts(session, model, there, held_out_texts(session, short))
+            session.write(replace(of, run=run, attention=there, size=short), "final", progress, **found)
+
         def after(progress: Progress, status: str) -> None:
             look_for_needles(session, setup, model, progress, scale.large_lengths)
+            measure_short(setup, progress)
             if attention.kind != "dense":
                 return
             fitting, note = give_index(session, model, size, size.by_index(), setup.seed)
@@ -522,10 +535,9 @@ def large_run(scale: Scale, attention: Attention) -> Run:
                 look_for_needles(session, converted, model, fitting, scale.large_lengths)
                 found = evaluation.measure_texts(session, model, other, held_out_texts(session, size))
                 session.write(converted, status, fitting, **found)
+                measure_short(converted, fitting)
 
-        train_on_text(
-            session, setup, model, after, shorter(size, scale.conversion), first=size.steps * 3 // 5
-        )
+        train_on_text(session, setup, model, after, short, first=size.steps * 3 // 5)
 
     return Run(name, work)
 

@@ -22,6 +22,7 @@ AROUND = 4096  # bytes of a file beside its part of the content
 DONE = "final"
 #: The experiment with the larger model, which has a smaller corpus.
 LARGE = "large"
+SHORT = ", texts of "  # in the name of a row of it that is measured on shorter ones
 FITTED_AT = ", learning rate "  # in the name of a run whose index was fitted with another one than by default
 #: What the series of a row with needles is.
 NEEDLES = "letters found by depth"

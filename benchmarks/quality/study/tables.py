@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.harness.plots import place
 
-from .record import DONE, FITTED_AT, LARGE, NEEDLES, Row
+from .record import DONE, FITTED_AT, LARGE, NEEDLES, SHORT, Row
 from .settings import RATE
 
 SWAPPED = ", evaluated: "  # in the name of a row whose model was trained with another attention
@@ -335,15 +335,17 @@ def large(rows: Sequence[Row]) -> str:
     """(h) The larger model, tables for each text, with a line for a run that has not been made beside the other."""
     done = {run_of(row) for row in last_rows(rows, LARGE)}
     mine = [row for row in rows if row.piece == LARGE]
-    used = [row for row in mine if run_of(replace(row, run=row.run.partition(SWAPPED)[0])) in done]
+    trained = (replace(row, run=row.run.partition(SWAPPED)[0].partition(SHORT)[0]) for row in mine)
+    used = [row for row, of in zip(mine, trained, strict=True) if run_of(of) in done]
     return "\n\n".join(large_of(mine) for mine in by_model(used))
 
 
 def large_of(used: Sequence[Row]) -> str:
     """The tables of one text: what each run found and took, then its loss by position."""
     lengths = sorted({row.context for row in used if row.series_of == NEEDLES})
+    copies = {row.run.partition(SHORT)[0]: found(row) for row in used if SHORT in row.run}
     lines, positions, missing = [], [], {"dense": "dense", "tree": "tree with an index"}
-    for run in by_run(used):
+    for run in by_run([row for row in used if SHORT not in row.run]):
         last = next(row for row in run if row.status == DONE)
         is_trained = SWAPPED not in last.run
         if is_trained:
@@ -351,30 +353,34 @@ def large_of(used: Sequence[Row]) -> str:
         rate = f"{last.tokens / last.train_seconds / 1e3:.0f}" if is_trained and last.train_seconds else ""
         memory = "" if last.memory_gib is None else f"{last.memory_gib:.1f}"
         name = label(last) + ("" if is_trained else ", by fit_index")
-        took = [f"{last.train_seconds:.0f}", rate, memory]
-        lines.append([name, *took, bits(last.bits_per_byte), found(last), *by_length(run, lengths)])
+        took = [str(last.steps), f"{last.train_seconds:.0f}", rate, memory]
+        counted = [found(last), copies.get(last.run, "–")]
+        lines.append([name, *took, bits(last.bits_per_byte), *counted, *by_length(run, lengths)])
         series = last.series or []
         parts = [series[i : i + PARTS] for i in range(0, len(series), PARTS)]
         means = [[x for x in part if x is not None] for part in parts]
-        positions.append([name, *(bits(sum(part) / len(part)) if part else "" for part in means)])
-    lines += [[name, "has not been run", *[""] * (4 + len(lengths))] for name in missing.values()]
+        positions.append(
+            [name, str(last.steps), *(bits(sum(part) / len(part)) if part else "" for part in means)]
+        )
+    lines += [[name, "has not been run", *[""] * (6 + len(lengths))] for name in missing.values()]
     head = (
         "attention",
+        "steps",
         "training or fit, s",
         "thousand bytes a second",
         "GiB",
         "bits per byte",
         "copies found",
+        "in short texts",
     )
-    first = last_rows(used, LARGE)[0]
-    size = f"{first.parameters / 1e6:.0f} million parameters, {first.context} bytes, {first.steps} steps"
+    first = next(row for row in last_rows(used, LARGE) if SHORT not in row.run)
+    size = f"{first.parameters / 1e6:.0f} million parameters, {first.context} bytes"
     words = f"{size}, {first.texts} texts from {first.text}; {place(used)}."
     found_table = table((*head, *(f"needles, {n // 1024}k" for n in lengths)), lines)
-    columns = len(positions[0]) - 1
+    columns = len(positions[0]) - 2
     ends = (f"to {first.context * (i + 1) // columns}" for i in range(columns))
-    return (
-        f"{words}\n\n{found_table}\n\nBits per byte by position:\n\n{table(('attention', *ends), positions)}"
-    )
+    by_position = table(("attention", "steps", *ends), positions)
+    return f"{words}\n\n{found_table}\n\nBits per byte by position:\n\n{by_position}"
 
 
 #: The sections of docs/quality.md with what writes them.
