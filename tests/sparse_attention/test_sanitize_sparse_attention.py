@@ -24,6 +24,19 @@ CASES = [
     replace(_SMALL, name="windows", B=1, T=16 * 33_000, T_q=2, H=2, K=2, V=2, n=40),
     *[replace(case, T=150, T_q=min(case.T_q, 132)) for case in FAST_CASES if case.T_q != 132],
 ]
+#: Two queries share a tile of the backward. Their number is no multiple of 4.
+PAIRED = [
+    replace(_SMALL, name="stride_1", dtype=torch.bfloat16, T=91, T_q=75, H=8, K=128, V=128),
+    replace(_SMALL, name="stride_2", dtype=torch.float16, T=83, H=8, K=64, V=64, selection_stride=2),
+    replace(_SMALL, name="stride_8", dtype=torch.bfloat16, T=83, T_q=67, H=8, K=32, V=32, selection_stride=8),
+]
+
+
+@pytest.mark.parametrize("gather", ["gathered", "per_query"])
+@pytest.mark.parametrize("case", PAIRED, ids=case_id)
+def test_paired_queries(case, gather, monkeypatch):
+    monkeypatch.setenv("HTREE_TREE_GATHER", gather)
+    assert_equal_to_reference(case, "cuda")
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

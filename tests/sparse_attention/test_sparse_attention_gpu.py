@@ -28,6 +28,7 @@ LONG_CASES = [
     replace(_LONG, name="group_1", H=2, has_sinks=True),
     replace(_LONG, name="group_3", H=6, selection_stride=4),
     replace(_LONG, name="group_16", H=32, K=128, V=128),
+    replace(_LONG, name="two_windows", T=9003, K=128, V=128),
     replace(_LONG, name="blocks_32", block_size=32, n=40, has_sinks=True),
     replace(_LONG, name="blocks_48", block_size=48, H_i=1, n=20),
     replace(_LONG, name="blocks_128", block_size=128, n=9, selection_stride=16, T=4999, T_q=7),

@@ -236,6 +236,9 @@ VARLEN_CASES: list[SparseVarlenCase] = [
     replace(_RAGGED, name="no_document", lengths=()),
     replace(_RAGGED, name="empty_documents", lengths=(0, 0), spare=0),
     replace(_RAGGED, name="bfloat16", dtype=torch.bfloat16, K=32, V=32, block_size=16),
+    replace(
+        _RAGGED, name="group_4", dtype=torch.bfloat16, H=8, K=32, V=32, block_size=16, selection_stride=2
+    ),
 ]
 
 _H200 = SparseCase(

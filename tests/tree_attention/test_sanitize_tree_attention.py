@@ -38,6 +38,13 @@ TENSOR_CORE = [
     tensor_core("group2_stride16", torch.bfloat16, H=2, K=64, V=64, selection_stride=16),
     tensor_core("ragged_suffix", torch.bfloat16, T=297, num_queries=37, K=64, V=64, selection_stride=4),
     tensor_core("group4_stride2", torch.bfloat16, H=4, K=128, V=128, selection_stride=2),
+    tensor_core("group4_unrotated", torch.bfloat16, rope_base=None, T=1100, H=4, top_k=2, K=128, V=128),
+    tensor_core(
+        "group4_stride2_unrotated", torch.float16, rope_base=None, T=297, H=4, K=64, V=64, selection_stride=2
+    ),
+    tensor_core(
+        "group4_stride8_unrotated", torch.bfloat16, rope_base=None, H=4, K=32, V=32, selection_stride=8
+    ),
     tensor_core("dense_rows", torch.bfloat16, M=256, top_k=16, K=128, V=128),
     tensor_core("dense_rows_group3", torch.float16, H=3, M=256, top_k=16, K=64, V=64, selection_stride=16),
     tensor_core("masked_rows", torch.bfloat16, rope_base=None, T=600, top_k=8, M=64, K=128, V=128),

@@ -205,7 +205,8 @@ def backward_needs(
     if bottom_dq != "per_list":
         needs["records"] = queries * call.heads * record
         if kernels["dK_dV"] == "parent_gradient":
-            needs["records"] = queries * call.kv_heads * 8 * (record + 16)
+            rows = 8 if call.rotate or call.heads != 4 * call.kv_heads else 4  # two queries share a tile of 8
+            needs["records"] = queries * call.kv_heads * rows * (record + 16)
     if kernels["dK_dV"] == "parent_gradient":
         needs["rotations"] = (call.top_k * 16 + 1) * call.width * 2
     if len(call.layers) > 1:

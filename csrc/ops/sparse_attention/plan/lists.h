@@ -64,12 +64,19 @@ inline GradientKernels choose_gradients(const AttentionProblem& p, const DeviceF
   return kernels;
 }
 
+// Whether two queries share a tile of parent_gradient.cuh, so that a record has kPairedGroup rows. Rows that are rotated
+// would need the factors of two positions.
+inline bool paired_records(const AttentionProblem& p, const GradientKernels& kernels) {
+  return kernels.parent_warps && p.group() == kPairedGroup && !p.args.rotate;
+}
+
 // The bytes of the record of a query, with all heads that share a K/V head, see gradient_rows.cuh. Records for
-// parent_gradient.cuh have space for 8 heads, even if the group has fewer.
+// parent_gradient.cuh that are not paired have space for 8 heads, even if the group has fewer.
 inline int64_t gradient_record_bytes(const AttentionProblem& p, const GradientKernels& kernels) {
-  return kernels.per_list       ? 0
-         : kernels.parent_warps ? tiled_record_bytes(p.key_dim, p.value_dim)
-                                : p.group() * 2 * (p.key_dim + p.value_dim);
+  return kernels.per_list ? 0
+         : kernels.parent_warps
+             ? tiled_record_bytes(record_rows(paired_records(p, kernels)), p.key_dim, p.value_dim)
+             : p.group() * 2 * (p.key_dim + p.value_dim);
 }
 
 // The structs of gradients.h, by their sizes.

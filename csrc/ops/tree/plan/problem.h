@@ -27,9 +27,15 @@ constexpr int64_t packed_parent_bytes(int64_t key_dim, int64_t value_dim) {
   return kTensorCoreRate * (2 * key_dim + 4 + 2 * value_dim);
 }
 
-// The record of 8 heads of a query, see gradient_rows.cuh.
-constexpr int64_t tiled_record_bytes(int64_t key_dim, int64_t value_dim) {
-  return 8 * (2 * (key_dim + value_dim) + 16);
+// The record of a query as tiles of `rows` rows, see gradient_rows.cuh. Where records are paired, the query heads are
+// kPairedGroup, and two queries share a tile of kRecordRows.
+constexpr int kRecordRows = 8;
+constexpr int kPairedGroup = 4;
+constexpr int record_rows(bool paired) {
+  return paired ? kPairedGroup : kRecordRows;
+}
+constexpr int64_t tiled_record_bytes(int64_t rows, int64_t key_dim, int64_t value_dim) {
+  return rows * (2 * (key_dim + value_dim) + 16);
 }
 
 // A rotation table, see launch_rotation_table() in copies.h.

@@ -248,6 +248,7 @@ class BackwardRun {
     rows.states = states_of(chunk);
     rows.records = layer_per_list(p_, config_, 0) ? nullptr : at_.records;
     rows.tiled = config_.parent_warps;
+    rows.paired = paired_records(p_, config_);
     rows.meta = at_.meta;
     rows.bounds = at_.query_bounds;
     rows.num_batches = static_cast<int>(chunk.num_batches);
@@ -274,6 +275,7 @@ class BackwardRun {
     common.gather.list_batch = lists.batch;
     common.records = at_.records;
     common.tiled = config_.parent_warps;
+    common.paired = paired_records(p_, config_);
     common.meta = at_.meta;
     common.list_bounds = at_.list_bounds;
     common.parent_bounds = bounds_of(layer_idx, chunk.batch).parents;

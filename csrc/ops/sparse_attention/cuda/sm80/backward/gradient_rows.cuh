@@ -18,44 +18,50 @@ namespace htree::tree_attention {
 
 constexpr int kRowWarps = 8;
 constexpr int kRowQueries = 32;  // per thread block
-constexpr int kRecordRows = 8;   // rows of a tiled record
 
-// The tiled record of a (query, kv head): the queries of 8 heads and their dO as two tiles in the order of
-// chunk_offset(), then a RowMeta for each head. Heads past G are zeros of weight 0. A record that is not
-// tiled holds G rows: K elements of the query, then V elements of dO.
+// The tiled record of a (query, kv head): the queries of up to `rows` heads and their dO as two tiles, then a RowMeta
+// for each head. Heads past G are zeros of weight 0. A record that is not tiled holds G rows: K elements of the query, then
+// V elements of dO.
 template <int kDim>
 struct TiledRecord {
-  static constexpr int kTileBytes = kRecordRows * kDim * 2;
-  static constexpr int kGradientOffset = kTileBytes;
-  static constexpr int kMetaOffset = 2 * kTileBytes;
-  static constexpr int kBytes = static_cast<int>(tiled_record_bytes(kDim, kDim));
-  static_assert(kBytes == kMetaOffset + kRecordRows * static_cast<int>(sizeof(RowMeta)));
+  static constexpr int gradient_offset(int rows) { return rows * kDim * 2; }
+  static constexpr int meta_offset(int rows) { return 2 * gradient_offset(rows); }
+  static constexpr int bytes(int rows) { return static_cast<int>(tiled_record_bytes(rows, kDim, kDim)); }
+  static_assert(bytes(1) == meta_offset(1) + static_cast<int>(sizeof(RowMeta)));
+
+  // The place of a chunk of a row in its tile: that of chunk_offset(), without the places of the rows that are missing.
+  static constexpr int chunk_at(int rows, int row, int chunk) {
+    return chunk_offset<kDim>(row, chunk) - (kDim == 128 ? (chunk >> 3) * (kRecordRows - rows) * 128 : 0);
+  }
 };
 
-// Finds the elements, of 2 bytes each, of a query's record.
-template <int kDim>
+// Finds the elements, of 2 bytes each, of a query's record. Where `kRotates`, it is not a paired one.
+template <int kDim, bool kRotates>
 class RecordRows {
  public:
+  using Record = TiledRecord<kDim>;
+
   __device__ __forceinline__ RecordRows(const GradientParams& params, int64_t head_idx, int64_t query)
-      : tiled_(params.tiled) {
+      : tiled_(params.tiled), tile_rows_(record_rows(!kRotates && params.paired)) {
     const GatherParams& p = params.gather;
-    const int64_t bytes = tiled_ ? TiledRecord<kDim>::kBytes : p.group * 4 * kDim;
+    const int64_t bytes = tiled_ ? Record::bytes(tile_rows_) : p.group * 4 * kDim;
     rows_ = reinterpret_cast<const __half*>(params.records + (head_idx * p.num_queries + query) * bytes);
   }
   __device__ __forceinline__ const __half* query(int head, int dim) const {
     return tiled_ ? tiled(0, head, dim) : rows_ + head * 2 * kDim + dim;
   }
   __device__ __forceinline__ const __half* gradient(int head, int dim) const {
-    return tiled_ ? tiled(TiledRecord<kDim>::kGradientOffset, head, dim) : query(head, kDim + dim);
+    return tiled_ ? tiled(Record::gradient_offset(tile_rows_), head, dim) : query(head, kDim + dim);
   }
 
  private:
   __device__ __forceinline__ const __half* tiled(int offset, int head, int dim) const {
-    return rows_ + (offset + chunk_offset<kDim>(head, dim / 8)) / 2 + dim % 8;
+    return rows_ + (offset + Record::chunk_at(tile_rows_, head, dim / 8)) / 2 + dim % 8;
   }
 
   const __half* rows_;
   bool tiled_;
+  int tile_rows_;
 };
 
 // Sum or maximum over kLanes neighbouring lanes. The whole warp calls.
@@ -135,7 +141,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
   const int head_idx = blockIdx.y;
   const int batch = head_idx / p.num_kv_heads, kv_head = head_idx % p.num_kv_heads;
   const int first = blockIdx.x * kRowQueries;
-  const int rows_per_query = p.tiled ? kRecordRows : p.group;
+  const int rows_per_query = p.tiled ? record_rows(p.paired) : p.group;
   const int num_rows = min(kRowQueries, p.num_queries - first) * rows_per_query;
   const int chunk = threadIdx.x % kLanes;
   float largest_norm = 0.f, largest_unscale = 0.f, largest_delta = 0.f;
@@ -193,12 +199,12 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
     }
     if (p.tiled) {
       using Record = TiledRecord<kDim>;
-      char* record = p.records + record_idx * Record::kBytes;
-      const int at = chunk_offset<kDim>(row_head, chunk);
+      char* record = p.records + record_idx * Record::bytes(rows_per_query);
+      const int at = Record::chunk_at(rows_per_query, row_head, chunk);
       *reinterpret_cast<uint4*>(record + at) = *reinterpret_cast<const uint4*>(scaled);
-      *reinterpret_cast<uint4*>(record + Record::kGradientOffset + at) = gradient;
+      *reinterpret_cast<uint4*>(record + Record::gradient_offset(rows_per_query) + at) = gradient;
       if (chunk == 0) {
-        *reinterpret_cast<float4*>(record + Record::kMetaOffset + row_head * 16) =
+        *reinterpret_cast<float4*>(record + Record::meta_offset(rows_per_query) + row_head * 16) =
             make_float4(meta.log_sum, meta.delta, meta.unscale, meta.gradient_norm);
       }
     } else {

@@ -4,10 +4,11 @@
 // An inverted list holds the queries that reference the parent; with each come up to 8 rows (query, head), one tile,
 // streamed through shared memory. The parent's keys stay in registers as A operands and its values in shared
 // memory, so a query costs its own bytes and no more: S^T = K' q^T and dP^T = V dO^T, then dV += P^T dO and
-// dK' += dS^T q', with the weights straight from the accumulators. Queries come in pairs, so that the rows of two
-// fill the 16 of the last two products, and one waits for what the other computes. Queries are rotated in fp16 in
-// registers and transposed by movmatrix. A window keeps the rows of its queries in the L2 while all parents of a
-// head walk them. The sums of the windows are added one after another.
+// dK' += dS^T q', with the weights straight from the accumulators. Tiles come in pairs, so that the rows of two
+// fill the 16 of the last two products, and one waits for what the other computes. A tile has the rows of one query, or of
+// two queries of kPairedGroup heads that are not rotated. Queries are rotated in fp16 in registers and transposed by
+// movmatrix. A window keeps the rows of its queries in the L2 while all parents of a head walk them. The sums of the
+// windows are added one after another.
 #pragma once
 
 #include "device/shared_memory.cuh"
@@ -21,18 +22,18 @@
 namespace htree::tree_attention {
 
 constexpr int kSharedParentWarps = 4;  // warps that share the inverted list of a parent
-constexpr int kPairStages = 2;         // of two queries each
+constexpr int kPairStages = 2;         // of two tiles each
 
-// One query in shared memory: its tiled record, the factors that rotate its rows, and what they
-// see of the parent.
+// A tile in shared memory, as the tiled record of kRecordRows rows: those of one query or of two. Behind it stand the
+// factors that rotate its rows, and what each query sees of the parent.
 template <int kDim>
 struct QueryStage {
   using Record = TiledRecord<kDim>;
   static constexpr int kRowBytes = kDim * 2;
-  static constexpr int kGradientOffset = Record::kGradientOffset;
-  static constexpr int kMetaOffset = Record::kMetaOffset;
+  static constexpr int kGradientOffset = Record::gradient_offset(kRecordRows);
+  static constexpr int kMetaOffset = Record::meta_offset(kRecordRows);
   static constexpr int kRotationOffset =
-      Record::kBytes;  // fp16 cos and sin of its position, from launch_position_rotations()
+      Record::bytes(kRecordRows);  // fp16 cos and sin of its position, from launch_position_rotations()
   // The last copy of a query takes 16 bytes of each lane: the numbers of its rows, the rotation where there is
   // one, and what nobody reads.
   static constexpr int kPresentOffset = kMetaOffset + 32 * 16;
@@ -76,11 +77,13 @@ struct InvertedListWindow {
 };
 
 // Copies queries [begin, end) of an inverted list for one warp. Lane i knows query begin + 32 j + i.
-template <int kDim, bool kRotates>
+template <int kDim, bool kRotates, bool kPaired>
 class QueryStream {
  public:
   using Stage = QueryStage<kDim>;
   using Record = TiledRecord<kDim>;
+  static_assert(!kPaired || !kRotates);
+  static constexpr uint32_t kQueries = kPaired ? 4 : 2;  // of two tiles
 
   __device__ __forceinline__ QueryStream(const KeyGradientParams& params, const InvertedListWindow& window,
                                          int64_t parent, uint32_t begin, uint32_t end, uint32_t ring)
@@ -94,9 +97,9 @@ class QueryStream {
         ring_(ring),
         next_(begin) {
     const GatherParams& p = params.common.gather;
-    records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * Record::kBytes + lane_ * 16;
+    records_ = params.common.records + int64_t{blockIdx.y} * p.num_queries * kRecordBytes + lane_ * 16;
     rest_ = rest_lane_ < kRecordRows
-                ? records_ + (rest_lane_ - lane_) * 16 + Record::kMetaOffset
+                ? records_ + (rest_lane_ - lane_) * 16 + kMetaOffset
                 : reinterpret_cast<const char*>(params.rotations) + (rest_lane_ - kRecordRows) * 16;
     entry_ = read_entry(begin);
 #pragma unroll 1
@@ -105,23 +108,29 @@ class QueryStream {
     }
   }
 
-  // Waits for the next two queries and returns the stage of the first; the second stands behind it.
+  // Waits for the next two tiles and returns the stage of the first; the second stands behind it.
   __device__ __forceinline__ uint32_t wait() {
     constexpr uint32_t kLast = (kPairStages - 1) * Stage::kPairBytes;
     const uint32_t stage = ring_ + read_;
     const uint32_t before = ring_ + (read_ == 0 ? kLast : read_ - Stage::kPairBytes);
     device::wait_copies<kPairStages - 2>();
     __syncwarp();
-    issue_pair(before);  // no lane reads the queries before these any more
+    issue_pair(before);  // no lane reads the tiles before these any more
     read_ = read_ == kLast ? 0 : read_ + Stage::kPairBytes;
     return stage;
   }
 
  private:
-  // The entry of query `first` + lane.
+  static constexpr int kRows = record_rows(kPaired);
+  static constexpr int kRecordBytes = Record::bytes(kRows), kMetaOffset = Record::meta_offset(kRows);
+
+  // The entry of query `first` + lane. Where queries share a tile, behind the last query it is the last one's.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
     const GatherParams& p = params_.common.gather;
-    const uint32_t index = first + lane_;
+    uint32_t index = first + lane_;
+    if constexpr (kPaired) {
+      index = min(index, end_ - 1);
+    }
     if (index >= end_) {
       return 0;
     }
@@ -141,13 +150,13 @@ class QueryStream {
     query_ = list_row * p.stride + (index & (p.stride - 1));
     present_ = 0;
     position_ = 0;
-    if (index >= end_) {
+    if (!kPaired && index >= end_) {
       query_ = 0;  // nobody reads what is copied
       return;
     }
-    if (query_ >= static_cast<uint32_t>(p.num_queries)) {
-      // The last list may have fewer queries than the others. Its weights are 0, but they meet a record, which must be one
-      // that was written and that this parent sees.
+    if (index >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
+      // The last list may have fewer queries than the others, and the last tile fewer queries than it has place for. Their
+      // weights are 0, but they meet a record, which must be one that was written and that this parent sees.
       query_ = list_row * p.stride;
       return;
     }
@@ -168,16 +177,20 @@ class QueryStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  // Begins the copies of the next two queries. Behind the last query they are copies that nobody reads: without a branch
+  // Begins the copies of the next two tiles. Behind the last query they are copies that nobody reads: without a branch
   // the products of the queries before hide what the addresses wait for.
   __device__ __forceinline__ void issue_pair(uint32_t stage) {
-    const int from = static_cast<int>((next_ - begin_) % 32);  // even
+    const int from = static_cast<int>((next_ - begin_) % 32);  // a multiple of kQueries
     if (from == 0) {
       look_up();
     }
-    issue(stage, from);
-    issue(stage + Stage::kBytes, from + 1);
-    next_ += 2;
+    if constexpr (kPaired) {
+      issue_paired(stage, from);
+    } else {
+      issue(stage, from);
+      issue(stage + Stage::kBytes, from + 1);
+    }
+    next_ += kQueries;
     device::commit_copies();
   }
   __device__ __forceinline__ void issue(uint32_t stage, int from) const {
@@ -185,17 +198,49 @@ class QueryStream {
     const unsigned present = __shfl_sync(device::kFullMask, present_, from);
     const unsigned position = __shfl_sync(device::kFullMask, position_, from);
     const uint32_t to = stage + lane_ * 16;
-    const char* record = records_ + uint64_t{query} * Record::kBytes;
+    const char* record = records_ + uint64_t{query} * kRecordBytes;
 #pragma unroll
-    for (int at = 0; at < Record::kMetaOffset; at += 512) {
+    for (int at = 0; at < kMetaOffset; at += 512) {
       device::copy_async_16(to + at, record + at);
     }
     // The numbers of the rows, and behind them the factors of the rotation; lanes beyond copy the last of these again.
-    device::copy_async_16(to + Record::kMetaOffset,
+    device::copy_async_16(to + kMetaOffset,
                           rest_ + uint64_t{rest_lane_ < kRecordRows ? query : position} *
-                                      (rest_lane_ < kRecordRows ? Record::kBytes : Stage::kRowBytes));
+                                      (rest_lane_ < kRecordRows ? kRecordBytes : Stage::kRowBytes));
     if (lane_ == 0) {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + Stage::kPresentOffset), "r"(present) : "memory");
+    }
+  }
+
+  // Copies four queries. The rows of the second one of a tile stand kRows further down there than in its record, which
+  // flips a bit of their chunks in chunk_offset().
+  __device__ __forceinline__ void issue_paired(uint32_t stage, int from) const {
+    constexpr int kStretch = kRows * (kDim == 32 ? 64 : 128);  // of a record, without a gap in a tile
+    constexpr int kFlip = kDim == 32 ? 32 : 64;
+    const int at = lane_ * 16;
+    const uint32_t first = stage + at / kStretch * (2 * kStretch) + at % kStretch;
+    const uint32_t second = stage + at / kStretch * (2 * kStretch) + kStretch + (at % kStretch ^ kFlip);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned query = __shfl_sync(device::kFullMask, query_, from + i);
+      const uint32_t to = (i % 2 == 0 ? first : second) + i / 2 * Stage::kBytes;
+      const char* record = records_ + uint64_t{query} * kRecordBytes;
+#pragma unroll
+      for (int step = 0; step < kMetaOffset; step += 512) {
+        device::copy_async_16(to + 2 * step, record + step);
+      }
+    }
+    // Sixteen lanes copy the numbers of a row each.
+    const unsigned query = __shfl_sync(device::kFullMask, query_, from + lane_ / kRows % 4);
+    if (lane_ < 4 * kRows) {
+      device::copy_async_16(
+          stage + lane_ / kRecordRows * Stage::kBytes + Stage::kMetaOffset + lane_ % kRecordRows * 16,
+          records_ + (lane_ % kRows - lane_) * 16 + uint64_t{query} * kRecordBytes + kMetaOffset);
+    }
+    const int own = lane_ - from;
+    if (own >= 0 && own < 4) {
+      const uint32_t to = stage + own / 2 * Stage::kBytes + Stage::kPresentOffset + own % 2 * 4;
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(present_) : "memory");
     }
   }
 
@@ -244,17 +289,16 @@ __device__ __forceinline__ void rotate_query(uint32_t (&q)[kDim / 8], uint32_t r
   }
 }
 
-// A query in shared memory, by addresses: its record, the factors that rotate its rows, and the word of what they see
-// of the parent.
+// A tile in shared memory, by addresses: its record, the factors that rotate its rows, and a word for each query of what
+// its rows see of the parent.
 struct QueryRows {
   uint32_t record, rotations, present;
 };
 
-template <typename T, int kDim, bool kRotates>
+template <typename T, int kDim, bool kRotates, bool kPaired>
 class ParentGradient {
  public:
   using Block = PackedParent<kDim, kDim>;
-  using Record = TiledRecord<kDim>;
   using Stage = QueryStage<kDim>;
   static constexpr int kChunks = kDim / 8, kSteps = kDim / 16;
 
@@ -287,7 +331,7 @@ class ParentGradient {
     }
   }
 
-  // Adds two queries. Where `alone`, the second is the first once more and counts nothing.
+  // Adds two tiles. Where `alone`, the second is the first once more and counts nothing.
   __device__ __forceinline__ void add_pair(const QueryRows (&queries)[2], bool alone, float score_scale,
                                            float gradient_scale) {
     uint32_t q[2][kChunks];
@@ -308,7 +352,7 @@ class ParentGradient {
       uint32_t x[2][4];
 #pragma unroll
       for (int i_query = 0; i_query < 2; ++i_query) {
-        load_four_chunks<kDim>(x[i_query], queries[i_query].record + Record::kGradientOffset, i);
+        load_four_chunks<kDim>(x[i_query], queries[i_query].record + Stage::kGradientOffset, i);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -340,10 +384,10 @@ class ParentGradient {
         gradients[2 * i_query + half] = device::pack_pair<__half>(gradient[2 * half], gradient[2 * half + 1]);
       }
     }
-    // A load brings two chunks of both queries, as the products take them.
+    // A load brings two chunks of both tiles, as the products take them.
     const int lane = threadIdx.x % 32;
     const uint32_t gradient_rows =
-        (lane / 8 % 2 == 0 ? queries[0] : queries[1]).record + Record::kGradientOffset;
+        (lane / 8 % 2 == 0 ? queries[0] : queries[1]).record + Stage::kGradientOffset;
 #pragma unroll
     for (int i = 0; i < kChunks; i += 2) {
       uint32_t x[2][2];
@@ -429,16 +473,18 @@ class ParentGradient {
   }
 
  private:
-  // Turns the scores of a query into weights and its dP^T into dS^T.
+  // Turns the scores of a tile into weights and its dP^T into dS^T.
   __device__ __forceinline__ void weigh(const QueryRows& query, bool unseen, float score_scale,
                                         float gradient_scale, float (&s)[4], float (&dp)[4]) const {
     const int lane = threadIdx.x % 32;
+    // The word of the query that this lane's columns belong to.
+    const uint32_t word = query.present + (kPaired ? lane % 4 * 2 / kPairedGroup * 4 : 0);
     unsigned present;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(query.present) : "memory");
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(word) : "memory");
     present = unseen ? 0 : present;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 bits = device::load_shared_16(query.record + Record::kMetaOffset + (lane % 4 * 2 + i) * 16);
+      const uint4 bits = device::load_shared_16(query.record + Stage::kMetaOffset + (lane % 4 * 2 + i) * 16);
       const float unscale = __uint_as_float(bits.z);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -474,9 +520,10 @@ class ParentGradient {
 // Grid: x = parents, y = batch * kv head. The warps of a block share the inverted list of its parent in equal runs,
 // whose sums are added in the order of the warps. A block has several warps where few parents have long inverted lists
 // each, as at the top. Elsewhere it has one, so that no warp waits for one whose parent has a longer one.
-template <typename T, int kDim, int kWarps, bool kRotates>
+template <typename T, int kDim, int kWarps, bool kRotates, bool kPaired>
 __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kernel(KeyGradientParams params) {
   using Stage = QueryStage<kDim>;
+  using Stream = QueryStream<kDim, kRotates, kPaired>;
   extern __shared__ __align__(128) char shared[];
   const GradientParams& common = params.common;
   const GatherParams& p = common.gather;
@@ -492,13 +539,13 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   const uint32_t run = (window.num_queries + kWarps - 1) / kWarps;
   const uint32_t begin = min(warp * run, window.num_queries);
   const uint32_t end = min(begin + run, window.num_queries);
-  ParentGradient<T, kDim, kRotates> sums;
+  ParentGradient<T, kDim, kRotates, kPaired> sums;
   sums.load(p.packed + (int64_t{blockIdx.y} * p.num_parents + parent) * PackedParent<kDim, kDim>::kBytes,
             ring);
-  QueryStream<kDim, kRotates> stream(params, window, parent, begin, end, ring);
-  for (uint32_t index = begin; index < end; index += 2) {
+  Stream stream(params, window, parent, begin, end, ring);
+  for (uint32_t index = begin; index < end; index += Stream::kQueries) {
     const uint32_t stage = stream.wait();
-    const bool alone = index + 1 == end;
+    const bool alone = !kPaired && index + 1 == end;
     const uint32_t stages[2] = {stage, alone ? stage : stage + Stage::kBytes};
     QueryRows rows[2];
 #pragma unroll
@@ -530,8 +577,13 @@ cudaError_t launch_parent_gradient_warps(const KeyGradientParams& params, cudaSt
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
                           .threads = kWarps * 32,
                           .shared_bytes = kWarps * QueryStage<kDim>::kWarpBytes};
+  if (params.common.paired) {
+    return launch_kernel(parent_gradient_kernel<T, kDim, kWarps, false, /*kPaired=*/true>, shape, stream,
+                         params);
+  }
   return dispatch_rotations(params.rotations, [&](auto rotates) {
-    return launch_kernel(parent_gradient_kernel<T, kDim, kWarps, rotates.value>, shape, stream, params);
+    return launch_kernel(parent_gradient_kernel<T, kDim, kWarps, rotates.value, false>, shape, stream,
+                         params);
   });
 }
 

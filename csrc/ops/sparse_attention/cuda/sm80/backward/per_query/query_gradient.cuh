@@ -85,9 +85,9 @@ struct QueryGradientRows {
 // Loads both, chooses the powers of two of dS, and undoes the record's power of two in the query.
 template <int kDim, int kTiles>
 __device__ __forceinline__ void load_rows(int lane, const GradientParams& common,
-                                          const RecordRows<kDim>& record, int64_t record_idx, KeyBound bound,
-                                          QueryGradientRows<kDim, kTiles>& of, RotatedQuery<kDim, kTiles>& q,
-                                          PowerOfTwo (&power)[kTiles][2]) {
+                                          const RecordRows<kDim, false>& record, int64_t record_idx,
+                                          KeyBound bound, QueryGradientRows<kDim, kTiles>& of,
+                                          RotatedQuery<kDim, kTiles>& q, PowerOfTwo (&power)[kTiles][2]) {
   const GatherParams& p = common.gather;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kQueryGradientWarps * 32, 2)
         task.num_slots, device::shared_address(shared) + warp * Ring::kWarpBytes);
     const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
     static_assert(kKeyDim == kValueDim);
-    const RecordRows<kKeyDim> record(common, blockIdx.y, query);
+    const RecordRows<kKeyDim, false> record(common, blockIdx.y, query);
     RotatedQuery<kKeyDim, kTiles> q;
     q.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
            p.rope, task.num_candidates - 1);

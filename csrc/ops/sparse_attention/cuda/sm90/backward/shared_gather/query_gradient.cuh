@@ -53,7 +53,7 @@ class SharedGatherGradientQuery {
     const GatherParams& p = common.gather;
     const int lane = threadIdx.x % 32;
     const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
-    const RecordRows<kDim> record(common, blockIdx.y, query);
+    const RecordRows<kDim, kRotates> record(common, blockIdx.y, query);
     q_.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
             p.rope, task.num_candidates - 1);
 #pragma unroll
