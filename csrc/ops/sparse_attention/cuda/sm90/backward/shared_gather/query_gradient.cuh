@@ -4,7 +4,8 @@
 //
 // The data path of shared memory bounds it: the keys of a slot pass through it in both directions, its
 // values once. Twelve warps of 160 registers each hold a query, its dO, its dQ and the rotation
-// factors of two slots.
+// factors of two slots. Where records are paired and a list serves several queries, a warp holds two neighbours: the heads
+// of the second are the columns behind those of the first.
 #pragma once
 
 #include "host/cuda/kernel_launch.h"
@@ -19,7 +20,7 @@ namespace htree::tree_attention {
 template <int kDim>
 struct SharedGatherGradientShape {
   using Block = PackedParent<kDim, kDim>;
-  static constexpr int kWarps = 12;                   // queries of a block
+  static constexpr int kWarps = 12;
   static constexpr int kThreads = (kWarps + 4) * 32;  // and a warpgroup, one warp of which copies
   static constexpr int kRegisters = 160;
   static constexpr int kProducerRegisters = 32;
@@ -30,16 +31,16 @@ struct SharedGatherGradientShape {
   static_assert(sizeof(Shared) <= device::kHopperSharedBytes);
 };
 
-// The query of one warp, on its way along its list.
-template <typename T, int kDim, bool kSelected, bool kRotates>
+// The query of one warp, or two, on the way along their list.
+template <typename T, int kDim, bool kSelected, bool kRotates, bool kPaired>
 class SharedGatherGradientQuery {
  public:
   using Block = PackedParent<kDim, kDim>;
   static constexpr int kSteps = kDim / 16;
 
-  // `selected`: 16 bits per slot of the list.
+  // `selected`: 16 bits per slot of the list. The warp has `queries` queries, of which `task` is that of the first.
   __device__ __forceinline__ SharedGatherGradientQuery(const SharedGatherGradientParams& params,
-                                                       const GatherTask& task, int64_t query,
+                                                       const GatherTask& task, int64_t query, int queries,
                                                        int64_t rightmost, const uint16_t* selected)
       : sum_(params.query.common.gather.rope),
         rotations_(kRotates ? params.rotations + RotationFactors<kDim>::lane_offset() : nullptr),
@@ -53,23 +54,27 @@ class SharedGatherGradientQuery {
     const GatherParams& p = common.gather;
     const int lane = threadIdx.x % 32;
     const int64_t record_idx = (int64_t{blockIdx.y} * p.num_queries + query) * p.group;
-    const RecordRows<kDim, kRotates> record(common, blockIdx.y, query);
-    q_.load([&](int head, int dim) { return __half2float(*record.query(head, dim)); }, p.group, p.score_scale,
-            p.rope, task.num_candidates - 1);
+    const int columns = columns_of(p, queries);
+    const int own = kPaired ? min(lane / 4 / kPairedGroup, queries - 1) : 0;  // the query of column lane / 4
+    const RecordRows<kDim, kRotates> record(common, blockIdx.y, query + own);
+    const auto row = [](int column) { return kPaired ? column % kPairedGroup : column; };
+    q_.load([&](int column, int dim) { return __half2float(*record.query(row(column), dim)); }, columns,
+            p.score_scale, p.rope, task.num_candidates - 1);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int head = lane / 4, dim = step * 16 + i * 8 + lane % 4 * 2;
+        const int column = lane / 4, dim = step * 16 + i * 8 + lane % 4 * 2;
         gradient_[step][i] =
-            head < p.group ? *reinterpret_cast<const uint32_t*>(record.gradient(head, dim)) : 0u;
+            column < columns ? *reinterpret_cast<const uint32_t*>(record.gradient(row(column), dim)) : 0u;
       }
     }
     const KeyBound bound = common.list_bounds[int64_t{blockIdx.y} * p.num_lists + list_of(p, query)];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int column = lane % 4 * 2 + i;
-      const RowMeta meta = column < p.group ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
+      // The numbers of the second query follow those of the first.
+      const RowMeta meta = column < columns ? common.meta[record_idx + column] : RowMeta{0.f, 0.f, 1.f, 0.f};
       log_sum_[i] = meta.log_sum;
       delta_[i] = meta.delta;
       // load() scaled the record's row once more; here the record's own power of two is undone.
@@ -82,14 +87,21 @@ class SharedGatherGradientQuery {
     if constexpr (kSelected) {
       next_selected_ = selected_[0];
     }
+    if constexpr (kSeesMore) {
+      const int64_t list = list_number(p, task.batch, list_of(p, query), task.kv_head);
+      more_rows_ = last_place(p, rightmost_ + 1, list) - last_place(p, rightmost_, list);
+    }
   }
 
   // Works on the next slot of the list: `parent`, which lies in shared memory at `block`.
   __device__ __forceinline__ void take(uint32_t block, int parent) {
     // Whatever list the caller gave, nothing past the query's diagonal block takes part.
-    const int rows = min(rows_left_, rightmost_ + 1 - parent * kParentRows);
-    const unsigned exist = rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
-    unsigned present = exist;
+    const unsigned exist = first_rows(min(rows_left_, rightmost_ + 1 - parent * kParentRows));
+    unsigned present = exist, exist_second = exist;
+    if constexpr (kSeesMore) {
+      exist_second = first_rows(min(rows_left_ + more_rows_, rightmost_ + 2 - parent * kParentRows));
+      present = exist_second;
+    }
     if constexpr (kSelected) {
       present &= ~next_selected_;
     }
@@ -109,7 +121,14 @@ class SharedGatherGradientQuery {
       return;
     }
     uint32_t gradients[2];
-    score_gradients(s[0], block, present, gradients);
+    if constexpr (kSeesMore) {
+      score_gradients(s[0], block, in_second() ? exist_second : exist, gradients);
+      if (exist != exist_second) {
+        return add_keys_of_each(block, gradients, exist, exist_second);
+      }
+    } else {
+      score_gradients(s[0], block, present, gradients);
+    }
     if (exist == 0xffffu) {
       add_keys<false>(block, gradients, exist);
     } else {
@@ -119,16 +138,19 @@ class SharedGatherGradientQuery {
 
   // Rotates dQ back by the query's place under its parent and adds it to dQ of the layers above.
   __device__ __forceinline__ void store(const QueryGradientParams& params, const GatherTask& task,
-                                        int64_t query) {
+                                        int64_t query, int queries) {
     const GradientParams& common = params.common;
     const GatherParams& p = common.gather;
     const int lane = threadIdx.x % 32;
     const int64_t num_heads = int64_t{p.num_kv_heads} * p.group;
     const int place = rightmost_ % kParentRows;
+    const int columns = columns_of(p, queries);
+    const int own = kPaired && in_second() ? kPairedGroup : 0;  // the first column of this lane's query
+    query += own / kPairedGroup;
     float* partial = params.partial + (task.batch * int64_t{p.num_queries} + query) * num_heads * kDim;
     T* out = static_cast<T*>(params.gradient) + task.batch * params.gradient_batch + query * num_heads * kDim;
     const auto place_of = [&](int i, int e) {
-      const int64_t head = int64_t{task.kv_head} * p.group + lane % 4 * 2 + (e & 1);
+      const int64_t head = int64_t{task.kv_head} * p.group + lane % 4 * 2 + (e & 1) - own;
       return head * kDim + i * 16 + e / 2 * 8 + lane / 4;
     };
     // All loads come before the first store, which might go to the same address.
@@ -146,7 +168,7 @@ class SharedGatherGradientQuery {
       for (int i = 0; i < kSteps / 2; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (lane % 4 * 2 + (e & 1) < p.group) {
+          if (lane % 4 * 2 + (e & 1) < columns) {
             old[i][e][0] = partial[place_of(i, e)];
             old[i][e][1] = partial[place_of(i, e) + kDim / 2];
           }
@@ -157,7 +179,7 @@ class SharedGatherGradientQuery {
     for (int i = 0; i < kSteps / 2; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (lane % 4 * 2 + (e & 1) >= p.group) {
+        if (lane % 4 * 2 + (e & 1) >= columns) {
           continue;
         }
         sum_.rotate_back(0, i, e, rotations[i][e / 2].x, rotations[i][e / 2].y);
@@ -181,6 +203,21 @@ class SharedGatherGradientQuery {
   }
 
  private:
+  // Above the tokens two neighbours see the same nodes. Their tokens share a parent too, but the second sees one more.
+  static constexpr bool kSeesMore = kPaired && !kSelected;
+
+  // The query heads of a warp.
+  __device__ __forceinline__ static int columns_of(const GatherParams& p, int queries) {
+    return kPaired ? queries * kPairedGroup : p.group;
+  }
+  __device__ __forceinline__ static unsigned first_rows(int rows) {
+    return rows >= kParentRows ? 0xffffu : (1u << max(rows, 0)) - 1u;
+  }
+  // Whether the columns of this lane, in what products return, are those of the second query.
+  __device__ __forceinline__ static bool in_second() {
+    return threadIdx.x % 4 * 2 >= kPairedGroup;
+  }
+
   // dS of the 16 children, in fp16, as the B operand of dQ^T += K'^T dS.
   __device__ __forceinline__ void score_gradients(float (&s)[4], uint32_t block, unsigned present,
                                                   uint32_t (&gradients)[2]) const {
@@ -218,6 +255,33 @@ class SharedGatherGradientQuery {
     }
   }
 
+  // The same where the second query sees a key that the first does not. The first has a weight of 0 for it, which does
+  // not silence a NaN, so each has products of its own.
+  __device__ __forceinline__ void add_keys_of_each(uint32_t block, const uint32_t (&gradients)[2],
+                                                   unsigned keep, unsigned keep_second) {
+    const RowMask<true> kept(keep), kept_second(keep_second);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t a[4], b[4];
+      device::load_matrices_transposed(a, block + at_.transposed[step % at_.kSteps] + at_.further(step));
+      float(&sum)[4] = sum_.x[0][step];
+      float second[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        b[i] = a[i];
+        second[i] = sum[i];
+      }
+      kept.apply(a);
+      kept_second.apply(b);
+      device::mma_16x8x16<__half>(sum, a, gradients[0], gradients[1]);
+      device::mma_16x8x16<__half>(second, b, gradients[0], gradients[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[i] = in_second() ? second[i] : sum[i];
+      }
+    }
+  }
+
   RotatedHalfQuery<kDim, 1> q_;
   RotationFactors<kDim> factors_;
   RotatingSum<kDim, 1> sum_;
@@ -230,10 +294,11 @@ class SharedGatherGradientQuery {
   unsigned next_selected_ = 0;
   int rows_left_;  // candidates from the next slot on
   int rightmost_;
+  int more_rows_ = 0;  // candidates that the second query has beyond those of the first
 };
 
-// Grid: x = runs of kWarps queries, the longest lists first, y = batch * kv head.
-template <typename T, int kDim, bool kSelected, bool kRotates>
+// Grid: x = runs of kWarps queries, twice as many where they are paired, the longest lists first, y = batch * kv head.
+template <typename T, int kDim, bool kSelected, bool kRotates, bool kPaired>
 __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
     shared_gather_gradient_kernel(const __grid_constant__ SharedGatherGradientParams params) {
 #if HTREE_SM90A
@@ -244,10 +309,11 @@ __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
   const QueryGradientParams& gradient = params.query;
   const GatherParams& p = gradient.common.gather;
   const int warp = __shfl_sync(device::kFullMask, threadIdx.x / 32, 0);
-  const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * Shape::kWarps;
-  const int64_t last_query = min(first_query + Shape::kWarps, int64_t{p.num_queries}) - 1;
+  constexpr int kQueries = kPaired ? 2 : 1;  // of a warp
+  const int64_t first_query = int64_t{gridDim.x - 1 - blockIdx.x} * (Shape::kWarps * kQueries);
+  const int64_t last_query = min(first_query + Shape::kWarps * kQueries, int64_t{p.num_queries}) - 1;
   if (p.t0 + first_query < gradient.masked_end &&
-      all_masked_rows(p, blockIdx.y, min(first_query + warp, last_query), Shape::kWarps)) {
+      all_masked_rows(p, blockIdx.y, min(first_query + warp * kQueries, last_query), Shape::kWarps)) {
     return;  // another kernel writes them
   }
   const int num_parents = static_cast<int>(node_of(p, p.t0 + last_query) / kParentRows) + 1;
@@ -263,8 +329,8 @@ __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
   }
   device::raise_registers<Shape::kRegisters>();
 
-  const int64_t query = min(first_query + warp, last_query);
-  const bool exists = first_query + warp <= last_query;
+  const int64_t query = min(first_query + warp * kQueries, last_query);
+  const bool exists = first_query + warp * kQueries <= last_query;
   const int64_t list_row = list_of(p, query);
   GatherTask task = gather_task(p, blockIdx.y, query, list_row);
   const uint16_t* selected = nullptr;
@@ -278,12 +344,13 @@ __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
   if (!exists) {
     task.num_slots = 0;
   }
-  SharedGatherGradientQuery<T, kDim, kSelected, kRotates> own(params, task, query, node_of(p, task.token),
-                                                              selected);
+  const int queries = kPaired && query < last_query ? 2 : 1;
+  SharedGatherGradientQuery<T, kDim, kSelected, kRotates, kPaired> own(params, task, query, queries,
+                                                                       node_of(p, task.token), selected);
   walk_unions(shared, ListCursor(task.list, task.num_slots, p.num_parents), num_parents, warp,
               [&](uint32_t block, int parent) { own.take(block, parent); });
   if (exists && (task.num_slots > 0 || gradient.first || gradient.last)) {
-    own.store(gradient, task, query);
+    own.store(gradient, task, query, queries);
   }
 #else
   __trap();  // chosen for sm_90a alone, see plan/
@@ -294,13 +361,19 @@ template <typename T, int kDim, bool kSelected>
 cudaError_t launch_shared_gather_gradient_as(const SharedGatherGradientParams& params, cudaStream_t stream) {
   using Shape = SharedGatherGradientShape<kDim>;
   const GatherParams& p = params.query.common.gather;
-  const LaunchShape shape{
-      .grid = dim3(num_blocks(p.num_queries, Shape::kWarps), p.num_batches * p.num_kv_heads),
-      .threads = Shape::kThreads,
-      .shared_bytes = sizeof(typename Shape::Shared)};
+  // From stride 2 on, a power of two, queries 2 i and 2 i + 1 share a list.
+  const bool paired = params.query.common.paired && p.stride > 1;
+  const LaunchShape shape{.grid = dim3(num_blocks(p.num_queries, Shape::kWarps * (paired ? 2 : 1)),
+                                       p.num_batches * p.num_kv_heads),
+                          .threads = Shape::kThreads,
+                          .shared_bytes = sizeof(typename Shape::Shared)};
+  if (paired) {
+    return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected, false, /*kPaired=*/true>, shape,
+                         stream, params);
+  }
   return dispatch_rotations(params.rotations, [&](auto rotates) {
-    return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected, rotates.value>, shape, stream,
-                         params);
+    return launch_kernel(shared_gather_gradient_kernel<T, kDim, kSelected, rotates.value, false>, shape,
+                         stream, params);
   });
 }
 
