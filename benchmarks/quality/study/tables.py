@@ -371,7 +371,7 @@ def large_of(used: Sequence[Row]) -> str:
         "GiB",
         "bits per byte",
         "copies found",
-        "in short texts",
+        "in short sequences",
     )
     first = next(row for row in last_rows(used, LARGE) if SHORT not in row.run)
     size = f"{first.parameters / 1e6:.0f} million parameters, {first.context} bytes"
