@@ -172,7 +172,7 @@ def needles(rows: Sequence[Row], path: Path, theme: str) -> bool:
         axes.set_xticks(range(len(mine)), [f"{row.context // 1024}k" for row in mine], rotation=45)
         axes.set_yticks(range(len(grid)), [f"{100 * i // len(grid)} %" for i in range(len(grid))])
         axes.grid(visible=False)
-        facts = [label(mine[0])]
+        facts = [label(mine[0]).replace(", s=", ",\ns=")]
         facts += [f"commit {plots.short_commit(mine[0])}"] if len({row.commit for row in used}) > 1 else []
         facts += [f"seen {mine[0].seen}, text {digest(mine[0])}"] if len(by_model(used)) > 1 else []
         axes.set_xlabel("\n".join(facts))
