@@ -115,6 +115,9 @@ visible_to() {
 }
 
 export HTREE_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1
+# torch.compile and AOTInductor build with CXX. What a compiler that links libstdc++ statically builds cannot be loaded beside
+# torch: the process ends at its first exception. The system's compiler does not.
+[ ! -x /usr/bin/g++ ] || export CXX=${CXX:-/usr/bin/g++} CC=${CC:-/usr/bin/gcc}
 # Each process of torch.compile would start as many helpers as there are cores.
 [ "${JOBS:-1}" -eq 1 ] || export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1}
 case $mode in
