@@ -71,6 +71,14 @@ FAMILIES = {
     "per_query_group16": (model(H=32), False),
     "paired_queries": (model(H=8, rope_base=None, T=1501, top_k=4, M=32), False),
     "paired_queries_alone": (model(H=8, rope_base=None, T=1501, top_k=4, M=32), True),
+    "paired_queries_alone_stride2_d64": (
+        model(H=8, rope_base=None, T=1503, top_k=4, M=32, K=64, V=64, selection_stride=2),
+        True,
+    ),
+    "paired_queries_alone_stride8_d32": (
+        model(H=8, rope_base=None, T=1507, top_k=4, M=32, K=32, V=32, selection_stride=8),
+        True,
+    ),
     "paired_queries_stride2": (model(H=8, rope_base=None, T=1502, top_k=4, M=32, selection_stride=2), False),
     "paired_queries_stride8": (model(H=8, rope_base=None, T=1507, top_k=4, M=32, selection_stride=8), False),
     "per_query": (model(H=8, K=32, V=32, selection_stride=4), True),

@@ -47,6 +47,7 @@ SHAPES = [
     model("one_walking_row_and_layer", T=127, M=127, selection_stride=2, K=128, V=128),
     model("batch", B=3, T=1100, H=8, H_kv=1),
     model("stride2_odd", T=1999, H=8, H_kv=1, selection_stride=2, K=128, V=128),
+    model("stride2_group4", T=1999, H=8, H_kv=2, selection_stride=2, K=128, V=128),
     model("suffix", T=1301, H=8, H_kv=1, num_queries=677, K=128, V=128),
     model("suffix_inside_a_run", T=1000, H=2, H_kv=2, num_queries=37, K=128, V=128),
     model("decode", T=900, H=8, H_kv=1, num_queries=1, K=128, V=128),
