@@ -177,8 +177,8 @@ class QueryStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  // Begins the copies of the next two tiles. Behind the last query they are copies that nobody reads: without a branch
-  // the products of the queries before hide what the addresses wait for.
+  // Begins the copies of the next two tiles. Behind the last query they are copies that nobody reads, or of look_up()'s
+  // queries of weight 0: without a branch the products of the queries before hide what the addresses wait for.
   __device__ __forceinline__ void issue_pair(uint32_t stage) {
     const int from = static_cast<int>((next_ - begin_) % 32);  // a multiple of kQueries
     if (from == 0) {

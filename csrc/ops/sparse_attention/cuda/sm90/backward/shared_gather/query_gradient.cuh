@@ -297,7 +297,7 @@ class SharedGatherGradientQuery {
   int more_rows_ = 0;  // candidates that the second query has beyond those of the first
 };
 
-// Grid: x = runs of kWarps queries, twice as many where they are paired, the longest lists first, y = batch * kv head.
+// Grid: x = runs of a query for each warp, or of two where they are paired, the longest lists first, y = batch * kv head.
 template <typename T, int kDim, bool kSelected, bool kRotates, bool kPaired>
 __global__ void __launch_bounds__(SharedGatherGradientShape<kDim>::kThreads, 1)
     shared_gather_gradient_kernel(const __grid_constant__ SharedGatherGradientParams params) {
