@@ -59,7 +59,8 @@ def attention(
         )
     if dropout:
         raise NotImplementedError(
-            f"{NAME}: dropout of attention is not supported, got {dropout}: set config.attention_dropout = 0"
+            f"{NAME}: dropout of attention is not supported, got {dropout}: call model.eval(), or make the model with "
+            "attention_dropout = 0.0 in its config"
         )
     T_q, T = query.shape[2], key.shape[2]
     if block_indices is None:

@@ -45,10 +45,12 @@ def chooses_by_index(module: nn.Module, asked: int | None, head_dim: int, option
         return False
     wanted = resolve_index_dim("config.htree", asked, head_dim, options)
     if wanted not in (0, has):
+        must = f"htree: the model must have an index of config.htree['index_dim'] = {wanted}, got"
+        if has:
+            raise ValueError(f"{must} one of {has}: set config.htree['index_dim'] = {has}")
         raise ValueError(
-            f"htree: the model must have an index of config.htree['index_dim'] = {wanted}, got "
-            f"{f'one of {has}' if has else 'none'}: htree_ops.fit_index(model, batches, index_dim={wanted}) makes it, "
-            "and a config that says so, given to from_pretrained or from_config after register(), loads it"
+            f"{must} none: htree_ops.fit_index(model, batches, index_dim={wanted}) makes it, and a config that says "
+            "so, given to from_pretrained or from_config after register(), loads it"
         )
     return wanted > 0
 

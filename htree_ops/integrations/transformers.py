@@ -433,7 +433,10 @@ def attention(
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, rest: Mapping[str, Any]) -> None:
     """Refuses what a model wants of attention and does not get."""
     if dropout:
-        _refuse(f"dropout of attention is not supported, got {dropout}: set config.attention_dropout = 0.0")
+        _refuse(
+            f"dropout of attention is not supported, got {dropout}: call model.eval(), or make the model with a config "
+            "without it (attention_dropout = 0.0, attn_pdrop of GPT-2)"
+        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
     if is_causal is None:

@@ -418,7 +418,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "dropout": (
         lambda: make_model(attention_dropout=0.1).train()(make_ids()),
         NotImplementedError,
-        r"dropout .* got 0.1: set config.attention_dropout = 0.0",
+        r"dropout .* got 0.1: call model.eval\(\), or make the model with a config without it",
     ),
     "mask of 4 dims": (
         lambda: call_with({}, attention_mask=torch.ones(2, 1, 40, 40, dtype=torch.bool)),

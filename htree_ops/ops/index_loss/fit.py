@@ -149,8 +149,8 @@ def _layers(model: nn.Module, index_dim: int | None) -> list[FittedLayer]:
         found += index.fitted_layers(model)
     if not found:
         raise ValueError(
-            "fit_index: model must have layers of HTreeAttention, or be a causal model of transformers, got "
-            f"{type(model).__name__}"
+            "fit_index: model must have layers of HTreeAttention, or be a model of transformers whose causal "
+            f"attentions have q_proj and k_proj, got {type(model).__name__}"
         )
     for one in found:
         has = index_dim_of(one.layer)
