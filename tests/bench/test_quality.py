@@ -104,7 +104,7 @@ def test_a_larger_model(study, whole):
     rows = [row for row in study.record.read_rows(whole) if row.piece == "large"]
     last = {row.run: row for row in rows if row.status == "final"}
     names = [f"index 16, s={stride}, k=4, own" for stride in (1, 4)]
-    fitted = [f"dense, seed 0, evaluated: {name}" for name in names]
+    fitted = [f"dense, seed 0, evaluated: {name}{at}" for at in ("", ", learning rate 0.01") for name in names]
     short = {run: row for run, row in last.items() if ", texts of 256 bytes" in run}
     last = {run: row for run, row in last.items() if run not in short}
     assert set(last) == {"dense, seed 0", f"{names[0]}, seed 0", *fitted}
@@ -112,7 +112,7 @@ def test_a_larger_model(study, whole):
     assert {(row.context, row.max_top_nodes) for row in short.values()} == {(256, 0), (256, 16)}
     assert {last[run].tokens for run in ("dense, seed 0", f"{names[0]}, seed 0")} == {12 * 2 * 512}
     assert {row.step for row in rows if row.run in fitted} == {3}
-    assert len({row.bits_per_byte for row in (*last.values(), *short.values())}) == 8
+    assert len({row.bits_per_byte for row in (*last.values(), *short.values())}) == 12
     for run in last:
         needles = [row for row in rows if row.run == run and row.series_of == study.record.NEEDLES]
         assert [row.context for row in needles] == [512, 1024]
@@ -120,13 +120,15 @@ def test_a_larger_model(study, whole):
     assert text not in {row.text for row in study.record.read_rows(whole) if row.piece != "large"}
     page = study.tables.large(rows)
     lines = [line for line in page.splitlines() if line.startswith(("| dense", "| tree"))]
-    assert [line.split(" | ")[0] for line in lines[:4]] == [
+    assert [line.split(" | ")[0] for line in lines[:6]] == [
         "| dense",
         "| tree, index 16, s=1, by fit_index",
         "| tree, index 16, s=4, by fit_index",
+        "| tree, index 16, s=1, by fit_index, learning rate 0.01",
+        "| tree, index 16, s=4, by fit_index, learning rate 0.01",
         "| tree, index 16, s=1",
     ]
-    assert len(lines) == 8
+    assert len(lines) == 12
     assert text in page
     assert "has not been run" not in page
     alone = study.tables.large([row for row in rows if row.run.startswith("dense")])

@@ -26,6 +26,7 @@ HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
 INDEXER_BYTES = 2**15  # of a step of ``fit_index``, at most
 OTHER_RATES = (1e-3, 1e-2, 3e-2)  # of ``fit_index``, beside the one that it has by default
+LARGE_RATE = 1e-2  # the same of a larger model
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
 
 
@@ -512,7 +513,7 @@ def large_run(scale: Scale, attention: Attention) -> Run:
         model = session.make_model(size, index_dim=attention.index_dim)
         setup = Setup(record.LARGE, name, attention, size, parameters=model.num_parameters())
 
-        def measure_short(of: Setup, progress: Progress) -> None:
+        def measure_short(of: Setup, model: LanguageModel, progress: Progress) -> None:
             there = of.attention
             if there.kind == "tree":
                 there = replace(there, top_k=short.top_k, max_top_nodes=short.max_top_nodes)
@@ -522,20 +523,23 @@ def large_run(scale: Scale, attention: Attention) -> Run:
 
         def after(progress: Progress, status: str) -> None:
             look_for_needles(session, setup, model, progress, scale.large_lengths)
-            measure_short(setup, progress)
+            measure_short(setup, model, progress)
             if attention.kind != "dense":
                 return
-            fitting, note = give_index(session, model, size, size.by_index(), setup.seed)
-            for stride in (1, 4):
-                other = size.by_index(stride)
-                converted = replace(
-                    setup, run=f"{name}, evaluated: {other.label}", attention=other, note=note,
-                    parameters=model.num_parameters(), baseline="dense, same weights",
-                )  # fmt: skip
-                look_for_needles(session, converted, model, fitting, scale.large_lengths)
-                found = evaluation.measure_texts(session, model, other, held_out_texts(session, size))
-                session.write(converted, status, fitting, **found)
-                measure_short(converted, fitting)
+            for rate in ({}, {"learning_rate": LARGE_RATE}):
+                fitted = copy.deepcopy(model)
+                fitting, note = give_index(session, fitted, size, size.by_index(), setup.seed, **rate)
+                words = f"{record.FITTED_AT}{LARGE_RATE:g}" if rate else ""
+                for stride in (1, 4):
+                    other = size.by_index(stride)
+                    converted = replace(
+                        setup, run=f"{name}, evaluated: {other.label}{words}", attention=other, note=note,
+                        parameters=fitted.num_parameters(), baseline="dense, same weights",
+                    )  # fmt: skip
+                    look_for_needles(session, converted, fitted, fitting, scale.large_lengths)
+                    found = evaluation.measure_texts(session, fitted, other, held_out_texts(session, size))
+                    session.write(converted, status, fitting, **found)
+                    measure_short(converted, fitted, fitting)
 
         train_on_text(session, setup, model, after, short, first=size.steps * 3 // 5)
 

@@ -352,7 +352,8 @@ def large_of(used: Sequence[Row]) -> str:
             missing.pop(last.kind, None)
         rate = f"{last.tokens / last.train_seconds / 1e3:.0f}" if is_trained and last.train_seconds else ""
         memory = "" if last.memory_gib is None else f"{last.memory_gib:.1f}"
-        name = label(last) + ("" if is_trained else ", by fit_index")
+        rate_words = "".join(last.run.partition(FITTED_AT)[1:])
+        name = label(last) + ("" if is_trained else f", by fit_index{rate_words}")
         took = [str(last.steps), f"{last.train_seconds:.0f}", rate, memory]
         counted = [found(last), copies.get(last.run, "–")]
         lines.append([name, *took, bits(last.bits_per_byte), *counted, *by_length(run, lengths)])
