@@ -51,8 +51,7 @@ struct RowParams {
   TensorView outputs;    // O [B, T_q, H, V]
   RowStates states;
   char* records = nullptr;        // [B, H_kv, num_queries]; null: not wanted
-  bool tiled = false;             // tiled records of up to 8 heads; else G rows of 2 (K + V) bytes
-  bool paired = false;            // tiled records of kPairedGroup rows, else of kRecordRows
+  int tile_rows = 0;              // of a tiled record, see tiled_record_rows(); 0: G rows of 2 (K + V) bytes
   RowMeta* meta = nullptr;        // [B, H_kv, num_queries, G]
   QueryBounds* bounds = nullptr;  // [B, H_kv], zeroed by the caller
   int num_batches = 0;
@@ -101,8 +100,7 @@ cudaError_t launch_list_bounds(const ListBoundParams& params, cudaStream_t strea
 struct GradientParams {
   GatherParams gather;  // the queries come from the records instead
   const char* records = nullptr;
-  bool tiled = false;  // as of RowParams
-  bool paired = false;
+  int tile_rows = 0;  // as of RowParams
   const RowMeta* meta = nullptr;
   const KeyBound* list_bounds = nullptr;    // [B, H_kv, num_lists]
   const KeyBound* parent_bounds = nullptr;  // [B, H_kv, num_parents]

@@ -218,8 +218,7 @@ class ListedGradients {
     rows.states.sum += first;
     if (rows.states.lse_gradients) rows.states.lse_gradients += first;
     rows.records = c_.config.per_list ? nullptr : at_.records;
-    rows.tiled = c_.config.parent_warps;
-    rows.paired = paired_records(p_, c_.config);
+    rows.tile_rows = tiled_record_rows(p_, c_.config);
     rows.meta = at_.meta;
     rows.bounds = at_.query_bounds;
     rows.num_batches = static_cast<int>(chunk.num_batches);
@@ -339,8 +338,7 @@ class ListedGradients {
     GradientParams common;
     common.gather = gather;
     common.records = at_.records;
-    common.tiled = c_.config.parent_warps;
-    common.paired = paired_records(p_, c_.config);
+    common.tile_rows = tiled_record_rows(p_, c_.config);
     common.meta = at_.meta;
     common.list_bounds = at_.list_bounds;
     common.parent_bounds = bounds_of(chunk.batch).parents;

@@ -64,19 +64,18 @@ inline GradientKernels choose_gradients(const AttentionProblem& p, const DeviceF
   return kernels;
 }
 
-// Whether two queries share a tile of parent_gradient.cuh, so that a record has kPairedGroup rows. Rows that are rotated
-// would need the factors of two positions.
-inline bool paired_records(const AttentionProblem& p, const GradientKernels& kernels) {
-  return kernels.parent_warps && p.group() == kPairedGroup && !p.args.rotate;
+// The rows of a record for parent_gradient.cuh, even if the group has fewer heads; 0 where its kernel does not run. Of
+// kPairedGroup rows two queries share a tile. Rows that are rotated would need the factors of two positions.
+inline int tiled_record_rows(const AttentionProblem& p, const GradientKernels& kernels) {
+  return !kernels.parent_warps ? 0 : p.group() == kPairedGroup && !p.args.rotate ? kPairedGroup : kRecordRows;
 }
 
-// The bytes of the record of a query, with all heads that share a K/V head, see gradient_rows.cuh. Records for
-// parent_gradient.cuh that are not paired have space for 8 heads, even if the group has fewer.
+// The bytes of the record of a query, with all heads that share a K/V head, see gradient_rows.cuh.
 inline int64_t gradient_record_bytes(const AttentionProblem& p, const GradientKernels& kernels) {
+  const int tile_rows = tiled_record_rows(p, kernels);
   return kernels.per_list ? 0
-         : kernels.parent_warps
-             ? tiled_record_bytes(record_rows(paired_records(p, kernels)), p.key_dim, p.value_dim)
-             : p.group() * 2 * (p.key_dim + p.value_dim);
+         : tile_rows > 0  ? tiled_record_bytes(tile_rows, p.key_dim, p.value_dim)
+                          : p.group() * 2 * (p.key_dim + p.value_dim);
 }
 
 // The structs of gradients.h, by their sizes.

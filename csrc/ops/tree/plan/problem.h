@@ -31,9 +31,6 @@ constexpr int64_t packed_parent_bytes(int64_t key_dim, int64_t value_dim) {
 // kPairedGroup, and two queries share a tile of kRecordRows.
 constexpr int kRecordRows = 8;
 constexpr int kPairedGroup = 4;
-constexpr int record_rows(bool paired) {
-  return paired ? kPairedGroup : kRecordRows;
-}
 constexpr int64_t tiled_record_bytes(int64_t rows, int64_t key_dim, int64_t value_dim) {
   return rows * (2 * (key_dim + value_dim) + 16);
 }

@@ -247,8 +247,7 @@ class BackwardRun {
     rows.outputs = at_row(buffers_.outputs, chunk.batch, chunk.query);
     rows.states = states_of(chunk);
     rows.records = layer_per_list(p_, config_, 0) ? nullptr : at_.records;
-    rows.tiled = config_.parent_warps;
-    rows.paired = paired_records(p_, config_);
+    rows.tile_rows = tiled_record_rows(p_, config_);
     rows.meta = at_.meta;
     rows.bounds = at_.query_bounds;
     rows.num_batches = static_cast<int>(chunk.num_batches);
@@ -274,8 +273,7 @@ class BackwardRun {
     common.gather.lists = lists.data;
     common.gather.list_batch = lists.batch;
     common.records = at_.records;
-    common.tiled = config_.parent_warps;
-    common.paired = paired_records(p_, config_);
+    common.tile_rows = tiled_record_rows(p_, config_);
     common.meta = at_.meta;
     common.list_bounds = at_.list_bounds;
     common.parent_bounds = bounds_of(layer_idx, chunk.batch).parents;

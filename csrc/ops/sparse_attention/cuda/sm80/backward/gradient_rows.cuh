@@ -42,7 +42,7 @@ class RecordRows {
   using Record = TiledRecord<kDim>;
 
   __device__ __forceinline__ RecordRows(const GradientParams& params, int64_t head_idx, int64_t query)
-      : tiled_(params.tiled), tile_rows_(record_rows(!kRotates && params.paired)) {
+      : tiled_(params.tile_rows > 0), tile_rows_(kRotates ? kRecordRows : params.tile_rows) {
     const GatherParams& p = params.gather;
     const int64_t bytes = tiled_ ? Record::bytes(tile_rows_) : p.group * 4 * kDim;
     rows_ = reinterpret_cast<const __half*>(params.records + (head_idx * p.num_queries + query) * bytes);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
   const int head_idx = blockIdx.y;
   const int batch = head_idx / p.num_kv_heads, kv_head = head_idx % p.num_kv_heads;
   const int first = blockIdx.x * kRowQueries;
-  const int rows_per_query = p.tiled ? record_rows(p.paired) : p.group;
+  const int rows_per_query = p.tile_rows > 0 ? p.tile_rows : p.group;
   const int num_rows = min(kRowQueries, p.num_queries - first) * rows_per_query;
   const int chunk = threadIdx.x % kLanes;
   float largest_norm = 0.f, largest_unscale = 0.f, largest_delta = 0.f;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kRowWarps * 32) gradient_rows_kernel(RowParams
     for (int i = 0; i < 4; ++i) {
       scaled[i] = __floats2half2_rn(x[2 * i] * power.scale, x[2 * i + 1] * power.scale);
     }
-    if (p.tiled) {
+    if (p.tile_rows > 0) {
       using Record = TiledRecord<kDim>;
       char* record = p.records + record_idx * Record::bytes(rows_per_query);
       const int at = Record::chunk_at(rows_per_query, row_head, chunk);

@@ -121,18 +121,15 @@ class QueryStream {
   }
 
  private:
-  static constexpr int kRows = record_rows(kPaired);
+  static constexpr int kRows = kPaired ? kPairedGroup : kRecordRows;
   static constexpr int kRecordBytes = Record::bytes(kRows), kMetaOffset = Record::meta_offset(kRows);
 
-  // The entry of query `first` + lane. Where queries share a tile, behind the last query it is the last one's.
+  // The entry of query `first` + lane, behind the last query that of the last one.
   __device__ __forceinline__ uint32_t read_entry(uint32_t first) const {
     const GatherParams& p = params_.common.gather;
-    uint32_t index = first + lane_;
-    if constexpr (kPaired) {
-      index = min(index, end_ - 1);
-    }
+    const uint32_t index = min(first + lane_, end_ - 1);
     if (index >= end_) {
-      return 0;
+      return 0;  // there is no query
     }
     const uint32_t at = window_.begin + static_cast<uint32_t>(list_of(p, index));
     return params_.entries ? params_.entries[at] : at * p.entries_of_list() + static_cast<uint32_t>(parent_);
@@ -150,12 +147,8 @@ class QueryStream {
     query_ = list_row * p.stride + (index & (p.stride - 1));
     present_ = 0;
     position_ = 0;
-    if (!kPaired && index >= end_) {
-      query_ = 0;  // nobody reads what is copied
-      return;
-    }
     if (index >= end_ || query_ >= static_cast<uint32_t>(p.num_queries)) {
-      // The last list may have fewer queries than the others, and the last tile fewer queries than it has place for. Their
+      // The last list may have fewer queries than the others, and the last two tiles fewer than they have place for. The
       // weights are 0, but they meet a record, which must be one that was written and that this parent sees.
       query_ = list_row * p.stride;
       return;
@@ -177,8 +170,8 @@ class QueryStream {
     position_ = static_cast<unsigned>(max(position, 0));
   }
 
-  // Begins the copies of the next two tiles. Behind the last query they are copies that nobody reads, or of look_up()'s
-  // queries of weight 0: without a branch the products of the queries before hide what the addresses wait for.
+  // Begins the copies of the next two tiles, behind the last query of look_up()'s queries of weight 0: without a branch
+  // the products of the queries before hide what the addresses wait for.
   __device__ __forceinline__ void issue_pair(uint32_t stage) {
     const int from = static_cast<int>((next_ - begin_) % 32);  // a multiple of kQueries
     if (from == 0) {
@@ -331,8 +324,8 @@ class ParentGradient {
     }
   }
 
-  // Adds two tiles. Where `alone`, the second is the first once more and counts nothing.
-  __device__ __forceinline__ void add_pair(const QueryRows (&queries)[2], bool alone, float score_scale,
+  // Adds two tiles.
+  __device__ __forceinline__ void add_pair(const QueryRows (&queries)[2], float score_scale,
                                            float gradient_scale) {
     uint32_t q[2][kChunks];
 #pragma unroll
@@ -377,7 +370,7 @@ class ParentGradient {
         weight[e] += s[i_query][1][e];
         gradient[e] += dp[i_query][1][e];
       }
-      weigh(queries[i_query], i_query == 1 && alone, score_scale, gradient_scale, weight, gradient);
+      weigh(queries[i_query], score_scale, gradient_scale, weight, gradient);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         weights[2 * i_query + half] = device::pack_pair<T>(weight[2 * half], weight[2 * half + 1]);
@@ -474,14 +467,13 @@ class ParentGradient {
 
  private:
   // Turns the scores of a tile into weights and its dP^T into dS^T.
-  __device__ __forceinline__ void weigh(const QueryRows& query, bool unseen, float score_scale,
-                                        float gradient_scale, float (&s)[4], float (&dp)[4]) const {
+  __device__ __forceinline__ void weigh(const QueryRows& query, float score_scale, float gradient_scale,
+                                        float (&s)[4], float (&dp)[4]) const {
     const int lane = threadIdx.x % 32;
     // The word of the query that this lane's columns belong to.
     const uint32_t word = query.present + (kPaired ? lane % 4 * 2 / kPairedGroup * 4 : 0);
     unsigned present;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(present) : "r"(word) : "memory");
-    present = unseen ? 0 : present;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4 bits = device::load_shared_16(query.record + Stage::kMetaOffset + (lane % 4 * 2 + i) * 16);
@@ -545,14 +537,13 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps) parent_gradient_kerne
   Stream stream(params, window, parent, begin, end, ring);
   for (uint32_t index = begin; index < end; index += Stream::kQueries) {
     const uint32_t stage = stream.wait();
-    const bool alone = !kPaired && index + 1 == end;
-    const uint32_t stages[2] = {stage, alone ? stage : stage + Stage::kBytes};
     QueryRows rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      rows[i] = {stages[i], stages[i] + Stage::kRotationOffset, stages[i] + Stage::kPresentOffset};
+      const uint32_t at = stage + i * Stage::kBytes;
+      rows[i] = {at, at + Stage::kRotationOffset, at + Stage::kPresentOffset};
     }
-    sums.add_pair(rows, alone, p.score_scale, power.scale);
+    sums.add_pair(rows, p.score_scale, power.scale);
   }
   device::wait_copies<0>();  // those behind the last query
   if constexpr (kWarps > 1) {
@@ -577,7 +568,7 @@ cudaError_t launch_parent_gradient_warps(const KeyGradientParams& params, cudaSt
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(p.num_parents), p.num_batches * p.num_kv_heads),
                           .threads = kWarps * 32,
                           .shared_bytes = kWarps * QueryStage<kDim>::kWarpBytes};
-  if (params.common.paired) {
+  if (params.common.tile_rows == kPairedGroup) {
     return launch_kernel(parent_gradient_kernel<T, kDim, kWarps, false, /*kPaired=*/true>, shape, stream,
                          params);
   }

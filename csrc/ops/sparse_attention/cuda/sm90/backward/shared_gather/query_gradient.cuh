@@ -362,7 +362,7 @@ cudaError_t launch_shared_gather_gradient_as(const SharedGatherGradientParams& p
   using Shape = SharedGatherGradientShape<kDim>;
   const GatherParams& p = params.query.common.gather;
   // From stride 2 on, a power of two, queries 2 i and 2 i + 1 share a list.
-  const bool paired = params.query.common.paired && p.stride > 1;
+  const bool paired = params.query.common.tile_rows == kPairedGroup && p.stride > 1;
   const LaunchShape shape{.grid = dim3(num_blocks(p.num_queries, Shape::kWarps * (paired ? 2 : 1)),
                                        p.num_batches * p.num_kv_heads),
                           .threads = Shape::kThreads,
