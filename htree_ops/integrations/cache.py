@@ -158,8 +158,9 @@ class TreeLayer(CacheLayerMixin):
             [B, n, H, V], 0 at padding.
 
         Raises:
-            ValueError: more columns than ``max_cache_len``, other options or another batch than before, and on the CPU
-                a mask that does not fit the tokens that the cache holds; on CUDA its rows are NaN.
+            ValueError: more columns than ``max_cache_len``, other options, another index or another batch than
+                before, and on the CPU a mask that does not fit the tokens that the cache holds; on CUDA its rows are
+                NaN.
         """
         before, n = self.columns, q.shape[1]
         most = self.shared.max_cache_len
@@ -173,6 +174,7 @@ class TreeLayer(CacheLayerMixin):
             q, k, v = (x.to(dtype) for x in (q, k, v))
         options = tree.options
         index = choose_by_index(tree.function, tree.layer, q, k) if tree.by_index else None
+        index_dim = 0 if index is None else index[1].shape[3]
         k, v = expand_heads(options, q, k, v)
         if self.cache is None:
             if torch.compiler.is_compiling():
@@ -184,6 +186,10 @@ class TreeLayer(CacheLayerMixin):
         elif options != self.options:
             raise ValueError(
                 f"TreeCache: options must stay those of the first call, {self.options}, got {options}"
+            )
+        elif index_dim != self.cache.index_dim:
+            raise ValueError(
+                f"TreeCache: index_dim must stay that of the first call, {self.cache.index_dim}, got {index_dim}"
             )
         elif len(q) != self.cache.batch:
             raise ValueError(f"TreeCache: the batch must stay {self.cache.batch}, got {len(q)}")

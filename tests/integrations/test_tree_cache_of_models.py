@@ -234,6 +234,12 @@ def with_other_options() -> None:
     go_on(model, cache)
 
 
+def without_its_index() -> None:
+    model, cache = filled(SPARSE | {"index_dim": 16}, head_dim=16)
+    model.config.htree = SPARSE | {"index_dim": 0}
+    go_on(model, cache)
+
+
 def with_other_attention(name: str) -> None:
     model = make_model(attention=name)
     generate(model, make_ids())
@@ -262,6 +268,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "batch": (lambda: go_on(*filled(), batch=3), ValueError, "the batch must stay 2, got 3"),
     "options": (with_other_options, ValueError, "options must stay those of the first call"),
+    "index": (without_its_index, ValueError, "index_dim must stay that of the first call, 16, got 0"),
     "mask that is forgotten": (
         lambda: go_on(*filled(mask=PADDING)),
         ValueError,
