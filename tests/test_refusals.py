@@ -323,7 +323,7 @@ def test_words_are_strings(call, message):
         ),
         (
             lambda q: htree_ops.tree_attention(q, q, q, foo=1),
-            "tree_attention: keywords must be among compression_rate, max_top_nodes, ",
+            "tree_attention: keywords must be those of its signature or among compression_rate, max_top_nodes, ",
         ),
         (
             lambda q: htree_ops.gated_mlp(q, q, q, "silu", "up", "z"),

@@ -330,7 +330,9 @@ def tree_options(function: str, options: TreeOptions | None, keywords: Mapping[s
     """
     for name in keywords:
         if name not in NAMES:
-            raise TypeError(f"{function}: keywords must be among {', '.join(NAMES)}, got {name!r}")
+            raise TypeError(
+                f"{function}: keywords must be those of its signature or among {', '.join(NAMES)}, got {name!r}"
+            )
     if options is None:
         options = DEFAULTS
     elif not isinstance(options, TreeOptions):
