@@ -54,11 +54,11 @@ def test_tensor_cores_beside_the_general_kernels(case, kernels, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("stride", [1, 4, 16])
-def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride):
+@pytest.mark.parametrize(("stride", "heads"), [(1, 16), (4, 16), (16, 16), (2, 8)])
+def test_a_row_has_its_bits_in_other_chunks_and_for_wider_lists(stride, heads):
     """Calls of a few rows of a long one, with lists that are padded."""
     case = SparseCase(
-        name="chunks", dtype=torch.bfloat16, T=60_000, H=16, H_kv=2, K=128, V=128, n=64, block_size=16,
+        name="chunks", dtype=torch.bfloat16, T=60_000, H=heads, H_kv=2, K=128, V=128, n=64, block_size=16,
         selection_stride=stride,
     )  # fmt: skip
     query, key, value, blocks, _ = case.make_inputs("cuda")
