@@ -104,7 +104,9 @@ def test_a_larger_model(study, whole):
     rows = [row for row in study.record.read_rows(whole) if row.piece == "large"]
     last = {row.run: row for row in rows if row.status == "final"}
     names = [f"index 16, s={stride}, k=4, own" for stride in (1, 4)]
-    fitted = [f"dense, seed 0, evaluated: {name}{at}" for at in ("", ", learning rate 0.01") for name in names]
+    fitted = [
+        f"dense, seed 0, evaluated: {name}{at}" for at in ("", ", learning rate 0.01") for name in names
+    ]
     short = {run: row for run, row in last.items() if ", texts of 256 bytes" in run}
     last = {run: row for run, row in last.items() if run not in short}
     assert set(last) == {"dense, seed 0", f"{names[0]}, seed 0", *fitted}

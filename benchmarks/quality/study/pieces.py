@@ -25,8 +25,9 @@ from .training import train
 HELD_OUT_SEED = 10**9  # of the texts that models are evaluated on
 STEP_SEEDS = 1_000_003  # seeds of steps of two trainings are apart
 INDEXER_BYTES = 2**15  # of a step of ``fit_index``, at most
-OTHER_RATES = (1e-3, 1e-2, 3e-2)  # of ``fit_index``, beside the one that it has by default
-LARGE_RATE = 1e-2  # the same of a larger model
+RATE_OF_FITS = 3e-3  # of ``fit_index``, in rows that name none
+OTHER_RATES = (1e-3, 1e-2, 3e-2)
+LARGE_RATE = 1e-2  # the other one of a larger model
 SPANS = (None, 4, 2, 1)  # of ``selection_span``; 1 selects by the true mass of the tokens
 
 
@@ -245,9 +246,9 @@ def conversion_long(scale: Scale) -> list[Run]:
 
 
 def give_index(
-    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int, **rate: float
+    session: Session, model: LanguageModel, size: Training, attention: Attention, seed: int, rate: float
 ) -> tuple[Progress, str]:
-    """Fits the index of a dense model, by another ``learning_rate`` if one is given: what it took, a note."""
+    """Fits the index of a dense model: what it took, a note."""
     steps = session.scale.indexer_steps
     batch = min(4, size.batch, INDEXER_BYTES // size.context)
 
@@ -262,7 +263,9 @@ def give_index(
     torch.manual_seed(seed)
     begin, rows = time.monotonic(), session.scale.indexer_queries
     with session.precision():
-        nats = fit_index(model, batches(), steps=steps, rows=rows, index_dim=attention.index_dim, **rate)
+        nats = fit_index(
+            model, batches(), steps=steps, rows=rows, learning_rate=rate, index_dim=attention.index_dim
+        )
     seconds = time.monotonic() - begin
     note = f"{sum(nats) / len(nats):.4f} nats from the masses of the blocks"
     return Progress(steps, steps, steps * batch * size.context, seconds), note
@@ -300,14 +303,14 @@ def index_run(scale: Scale, seed: int) -> Run:
 
         of_dense = measure(dense(), Progress())  # as it was, without an index
         without = copy.deepcopy(model)
-        progress, note = give_index(session, model, size, fitted, seed)
+        progress, note = give_index(session, model, size, fitted, seed, RATE_OF_FITS)
         for attention in settings:
             measure(attention, *((progress, note) if attention.index_dim else (Progress(), "")))
         if seed == 0:
             lists.write(session, setup_of(model, "lists", fitted), model, texts)
         for rate in OTHER_RATES:
             other = copy.deepcopy(without)
-            fit = give_index(session, other, size, fitted, seed, learning_rate=rate)
+            fit = give_index(session, other, size, fitted, seed, rate)
             measure(fitted, *fit, other, f"{record.FITTED_AT}{rate:g}")
         return of_dense
 
@@ -526,10 +529,10 @@ def large_run(scale: Scale, attention: Attention) -> Run:
             measure_short(setup, model, progress)
             if attention.kind != "dense":
                 return
-            for rate in ({}, {"learning_rate": LARGE_RATE}):
+            for rate in (RATE_OF_FITS, LARGE_RATE):
                 fitted = copy.deepcopy(model)
-                fitting, note = give_index(session, fitted, size, size.by_index(), setup.seed, **rate)
-                words = f"{record.FITTED_AT}{LARGE_RATE:g}" if rate else ""
+                fitting, note = give_index(session, fitted, size, size.by_index(), setup.seed, rate)
+                words = f"{record.FITTED_AT}{rate:g}" if rate != RATE_OF_FITS else ""
                 for stride in (1, 4):
                     other = size.by_index(stride)
                     converted = replace(

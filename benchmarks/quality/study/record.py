@@ -23,7 +23,9 @@ DONE = "final"
 #: The experiment with the larger model, which has a smaller corpus.
 LARGE = "large"
 SHORT = ", texts of "  # in the name of a row of it that is measured on shorter ones
-FITTED_AT = ", learning rate "  # in the name of a run whose index was fitted with another one than by default
+FITTED_AT = (
+    ", learning rate "  # in the name of a run whose index was fitted with another one than RATE_OF_FITS
+)
 #: What the series of a row with needles is.
 NEEDLES = "letters found by depth"
 

@@ -30,7 +30,7 @@ def fit_index(
     *,
     steps: int = 400,
     rows: int = 256,
-    learning_rate: float = 3e-3,
+    learning_rate: float = 1e-2,
     index_dim: int | None = None,
 ) -> list[float]:
     """Gives a dense model the index by which it then selects; everything else stays as it is.
